@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Pretrains a recipe. Without anything set: the embedded recipe with SCAPE, on all GPUs or on 2 CPU processes.
+# Pretrains a model from a recipe. Default: the embedded recipe with SCAPE, on all GPUs or on 2 CPU processes.
 #
 #   CONFIG_FILE=train_configs/X.toml NGPU=4 ./run_train.sh --sync.scape.density=0.01
 #
 # CONFIG_FILE    recipe (TOML), or "a.toml,b.toml"        NGPU           processes on this node
 # LOG_RANK       ranks whose output is shown, "0,1"       COMM_MODE      fake_backend: dry run of NGPU ranks, one CPU
 # NNODES         nodes, each runs this script             RDZV_ENDPOINT  host:port of one of them
-# PYTHON         the Python to use                        SCAPE_TRACEBACK=1  tracebacks for wrong input too
-# MAX_RESTARTS   so many starts again in a row without progress when a rank is lost (0: none; wants --checkpoint.enable)
-# STOP_SECONDS   that ranks have for a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (1800)
+# PYTHON         Python interpreter                       SCAPE_TRACEBACK=1  print tracebacks for invalid input too
+# MAX_RESTARTS   consecutive restarts without progress after a lost rank (default 0; requires --checkpoint.enable)
+# STOP_SECONDS   time for a final checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (default 1800)
 #
-# Exit codes: 0 trained to the end; 2 wrong input; 3 a rank was lost or something broke; 4 stopped on request, nothing
-# saved; 75 stopped on request with a checkpoint: start the same again. docs/failures.md.
+# Exit codes: 0 training completed; 2 invalid input; 3 a rank was lost or an error occurred; 4 stopped on request,
+# nothing saved; 75 stopped on request with a checkpoint: run the same command again. See docs/reference/exit_codes.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-source scripts/environment.sh ""  # without an argument it would see those of this script
+source scripts/environment.sh ""  # an explicit argument, since a sourced script otherwise gets those of this one
 
 CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
 LOG_RANK="${LOG_RANK:-0}"
@@ -32,7 +32,7 @@ if [ -z "${NGPU:-}" ]; then
     NGPU=$((gpus > 0 ? gpus : 2))
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
-# Of C++ only errors: warnings of a store that is gone have 30 lines and hide who was lost.
+# Log only errors of C++: the warnings about a lost store have 30 lines each and hide the name of the lost rank.
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
     threads=$(($(getconf _NPROCESSORS_ONLN) / NGPU))
@@ -46,7 +46,7 @@ for argument in "$@"; do
     fi
 done
 if [ -n "$COMM_MODE" ]; then
-    # One process plays rank 0 of NGPU. --training.steps=N takes N steps; without, everything is built only.
+    # One process acts as rank 0 of NGPU. --training.steps=N runs N steps; by default the run is only built.
     export NGPU LOCAL_RANK=0
     exec "$PYTHON" -m torchtitan_scape.train --job.config_file "$CONFIG_FILE" \
         --comm.mode="$COMM_MODE" --training.steps=0 "$@"

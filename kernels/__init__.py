@@ -1,8 +1,8 @@
-"""Passes over local tensors that an optimizer step is made of.
+"""Passes over local tensors, of which optimizer steps and encoded messages consist.
 
-`reference.py` states each of them in plain PyTorch; the Triton kernels beside it are held against it. Nothing here
-knows of process groups or of the trainer. What needs torch is imported when it is first asked for: block arithmetic
-runs where torch is not installed.
+Each `reference.py` specifies its passes in plain PyTorch, and the tests compare the Triton kernels next to it with it.
+The package depends neither on process groups nor on the trainer. Names that need torch are imported on first use, so
+that block arithmetic runs without torch.
 """
 
 from importlib import import_module

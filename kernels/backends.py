@@ -1,4 +1,4 @@
-"""Who runs the passes: Triton or PyTorch."""
+"""Choice of the backend that runs the passes: Triton or PyTorch."""
 
 import importlib.util
 import os
@@ -18,10 +18,16 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose_backend(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
-    """ "triton" or "torch": what `backend` asks for, "auto" taking Triton on a GPU and PyTorch on a CPU.
+    """Return "triton" or "torch".
 
-    PyTorch also runs what Triton does not: tensors of dtypes other than `TRITON_DTYPES`, and a dry run under fake
-    tensors. Raises ValueError where Triton is asked for and cannot run.
+    Args:
+        backend: One of `BACKENDS`. "auto" selects Triton on a GPU and PyTorch on a CPU, and PyTorch for dtypes other
+            than `TRITON_DTYPES`. A dry run with fake tensors always uses PyTorch.
+        device: Device of the parameters.
+        dtypes: Dtypes of the parameters.
+
+    Raises:
+        ValueError: An unknown backend, or "triton" where it cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"kernels is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
@@ -49,7 +55,7 @@ def choose_backend(backend: str, device: torch.device, dtypes: Iterable[torch.dt
 
 
 def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
-    """The passes of a SCAPE step by "triton" or "torch"; arguments and options are those of `ScapePasses`."""
+    """Return the passes of a SCAPE step on "triton" or "torch". Arguments and options are those of `ScapePasses`."""
     if backend == "triton":
         from kernels.scape.triton_updates import triton_passes
 
@@ -60,7 +66,7 @@ def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
 
 
 def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
-    """A function that says of each flat gradient whether it is free of NaN and Inf: bool (len(gradients),)."""
+    """Return a function that checks flat gradients: bool (len(gradients),), false for a gradient with NaN or Inf."""
     if backend == "triton":
         from kernels.dense.triton_passes import Finite
 
@@ -71,7 +77,7 @@ def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
 
 
 def adams_step(backend: str) -> Any:
-    """An object whose `step` is that of dense AdamS; see `TorchAdams`."""
+    """Return an object whose `step` is a dense AdamS step; see `TorchAdams`."""
     if backend == "triton":
         from kernels.dense.triton_passes import TritonAdams
 
@@ -82,10 +88,10 @@ def adams_step(backend: str) -> Any:
 
 
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
-    """A block code by "triton" or "torch"; see `BlockCode`."""
+    """Return a block code on "triton" or "torch"; see `BlockCode`."""
     return BlockCode(name, block, scale, backend)
 
 
 def tagc_passes(backend: str) -> Any:
-    """The functions of `kernels.tagc.reference` by "torch" or "triton": a module."""
+    """Return the module with the functions of `kernels.tagc.reference` on "torch" or "triton"."""
     return importlib.import_module(f"kernels.tagc.{'triton_passes' if backend == 'triton' else 'reference'}")

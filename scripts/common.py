@@ -1,6 +1,6 @@
-"""What the scripts share: commands, files, tables, and the trainer as a process.
+"""Shared by the scripts: commands, files, tables, and the trainer as a process.
 
-Scripts are modules, started from the repository's root: `python -m scripts.studies.quality_study run`.
+Scripts are modules, started from the repository's root: `python -m scripts.study run quality_study`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUTPUTS = ROOT / "results", ROOT / "outputs"
 EMBEDDED = "train_configs/embedded.toml"
-# What torchrun would set for a single process: its own imports cost as much as a short run.
+# The variables that torchrun sets for a single process; its imports take as long as a short run.
 ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 Curve = list[tuple[int, float]]
 
@@ -33,17 +33,17 @@ class RunError(RuntimeError):
 
 
 def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A script's command line, described by its docstring."""
+    """Return a script's argument parser, described by its docstring."""
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
     )
 
 
 def guarded(work: Callable[[], int | None], stopped: str = "stopped; the same command goes on from here") -> int:
-    """Does a command's work; its exit code.
+    """Do a command's work and return its exit code.
 
-    What a user got wrong and what a run failed with are one line and 2. Ctrl-C and SIGTERM unwind the work, so that
-    its children end with it, and give 130.
+    Wrong input and failed runs print one line and return 2. Ctrl-C and SIGTERM raise KeyboardInterrupt in the work, so
+    that it ends its children, and return 130.
     """
 
     def stop(*_: Any) -> None:
@@ -63,12 +63,12 @@ def guarded(work: Callable[[], int | None], stopped: str = "stopped; the same co
 
 
 def command_of(module: str) -> str:
-    """How this process was started, for a report."""
+    """Return the command of this process, for a report."""
     return " ".join([f"python -m {module}", *sys.argv[1:]])
 
 
 def names(text: str) -> list[str]:
-    """An argument with commas."""
+    """Split an argument at its commas."""
     return [part for part in text.split(",") if part]
 
 
@@ -80,7 +80,7 @@ def numbers(text: str) -> list[int]:
 
 
 def write(path: Path, content: Any) -> None:
-    """A text, or what JSON makes of anything else; whole or not at all."""
+    """Write a text, or anything else as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
@@ -88,7 +88,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """What JSON is in a file; None where there is none that can be read."""
+    """Return the JSON content of a file; None if it cannot be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -96,13 +96,13 @@ def read(path: Path) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """What a result was made with."""
+    """Return the versions that a result depends on."""
     packages = ("torch", "torchtitan")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def without_paths(text: str) -> str:
-    """Absolute paths cut to their last part."""
+    """Shorten absolute paths to their last part."""
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
 
 
@@ -110,7 +110,7 @@ def without_paths(text: str) -> str:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table; the first row's keys are the head."""
+    """Return a Markdown table; the keys of the first row are its header."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
@@ -118,7 +118,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean and sample standard deviation; no deviation of a single one."""
+    """Return mean and sample standard deviation, the latter only of several values."""
     if not values:
         return "-"
     mean = format(statistics.mean(values), form)
@@ -141,7 +141,7 @@ def megabytes(value: float | None) -> str:
 
 
 def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str) -> None:
-    """Runs `arguments` ("-m", a module, its own) on so many ranks of this host. Raises RunError with the log's end."""
+    """Run `arguments` ("-m", a module, its arguments) on ranks of this host. Raises RunError with the log's end."""
     command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
@@ -155,7 +155,7 @@ def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str
 
 
 def scalars(folder: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """(step, value) of each of `tags` from the one TensorBoard log under `folder`."""
+    """Return (step, value) of each of `tags` from the only TensorBoard log under `folder`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = folder.rglob("events.out*")
@@ -165,5 +165,5 @@ def scalars(folder: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
 
 
 def losses(folder: Path, **more: str) -> dict[str, Curve]:
-    """Of training and validation, and further tags."""
+    """Return the curves of training and validation, and of further tags."""
     return scalars(folder, {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"} | more)

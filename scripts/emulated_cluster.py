@@ -1,15 +1,15 @@
-"""Runs a command on an emulated cluster: network namespaces as nodes, shaped links as their NICs, real TCP.
+"""Run a command on an emulated cluster: network namespaces as nodes, shaped links as their NICs, real TCP.
 
     python -m scripts.emulated_cluster --nodes 4 --ranks-per-node 1 --rate 100 -- ./run_train.sh --training.steps=20
 
-Every node is a network namespace with an interface on one bridge; `tc tbf` limits it in both directions. Ranks of one
-node talk over its loopback, which is not limited. Needs root and iproute2. The host's own network is not touched: the
-bridge has a namespace too. Each node runs the command with what ./run_train.sh and torchrun want to know in its
-environment (`Cluster.environment`); node 0's output is shown, that of the others goes to files.
+Each node is a network namespace with an interface on a bridge, limited by `tc tbf` in both directions. Ranks of a node
+communicate over its loopback, without a limit. Needs root and iproute2. The bridge has its own namespace, so that the
+host's network is unchanged. Each node runs the command with the variables of ./run_train.sh and torchrun
+(`Cluster.environment`); node 0's output is shown, that of the others goes to files.
 
-At the end stand the bytes that each node's interfaces saw over the whole run. For ./run_train.sh the summary
-(summary.json, "interfaces") has those of the training steps alone, beside the bytes that the ranks counted.
-Namespaces and processes are removed however a run ends, those of a run that was killed by the next one.
+At the end the bytes on each node's interfaces over the whole run are printed. The summary of ./run_train.sh
+(summary.json, "interfaces") has those of the training steps alone, and the bytes that the ranks counted. Namespaces and
+processes are always removed; those of a killed run by the next run.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from topology.interfaces import parse_counters
 
 NIC = "eth0"
 PORT = 29500
-# A bucket that fills while the ranks compute lets the next bytes pass at full speed: with the usual 128 kB a payload
-# of 0.1 MB crossed a 100 Mbit/s link at 207. So the bucket is small, and the frames are large (as on such networks),
-# since a bucket cuts what is larger than itself into frames, and headers then count for each: 1 % of the bytes.
+# A bucket fills while the ranks compute, and the next bytes then pass at full speed: with the usual 128 kB a payload of
+# 0.1 MB crossed a 100 Mbit/s link at 207 Mbit/s. So the bucket is small. Frames are large, as on such networks: with
+# small ones headers are 1 % of the bytes.
 BURST = "16kb"
 MTU = 9000
-LATENCY = "400ms"  # room in the NIC's queue; less drops packets where several nodes send to one, which fabrics do not
+LATENCY = "400ms"  # of the NIC's queue; with less, packets are dropped when several nodes send to one
 GRACE_SECONDS = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,22 +47,25 @@ _serial = itertools.count()
 
 
 class ClusterError(RunError):
-    """The cluster cannot be made here; the message says what is missing."""
+    """The cluster cannot be created on this host; the message names what is missing."""
 
 
 class Cluster:
-    """Nodes as network namespaces on a bridge; a context manager that leaves nothing behind.
+    """Nodes as network namespaces on a bridge; a context manager that removes them.
+
+    Inside, SIGTERM and SIGHUP raise SystemExit in the main thread, so that the block is left and cleaned up. All
+    programs in its namespaces are ended with them.
 
     Args:
         nodes: 1 to 99.
-        rate_mbit: what each node's NIC sends and what it receives, in 1e6 bits per second; None for no limit.
+        rate_mbit: limit of each NIC, each way, in 1e6 bits per second; None for no limit.
 
     Attributes:
         addresses: the nodes' IPv4 addresses.
 
-    Raises ValueError for arguments out of range and, on entry, ClusterError without root or iproute2. While it is open,
-    SIGTERM and SIGHUP raise SystemExit in the main thread, so that leaving the block cleans up then as well. Other
-    programs that someone puts into its namespaces are ended with them.
+    Raises:
+        ValueError: arguments out of range.
+        ClusterError: on entry, without root or iproute2.
     """
 
     def __init__(self, nodes: int, rate_mbit: float | None = None) -> None:
@@ -70,7 +73,7 @@ class Cluster:
             raise ValueError(f"{nodes} nodes; give 1 to 99")
         _check_rate(rate_mbit)
         self.nodes = nodes
-        # Three digits: c10d's rendezvous numbers the nodes by their addresses, sorted as text.
+        # Three digits: c10d's rendezvous numbers the nodes by their addresses as text.
         self.addresses = [f"198.18.0.{101 + node}" for node in range(nodes)]
         self._prefix = f"scape-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}-"
         self._bridge = f"{self._prefix}bridge"
@@ -98,7 +101,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes in the nodes and removes the namespaces, with their links. Can be called again."""
+        """End all processes in the nodes and remove the namespaces. Can be called again."""
         arrived: list[int] = []
         for number in self._handlers:  # a second Ctrl-C waits until all is removed
             signal.signal(number, lambda number, frame: arrived.append(number))
@@ -125,7 +128,7 @@ class Cluster:
         for node, address in enumerate(self.addresses):
             name, port = self._name(node), f"port{node}"
             _run("ip", "netns", "add", name)
-            # Both ends are made where they belong: the host never sees a link.
+            # Both ends are created in their namespaces, none on the host.
             ends = (NIC, "netns", name, "mtu", str(MTU), "type", "veth", "peer", "name", port, "mtu", str(MTU))
             _run("ip", "link", "add", *ends, "netns", self._bridge)
             _run("ip", "-n", self._bridge, "link", "set", port, "master", "bridge", "up")
@@ -136,7 +139,7 @@ class Cluster:
     # -------------------------------------------------------------------------------------------- the links
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Limits every NIC, each way, to 1e6 bits per second; None lifts the limit. Also while a command runs."""
+        """Limit every NIC, each way, in 1e6 bits per second; None removes the limit. Also while a command runs."""
         _check_rate(rate_mbit)
         for node in range(self.nodes):
             # The bridge's side sends what the node receives.
@@ -149,11 +152,11 @@ class Cluster:
         self._rate, self._shaped = rate_mbit, rate_mbit is not None
 
     def set_link(self, node: int, up: bool) -> None:
-        """Takes a node's link down, at the switch, or up again: nothing goes through, connections stay."""
+        """Set a node's link down or up, at the switch. Connections stay open."""
         _run("ip", "-n", self._bridge, "link", "set", f"port{node}", "up" if up else "down")
 
     def counters(self) -> list[dict[str, tuple[int, int]]]:
-        """(bytes sent, bytes received) by interface, "eth0" and "lo", of every node since it was made."""
+        """Return (bytes sent, bytes received) by interface, "eth0" and "lo", of each node since its creation."""
         return [
             parse_counters(_run("ip", "netns", "exec", self._name(node), "cat", "/proc/net/dev"))
             for node in range(self.nodes)
@@ -162,17 +165,17 @@ class Cluster:
     # ----------------------------------------------------------------------------------------- the processes
 
     def environment(self, node: int) -> dict[str, str]:
-        """What a command needs to know about its node, beside NGPU, the ranks on it."""
+        """Return a node's variables for the command, except NGPU, its number of ranks."""
         return {
             "PYTHON": sys.executable,
             "NNODES": str(self.nodes),
             "NODE_RANK": str(node),
             "RDZV_ENDPOINT": f"{self.addresses[0]}:{PORT}",
-            # torchrun would look up the host's name, which is not this node's, and take it for the address of the
-            # workers' store; and it would not see that the endpoint is its own.
+            # torchrun would use the host's name as the address of the workers' store, and would not recognize its own
+            # endpoint.
             "PET_LOCAL_ADDR": self.addresses[node],
             "PET_RDZV_CONF": f"is_host={int(node == 0)}",
-            "PET_MONITOR_INTERVAL": "1",  # seconds; by default it asks node 0 ten times a second, on the same wires
+            "PET_MONITOR_INTERVAL": "1",  # seconds; by default torchrun polls node 0 ten times per second
             "GLOO_SOCKET_IFNAME": NIC,
             "TP_SOCKET_IFNAME": NIC,
             "OMP_NUM_THREADS": "1",
@@ -187,7 +190,7 @@ class Cluster:
         stdout: Any = None,
         stderr: Any = None,
     ) -> "subprocess.Popen[Any]":
-        """Starts a command in a node, in a session of its own. `env` goes over `environment` and os.environ."""
+        """Start a command in a node, in its own session. `env` overrides `environment` and os.environ."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._name(node), *command],
             env={**os.environ, **self.environment(node), **(env or {})},
@@ -208,11 +211,14 @@ class Cluster:
         timeout: float | None = None,
         show: bool = True,
     ) -> int:
-        """Runs one command in every node. Returns 0, or the exit code of the node that failed first.
+        """Run one command in every node. Return 0, or the exit code of the node that failed first.
 
-        Node 0's output is this process's if `show`; else, as that of every node N, it goes to `log_dir`/nodeN.log. A
-        failed node ends the others.
-        timeout: seconds; then all are ended, and 124 is returned. A signal counts as 128 plus its number.
+        A failed node ends the others. A signal counts as 128 plus its number.
+
+        Args:
+            log_dir: folder of nodeN.log, the output of node N.
+            timeout: in seconds; then all nodes are ended, and 124 is returned.
+            show: print node 0's output instead.
         """
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,7 +257,7 @@ class Cluster:
         timeout: float,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Runs `arguments` ("-m", a module, its own) on all ranks. Raises RunError with the reason, in one line."""
+        """Run `arguments` ("-m", a module, its arguments) on all ranks. Raises RunError with a one-line reason."""
         command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nnodes={self.nodes}"]
         command += [f"--nproc_per_node={ranks_per_node}", "--rdzv_backend=c10d"]
         command += [f"--rdzv_endpoint={self.addresses[0]}:{PORT}", "--local-ranks-filter=0", "--tee=3", *arguments]
@@ -259,12 +265,12 @@ class Cluster:
         env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(env or {})}
         if code := self.run(command, ranks_per_node, env, log_dir, timeout, show=False):
             lines = (log_dir / "node0.log").read_text(errors="replace").splitlines()
-            said = [line for line in lines if "error:" in line.lower()]
-            why = said[-1].strip() if said else "no error was printed"
+            errors = [line for line in lines if "error:" in line.lower()]
+            why = errors[-1].strip() if errors else "no error was printed"
             raise RunError(f"{arguments[1]} ended with exit code {code}: {why} (log in {log_dir})")
 
     def end_processes(self) -> None:
-        """Ends what was started here, then what is left in the nodes: torchrun's workers have sessions of their own."""
+        """End the started processes, then all others in the nodes: torchrun's workers have their own sessions."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -305,21 +311,21 @@ def _check_tools() -> None:
 
 
 def _run(*command: str) -> str:
-    # In a session of its own, so that Ctrl-C reaches this process alone and nothing is left half made.
+    # In its own session, so that Ctrl-C does not interrupt it.
     result = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if result.returncode:
-        told = " ".join(result.stderr.split())
-        raise ClusterError(f"the emulated cluster needs network namespaces, veth and tbf: {' '.join(command)}: {told}")
+        why = " ".join(result.stderr.split())
+        raise ClusterError(f"the emulated cluster needs network namespaces, veth and tbf: {' '.join(command)}: {why}")
     return result.stdout
 
 
 def namespaces() -> list[str]:
-    """The host's, by name."""
+    """Return the names of the host's network namespaces."""
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
 def processes_in(namespace: str) -> list[int]:
-    """Their ids."""
+    """Return the ids of the processes in a namespace."""
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
@@ -330,7 +336,7 @@ def _kill(pids: Sequence[int]) -> None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks from the system's start to the process's; None if there is none. Tells reused ids apart."""
+    """Return when a process started, in clock ticks; None if there is none. Distinguishes reused ids."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -339,7 +345,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def _remove_stale() -> None:
-    """Removes the namespaces of runs that were killed, and ends what such a run left in them."""
+    """Remove the namespaces of killed runs, and end the processes in them."""
     for name in namespaces():
         match = _NAME.fullmatch(name)
         if match and _start_time(int(match[1])) != int(match[2]):
@@ -349,7 +355,7 @@ def _remove_stale() -> None:
 
 
 def table(before: Sequence[Mapping[str, tuple[int, int]]], after: Sequence[Mapping[str, tuple[int, int]]]) -> str:
-    """MB (1e6 bytes) that the interfaces saw between two readings of `Cluster.counters`, a line a node."""
+    """Return MB (1e6 bytes) on the interfaces between two results of `Cluster.counters`, a line per node."""
     lines = ["node   NIC sent, MB   NIC received, MB   loopback, MB"]
     for node, (first, last) in enumerate(zip(before, after, strict=True)):
         sent, received = (last[NIC][way] - first[NIC][way] for way in (0, 1))

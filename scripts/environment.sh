@@ -1,13 +1,13 @@
-# Sets PYTHON to a Python that can import torchtitan. Sourced by run_train.sh and run_tests.sh, from the
-# repository root. The Python in use is taken as it is where it can (clusters bring containers); otherwise
-# .venv is made here and installed into from pyproject.toml.
+# Sets PYTHON to a Python that can import torchtitan. Sourced by run_train.sh and run_tests.sh, from the repository
+# root. A Python that already has torchtitan is used unchanged (for example in a container); otherwise this creates
+# .venv and installs the project into it.
 #
 # Usage: source scripts/environment.sh [extra]     extra: an optional dependency group, such as "test"
 
 ensure_environment() {
     local extra="${1:-}" requirement="." probe
     if [ -n "$extra" ]; then requirement=".[$extra]"; fi
-    # Finding the package is enough here, and takes no seconds: importing it needs the device to be decided.
+    # Only look for the packages: importing torchtitan takes seconds and requires that the device was selected.
     probe="import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ('torch', 'torchtitan', 'triton')))"
     PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"
     if [ -z "$PYTHON" ]; then
@@ -18,8 +18,8 @@ ensure_environment() {
         PYTHON="$PWD/.venv/bin/python"
     fi
     if ! "$PYTHON" -c "$probe" 2>/dev/null; then
-        echo "$PYTHON cannot import torchtitan: making .venv here and installing into it (a few minutes)"
-        "$PYTHON" -m venv .venv || { echo "error: $PYTHON could not make .venv" >&2; return 1; }
+        echo "$PYTHON cannot import torchtitan: creating .venv and installing into it (a few minutes)"
+        "$PYTHON" -m venv .venv || { echo "error: $PYTHON could not create .venv" >&2; return 1; }
         PYTHON="$PWD/.venv/bin/python"
         "$PYTHON" -m pip install --quiet --editable "$requirement" || {
             echo "error: the installation into .venv failed; remove .venv and try again" >&2
@@ -31,7 +31,7 @@ ensure_environment() {
     local release
     release=$("$PYTHON" -c "import importlib.metadata as m; print(m.version('torchtitan'))" 2>/dev/null || echo 0.2.2)
     if [ "${release#0.2.2}" = "$release" ]; then
-        echo "error: $PYTHON has torchtitan $release, and this project needs 0.2.2; install that, or set PYTHON" >&2
+        echo "error: $PYTHON has torchtitan $release, but this project needs 0.2.2; install it, or set PYTHON" >&2
         return 1
     fi
     if [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, xdist, hypothesis, ruff, mypy" 2>/dev/null; then

@@ -1,16 +1,16 @@
-"""What the scripts' plots have in common."""
+"""Shared by the plots of the scripts."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours without the yellow, which white paper swallows.
+# Okabe and Ito's colours without yellow, which is hard to see on white.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP*X<>"
 
 
 def look(i: int, dense: bool) -> dict[str, Any]:
-    """Of the i-th method's line: dense ones are dashed."""
+    """Return the style of the i-th method's line; dense ones are dashed."""
     return {
         "color": COLOURS[i % len(COLOURS)],
         "marker": MARKERS[i % len(MARKERS)],
@@ -19,7 +19,7 @@ def look(i: int, dense: bool) -> dict[str, Any]:
 
 
 def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """(figure, axes by row and column)."""
+    """Return the figure, and its axes by row and column."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -29,7 +29,7 @@ def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 
 
 def subplots(titles: Iterable[str], rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple[Any, Any]:
-    """A column a title."""
+    """Return a figure with one column per title, and its axes."""
     names = list(titles)
     drawn, axes = figure(rows, len(names), (max(6.4, 5.4 * len(names)), height), height_ratios=ratios)
     for axis, title in zip(axes[0], names, strict=True):
@@ -40,7 +40,7 @@ def subplots(titles: Iterable[str], rows: int, height: float, ratios: Sequence[f
 
 
 def log_above(axis: Any, limit: float) -> None:
-    """The vertical axis is linear up to `limit` and logarithmic above, with no bend between."""
+    """Make the vertical axis linear up to `limit` and logarithmic above, with equal slopes at the limit."""
     import numpy
 
     def place(value: Any) -> Any:
@@ -53,7 +53,7 @@ def log_above(axis: Any, limit: float) -> None:
 
 
 def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
-    """With what stands on the axes of `legend` in one legend below, each label once."""
+    """Save a figure, with one legend below for the axes of `legend`, each label once."""
     import matplotlib.pyplot as plt
 
     entries: dict[str, Any] = {}
@@ -61,9 +61,9 @@ def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
         handles, labels = axis.get_legend_handles_labels()
         entries = dict(zip(labels, handles, strict=True)) | entries
     if entries:
-        # In inches: the line and its gaps, and the longest label's letters.
+        # In inches: the line with its gaps, and the letters of the longest label.
         columns = max(1, int(figure.get_figwidth() / (0.9 + 0.07 * max(map(len, entries)))))
-        # A long legend must not take the axes' room.
+        # A long legend must not shrink the axes.
         figure.set_figheight(figure.get_figheight() + 0.2 * max(0, -(-len(entries) // columns) - 4))
         figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
     figure.savefig(path, dpi=130)

@@ -1,14 +1,13 @@
-"""Trains a committed tokenizer: byte-level BPE, 4096 entries, on the training part of a corpus.
+"""Train a committed tokenizer: byte-level BPE, 4096 entries, on the training part of a corpus.
 
 Run from the repository root:
 
     python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]    # the standard library
     python -m scripts.train_tokenizer --corpus speeches
-    python -m scripts.train_tokenizer --bytes    # the study's: 256 bytes, BOS and EOS, nothing merged
+    python -m scripts.train_tokenizer --bytes    # of the study: 256 bytes, BOS and EOS, no merges
 
-Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The
-same Python gives the same bytes of the first; another version has another standard library, and so another
-tokenizer.
+Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token on the validation part. The standard
+library, and so its tokenizer, depends on the version of Python.
 """
 
 import json
@@ -25,7 +24,7 @@ from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_T
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
 SMALLEST = 256 + 2  # bytes and special tokens
-# Where the tokenizer of a corpus lies, and what its text is.
+# Corpus, folder of its tokenizer, and description.
 CORPORA = {
     "standard_library": (
         standard_library,
@@ -37,18 +36,17 @@ CORPORA = {
 
 
 def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE of `vocab_size` entries, the 256 bytes and both special tokens included.
+    """Train a byte-level BPE of `vocab_size` entries, including the 256 bytes and both special tokens.
 
-    No text is unknown to it, and `decode(encode(text)) == text`. BOS and EOS have ids 0 and 1.
+    It encodes any text, and `decode(encode(text)) == text`. BOS and EOS have ids 0 and 1.
 
     Raises:
-        ValueError: `vocab_size` does not hold the bytes and special tokens, or the documents have too few
-            distinct words to fill it.
+        ValueError: `vocab_size` is too small for the bytes and special tokens, or too large for the documents.
     """
     if vocab_size < SMALLEST:
         raise ValueError(f"vocab_size {vocab_size} is less than {SMALLEST}, the bytes and two special tokens")
     tokenizer = Tokenizer(models.BPE())
-    # The pattern of GPT-2 keeps a run of spaces together, so that an indentation is one token.
+    # The pattern of GPT-2 does not split a run of spaces, so that an indentation is one token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -66,14 +64,14 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into `folder`, which is created."""
+    """Write tokenizer.json and tokenizer_config.json to `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS_TOKEN,
         "eos_token": EOS_TOKEN,
-        # The data set asks for both; a prompt is encoded as it is.
+        # The dataset adds both; a prompt is encoded without them.
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,

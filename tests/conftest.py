@@ -28,7 +28,7 @@ if not ON_GPU:
 def pytest_configure(config: pytest.Config) -> None:
     if ON_GPU:
         return
-    if config.getoption("numprocesses", None):  # this process runs no test: its streams do, and share the server
+    if config.getoption("numprocesses", None):  # the workers run the tests, and share this server
         server.address()
         return
     import torch
@@ -57,7 +57,7 @@ def pool4() -> Pool:
     return Pool(4)
 
 
-# What takes longest begins first, so that the two streams of run_tests.sh end together.
+# The longest tests start first, so that the two streams of run_tests.sh end at about the same time.
 LONGEST = ("test_training", "test_faults", "test_triton", "test_resume", "test_manager", "test_quality_study")
 
 

@@ -1,7 +1,7 @@
-"""Algorithm 1 of the SCAPE paper, written down: two buffers, bool masks, N replicas in one process.
+"""Algorithm 1 of the SCAPE paper, written plainly: two buffers, bool masks, N replicas in one process.
 
-Slow and plain on purpose. It shares no code with the product, which is held against it, but for how a block of values
-is rounded.
+Slow and simple on purpose. The product is compared with it. It shares no code with the product, except for the rounding
+of block codes.
 """
 
 import math
@@ -36,21 +36,21 @@ class Literal:
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     wire: str = "float32"
-    update: str = "replicated"  # in FP32 "sharded" is the same algorithm
+    update: str = "replicated"  # in FP32, "sharded" is the same algorithm
     values: str = "float32"
-    chunk_entries: int = 64  # of a payload for which there is no buffer; as in `tests.replicas`
+    chunk_entries: int = 64  # of payloads without a buffer, as in `tests.replicas`
     t: int = 0
     applied: int = 0
-    used_at: float = 1.0  # the density at which the mask in use was selected
+    used_at: float = 1.0  # density at which the current mask was selected
     norm: float = 0.0
     m: list[Tensor] = field(default_factory=list)
     e: list[list[Tensor]] = field(default_factory=list)
     A: list[Tensor] = field(default_factory=list)
     P: list[Tensor] = field(default_factory=list)
     mt: list[list[Tensor]] = field(default_factory=list)
-    common: list[Tensor] = field(default_factory=list)  # the part of e that is the same on all replicas
-    shown: list[Tensor] = field(default_factory=list)  # theta as all replicas have it; rounded where values travel so
-    visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of rows and columns, FP64
+    common: list[Tensor] = field(default_factory=list)  # the part of e that is equal on all replicas
+    shown: list[Tensor] = field(default_factory=list)  # theta on all replicas, rounded if new values are quantized
+    visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # visit rates of rows and columns, FP64
 
     def __post_init__(self) -> None:
         theta = self.theta
@@ -74,7 +74,7 @@ class Literal:
         return max(d, d ** min(1.0, t / warmup)) if warmup else d
 
     def step(self, gradients: list[list[Tensor]]) -> None:
-        """gradients[replica][tensor], in mean units."""
+        """Run a step with gradients[replica][tensor], in mean units."""
         b1, b2 = self.betas
         self.t += 1
         if not all(g.isfinite().all() for replica in gradients for g in replica):
@@ -87,7 +87,7 @@ class Literal:
         ]
         new_mask = self.refresh(self.density_at(self.t + 1), skip_new=self.at_target)
         b, q, gh = [], [], []
-        # Where it is sharded, what is the same for all is left out of what travels, and added by its owner.
+        # A sharded update does not send the shared part; its owner adds it.
         common = [b1 * m + c for m, c in zip(self.m, self.common, strict=True)]
         if self.update == "replicated":
             common = [torch.zeros_like(c) for c in common]
@@ -120,7 +120,7 @@ class Literal:
         self.P, self.A, self.used_at = self.A, new_mask, self.density_at(self.t + 1)
 
     def staleness(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
-        """The factor on the step of every entry of a tensor: how stale those are that enter, else 1."""
+        """Return the factor on the step of every entry of a tensor: the staleness of entering entries, otherwise 1."""
         factor = torch.ones(a.numel())
         if i < len(self.sparse):
             rows, columns = self.visits[i]
@@ -138,14 +138,14 @@ class Literal:
         return factor
 
     def average(self, payloads: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The mean over replicas of what each sends, tensor by tensor, and what each has to keep for the rounding.
+        """Return the mean over replicas by tensor, and each replica's quantization errors.
 
-        A replica rounds what it sends, and what it is the owner of once more when it sends the mean back. Where the
-        update is sharded the mean stays with the owners of its parts.
+        A replica quantizes the values that it sends; an owner also quantizes the mean that it sends back. With a
+        sharded update owners keep the mean unquantized.
         """
         n, name = self.replicas, self.code(self.wire)
         counts = [p.numel() for p in payloads[0]]
-        whole = [pad(torch.cat(p), (0, 1)) for p in payloads]  # a zero at the end, which padding is made of
+        whole = [pad(torch.cat(p), (0, 1)) for p in payloads]  # a zero at the end, for padding
         mean, lost = in_order(whole) / n, [torch.zeros_like(one) for one in whole]
         for owner, row in enumerate(self.rows(name) if name != "float32" else []):
             sent = [rounded(one[row], name) for one in whole]
@@ -154,12 +154,12 @@ class Literal:
             for r in range(n):
                 lost[r][row] = whole[r][row] - sent[r]
             lost[owner][row] += (exact - mean[row]) * n
-        if not self.at_target:  # there is no room for it
+        if not self.at_target:  # there is no buffer for the errors
             lost = [torch.zeros_like(one) for one in whole]
         return list(mean[:-1].split(counts)), [list(one[:-1].split(counts)) for one in lost]
 
     def publish(self, decayed: list[Tensor]) -> None:
-        """What all replicas have after a step: `decayed` off A, what arrives of the owners' values on A."""
+        """Set the values on all replicas after a step: `decayed` outside A, the received values of the owners on A."""
         name = self.code(self.values)
         counts = [int(a.sum()) for a in self.A]
         new, held = (
@@ -169,7 +169,7 @@ class Literal:
         arrived = new.clone()
         if name == "bfloat16":
             arrived = rounded(new, name)
-        elif name != "float32":  # by how much they differ from what all have
+        elif name != "float32":  # differences to the values on all replicas
             for row in self.rows(name):
                 arrived[row] = held[row] + rounded((new - held)[row], name)
         self.shown = decayed
@@ -177,8 +177,7 @@ class Literal:
             shown[a] = values
 
     def code(self, wire: str) -> str:
-        """What travels so in this step. Masks of the density warm-up that are not all ones travel in 8 bits where the
-        wire is a code of blocks."""
+        """Return the encoding in this step. With a block code, masks of the density warm-up use INT8."""
         if self.replicas == 1 or self.density >= 1.0:
             return "float32"
         if self.at_target:
@@ -186,9 +185,9 @@ class Literal:
         return "int8" if wire in FORMATS and self.used_at < 1.0 else "float32"
 
     def rows(self, name: str) -> list[Tensor]:
-        """Places in the payload of what is coded of every owner's part, in order; blocks are filled up with the place
-        after the last."""
-        n, unit = self.replicas, 128 if name in FORMATS else 8  # of BF16 what has 16 bytes
+        """Return the payload indices of each owner's encoded entries, in order; blocks are padded with the index after
+        the last one."""
+        n, unit = self.replicas, 128 if name in FORMATS else 8  # 16 bytes for BF16
         used = torch.cat(self.A)
         places, masked = torch.arange(int(used.sum())), sum(int(a.sum()) for a in self.A[: len(self.sparse)])
 
@@ -199,12 +198,12 @@ class Literal:
         if self.update == "sharded":
             owner = self.owners()[used]
             return [torch.cat([filled(some[owner[some] == r]) for some in (sparse, dense)]) for r in range(n)]
-        # In one buffer; without one in chunks.
+        # With a buffer in one message, without one in chunks.
         chunks = [torch.cat((filled(sparse), dense))] if self.at_target else sparse.split(self.chunk_entries)
         return list(torch.cat([filled(chunk, n * unit).view(n, -1) for chunk in chunks], 1))
 
     def owners(self) -> Tensor:
-        """Of every entry: who has its block in its run, or its stretch of what has no mask."""
+        """Return the owner of every entry: of its block, or of its slice of tensors without a mask."""
         owners = [torch.empty(p.numel(), dtype=torch.int64) for p in self.theta]
         for r, run in enumerate(self.runs()):
             for i, start, end in run:
@@ -214,7 +213,7 @@ class Literal:
         return torch.cat([*owners[: len(self.sparse)], torch.arange(whole) // share])
 
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """Every replica's blocks, (tensor, first entry, end), end to end over the sparsified tensors."""
+        """Return every replica's blocks, (tensor, first entry, end), consecutive over the sparsified tensors."""
         size, blocks = self.block_size, []
         for i, p in enumerate(self.sparse):
             blocks += [(i, s, min(s + size, p.numel())) for s in range(0, p.numel(), size)]
@@ -223,14 +222,15 @@ class Literal:
 
     @property
     def at_target(self) -> bool:
-        """Whether the mask in use has as many entries as at the target density."""
+        """Whether the current mask has the number of entries of the target density."""
         used = [int(a.sum()) for a in self.A]
         return self.density < 1.0 and used == [int(a.sum()) for a in self.refresh(self.density)]
 
     def refresh(self, density: float, skip_new: bool = False) -> list[Tensor]:
-        """M(t): every replica selects in its own run of blocks, from its own mt.
+        """Return M(t): every replica selects in its own share of the blocks, from its own mt.
 
-        skip_new: newly entered entries count as zeros, as their mt is about to be spent.
+        Args:
+            skip_new: treat newly entered entries as zeros, because this step uses up their moment.
         """
         masks = [torch.ones_like(a) for a in self.A]
         if density >= 1.0:
@@ -263,7 +263,7 @@ def in_order(tensors: list[Tensor]) -> Tensor:
 
 
 def rounded(values: Tensor, name: str) -> Tensor:
-    """What arrives of FP32 values that are sent so; block codes are the product's own, which have tests of theirs."""
+    """Return the decoded FP32 values. Block codes are those of the product, which have separate tests."""
     if name == "bfloat16":
         return values.to(torch.bfloat16).float()
     arrived = torch.empty_like(values)

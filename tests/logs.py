@@ -1,4 +1,4 @@
-"""Messages of a run, as a handler of the root logger gets them."""
+"""Capture of log messages by a handler of the root logger."""
 
 import logging
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """The messages inside, of all modules, from level INFO."""
+    """Collect the messages of all modules from level INFO inside the block."""
     root, collector = logging.getLogger(), _Collector()
     level = root.level
     root.addHandler(collector)

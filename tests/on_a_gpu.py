@@ -1,4 +1,4 @@
-"""On a CPU what only a GPU would run: tensors say that they lie elsewhere, and what would wait for them is refused."""
+"""Simulation of a GPU on a CPU: tensors report another device, and operations that would wait for it raise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# The host asks for values, or for how many there are, or copies from memory that is not locked.
+# Operations that read values or their number on the host, or copy from memory that is not pinned.
 WAITS: set[Callable[..., Any]] = {
     Tensor.item,
     Tensor.tolist,
@@ -34,9 +34,9 @@ WAITS: set[Callable[..., Any]] = {
 
 
 class AsOnAGpu(TorchFunctionMode):
-    """Raises what names an operation that would wait for a GPU."""
+    """Raises an error that names the operation, if it would wait for a GPU."""
 
-    asking = True  # whether it does
+    asking = True  # True if it does
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
@@ -52,14 +52,14 @@ class AsOnAGpu(TorchFunctionMode):
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Work on the host's own tensors."""
+        """Allow operations on host tensors inside the block."""
         self.asking = False
         yield
         self.asking = True
 
 
 def waits_here(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """In this method the host may ask: it has its own tensors there, or is said to wait."""
+    """Allow this method to wait for the device or to read host tensors."""
     function = getattr(owner, name)
 
     def call(self: Any, *args: Any) -> Any:

@@ -63,7 +63,7 @@ def states_of(trainer: Any) -> Iterator[tuple[str, str, Any]]:
 
 def ledger_of(trainer: Any) -> dict[str, tuple[int, int, float]]:
     """Return (calls, input bytes, sent bytes) of this rank by "axis level kind"."""
-    ledger = trainer.replica_optimizer.collectives.traffic
+    ledger = trainer.replica_optimizer.collectives.ledger
     return {
         " ".join(entry): (calls, ledger.input_bytes[entry], ledger.sent[entry]) for entry, calls in ledger.calls.items()
     }

@@ -1,4 +1,4 @@
-"""The house as docs/architecture.md draws it: which package may import which, and what no file may do."""
+"""Architecture rules of docs/explanation/architecture.md: allowed imports between packages, file lengths and names."""
 
 import ast
 import re
@@ -9,22 +9,26 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from torchtitan_scape.methods.registry import METHODS
+
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("torchtitan_scape", "kernels", "topology", "scripts")
-# What modules of a package or folder may import of the product.
+# Packages and folders of the product that the modules of a package or folder may import.
 ARROWS = {
     "kernels": ("kernels",),
     "topology": ("topology",),
     "torchtitan_scape": ("torchtitan_scape", "kernels", "topology"),
     "scripts": PRODUCT,
 }
-LONGEST = 450
-METHODS = (
-    *("scape", "topk", "tagc", "demo", "powersgd", "quantized", "radius"),
-    *("diloco", "streaming_diloco", "sparta", "sparseloco"),
+# Folders of torchtitan_scape and the other packages, lowest first. A folder imports only folders to its left.
+ORDER = (
+    *(("kernels", "topology"), ("core",), ("titan",), ("optimizers",), ("methods",), ("sharding",), ("replica",)),
+    *(("config",), ("checkpoint",), ("planner",), ("data",), ("models",), ("huggingface",), ("observe",), ("report",)),
+    *(("runtime",), ("evaluation",), ("trainer",), ("train", "evaluate", "export"), ("scripts",)),
 )
-# Scripts name what they compare.
-MAY_NAME_METHODS = ("scripts.", *(f"torchtitan_scape.methods.{name}" for name in (*METHODS, "registry")))
+LONGEST = 450
+# Files outside methods/ that quote a method's name: the default of `[sync] method`, and TAGC on the shard axis.
+QUOTE_METHODS = {"torchtitan_scape.config.job_config", "torchtitan_scape.sharding.options"}
 
 
 def module_of(path: Path) -> str:
@@ -35,7 +39,7 @@ FILES = {module_of(path): path for root in PRODUCT for path in sorted((ROOT / ro
 
 
 class Imports(ast.NodeVisitor):
-    """Modules that a file imports: while it is imported itself, in functions, and for types alone."""
+    """Modules that a file imports: at import time, in functions, and for type annotations only."""
 
     def __init__(self, path: Path) -> None:
         self.at_once: set[str] = set()
@@ -82,14 +86,14 @@ def imports_of(path: Path) -> Imports:
 
 
 def named(imported: str) -> str | None:
-    """The module of the product that an import names: `a.b.name` is a name in `a.b`, or a module itself."""
+    """Return the module of an imported name: `a.b.name` is a name in `a.b`, or a module itself."""
     while imported and imported not in FILES:
         imported = imported.rpartition(".")[0]
     return imported or None
 
 
 def graph(of: Callable[[Imports], set[str]]) -> dict[str, set[str]]:
-    """What every module imports of the product."""
+    """Return the product modules that every module imports."""
     found = {}
     for module, path in FILES.items():
         found[module] = {name for name in map(named, of(imports_of(path))) if name not in (None, module)}
@@ -97,12 +101,18 @@ def graph(of: Callable[[Imports], set[str]]) -> dict[str, set[str]]:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other, round and back to the first; [] where there are none."""
+    """Return a cycle of modules that import each other, or [] if there is none."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def folder(module: str) -> str | None:
+    """Return the package, or the folder or module of torchtitan_scape; None for torchtitan_scape/__init__.py."""
+    package, *names = module.split(".")
+    return package if package != "torchtitan_scape" else names[0] if names else None
 
 
 def lines(pattern: str, files: dict[str, Path]) -> Iterator[str]:
@@ -112,7 +122,7 @@ def lines(pattern: str, files: dict[str, Path]) -> Iterator[str]:
                 yield f"{module}:{number}: {line.strip()}"
 
 
-def test_arrows_point_one_way() -> None:
+def test_packages_import_in_one_direction() -> None:
     wrong = [
         f"{module} -> {other}"
         for module, others in graph(lambda imports: imports.all).items()
@@ -122,7 +132,7 @@ def test_arrows_point_one_way() -> None:
     assert not wrong
 
 
-def test_kernels_topology_and_sync_do_not_know_torchtitan() -> None:
+def test_kernels_topology_core_and_methods_do_not_import_torchtitan() -> None:
     wrong = []
     for module, path in FILES.items():
         if module.startswith(("kernels", "topology", "torchtitan_scape.core", "torchtitan_scape.methods")):
@@ -132,24 +142,12 @@ def test_kernels_topology_and_sync_do_not_know_torchtitan() -> None:
     assert not wrong
 
 
-def test_no_module_needs_another_that_needs_it() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert circle(graph(lambda imports: imports.at_once)) == []
     assert circle(graph(lambda imports: imports.at_once | imports.in_functions)) == []
 
 
-def test_rooms_need_each_other_one_way() -> None:
-    """The packages and the folders of torchtitan_scape, as docs/architecture.md has them."""
-
-    def room(module: str) -> str:
-        return ".".join(module.split(".")[: 2 if module.startswith("torchtitan_scape") else 1])
-
-    edges: dict[str, set[str]] = {}
-    for module, others in graph(lambda imports: imports.at_once | imports.in_functions).items():
-        edges.setdefault(room(module), set()).update({room(other) for other in others} - {room(module)})
-    assert circle(edges) == []
-
-
-def test_no_circle_is_hidden_in_types() -> None:
+def test_there_are_no_import_cycles_in_type_annotations() -> None:
     assert circle(graph(lambda imports: imports.all)) == []
 
 
@@ -163,10 +161,43 @@ def test_scripts_are_started_as_modules() -> None:
     assert list(lines(r"\bsys\.path\b", scripts)) == []
 
 
-def test_methods_are_named_in_their_files_and_the_registry_alone() -> None:
-    names = "|".join(METHODS)
+def test_folders_import_only_folders_before_them() -> None:
+    rank = {name: i for i, names in enumerate(ORDER) for name in names}
+    upward: dict[tuple[str, str], list[str]] = {}
+    for module, others in graph(lambda imports: imports.all).items():
+        for other in others:
+            one, two = folder(module), folder(other)
+            if one is not None and two is not None and one != two and rank[two] >= rank[one]:
+                upward.setdefault((one, two), []).append(f"{module} -> {other}")
+    assert upward == {}
+
+
+def test_methods_sharding_and_optimizers_do_not_import_the_planner() -> None:
+    wrong = []
+    for module, others in graph(lambda imports: imports.all).items():
+        if folder(module) in ("methods", "sharding", "optimizers"):
+            wrong += [f"{module} -> {other}" for other in others if folder(other) == "planner"]
+    assert wrong == []
+
+
+def test_only_listed_files_quote_the_name_of_a_method() -> None:
+    """`dense` is allowed, because it is also an ordinary word."""
+    names = METHODS.keys() - {"dense"}
+    quoting = set()
+    for module, path in FILES.items():
+        if not module.startswith(("scripts", "torchtitan_scape.methods")):
+            constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            quoting |= {module} if constants & names else set()
+    assert quoting == QUOTE_METHODS
+
+
+def test_methods_are_compared_by_name_only_in_their_files() -> None:
+    names = "|".join(METHODS.keys() - {"dense"})
     compared = rf"""[!=]=\s*["']({names})["']|["']({names})["']\s*[!=]=|case .*["']({names})["']"""
-    assert [line for line in lines(compared, FILES) if not line.startswith(MAY_NAME_METHODS)] == []
+    # Scripts quote the methods that they compare.
+    assert [
+        line for line in lines(compared, FILES) if not line.startswith(("scripts.", "torchtitan_scape.methods."))
+    ] == []
 
 
 def test_titan_is_the_only_folder_that_imports_torchtitan() -> None:
@@ -192,3 +223,32 @@ def test_optimizers_methods_and_sharding_do_not_need_torchtitan() -> None:
 def test_the_optimizer_does_not_import_torchtitan() -> None:
     code = "import torchtitan_scape as t, sys; t.Scape; assert 'torchtitan' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def definitions() -> Iterator[tuple[str, ast.AST]]:
+    """Return all nodes of the product's syntax trees with their modules, without scripts."""
+    for module, path in FILES.items():
+        if not module.startswith("scripts"):
+            yield from ((module, node) for node in ast.walk(ast.parse(path.read_text())))
+
+
+def test_class_names_are_unique() -> None:
+    found: dict[str, set[str]] = {}
+    for module, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, set()).add(f"{module}:{node.lineno}")
+    assert {name: sorted(places) for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_identifiers_are_standard_terms() -> None:
+    """These names of the first versions have standard replacements, such as `RankGroup`, `peers` and `owner_error`."""
+    replaced = {"told", "lies", "owed", "apart", "carried", "twins", "unite", "carries", "settle"}
+    replaced |= {"Lane", "Ring", "Circle"}
+    fields = ("id", "attr", "arg", "name", "asname", "rest")  # names, attributes, arguments, definitions and patterns
+    wrong = [
+        f"{module}:{getattr(node, 'lineno', 0)}: {name}"
+        for module, node in definitions()
+        for name in (getattr(node, field, None) for field in fields)
+        if isinstance(name, str) and name in replaced
+    ]
+    assert wrong == []

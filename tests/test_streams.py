@@ -1,4 +1,4 @@
-"""What goes by the current stream or device where there are GPUs, by fakes of PyTorch's calls."""
+"""Use of the current CUDA stream and device, with fakes of PyTorch's functions."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,8 @@ from topology.in_process import SimulatedReplicas
 from torchtitan_scape.replica.guard import FiniteGuard
 
 
-def test_simulated_replicas_have_the_stream_of_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins with the default stream; what one replica leaves there the next one would not wait for."""
+def test_simulated_replicas_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread uses the default stream, so that a replica would not wait for the work of another one."""
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
@@ -25,7 +25,7 @@ def test_simulated_replicas_have_the_stream_of_who_runs_them(monkeypatch: pytest
 
 
 class SaysCuda(TorchFunctionMode):
-    """Tensors say that they lie on a GPU; none is locked."""
+    """Makes tensors report that they are on a GPU; `pin_memory` has no effect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -34,8 +34,8 @@ class SaysCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def test_the_verdict_is_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an event of the gradients' device, which need not be the current one."""
+def test_only_the_finite_flag_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an event of the gradients' device, which may differ from the current device."""
     asked: list[Any] = []
     event = SimpleNamespace(synchronize=lambda: asked.append("waits"))
 
@@ -50,12 +50,12 @@ def test_the_verdict_is_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.clear()
         with SaysCuda():
             guard.check([torch.full((4,), value)])
-        assert asked == [torch.device("cpu")]  # it is not waited for in its own step
+        assert asked == [torch.device("cpu")]  # no wait in the same step
         assert guard.last_applied() == verdict and asked[1:] == ["waits"]
         assert guard.finish_previous_step() == verdict and guard.last_applied() == verdict
 
 
-def test_memory_is_locked_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_registered_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     errors = [0, 2]
 
@@ -67,5 +67,5 @@ def test_memory_is_locked_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> No
     host = torch.zeros(10)
     offload._pin(host)
     assert calls == [(host.data_ptr(), 40, 1)]  # cudaHostRegisterPortable
-    with pytest.raises(ValueError, match=r"cannot be locked \(CUDA error 2\)"):
+    with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\)"):
         offload._pin(host)

@@ -1,4 +1,4 @@
-"""The trainer end to end: few steps of the embedded recipe in real processes, and resuming bit for bit."""
+"""The trainer end to end: a few steps of the embedded recipe in real processes, and bitwise resuming."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool, attempts
 
-# Of bytes, 0.2 million parameters: a step takes a tenth of what the embedded model's does.
+# A model on bytes with 0.2 million parameters: a step takes a tenth of the embedded model's time.
 RECIPE = [
     "--job.config_file=train_configs/embedded.toml",
     "--model.flavor=study",
@@ -32,7 +32,7 @@ RECIPE = [
     "--sync.scape.density_warmup_steps=3",
     "--sync.scape.wire=float32",
 ]
-# The recipe's own.
+# the recipe's own method
 EMBEDDED = [
     "--model.flavor=embedded",
     "--model.hf_assets_path=./torchtitan_scape/data/tokenizer",
@@ -41,7 +41,7 @@ EMBEDDED = [
 METHODS = {
     "adamw": ["--sync.method=dense", "--optimizer.name=AdamW"],
     "adams": ["--sync.method=dense"],
-    # Shards of one rank are DTensors then.
+    # so that parameters are DTensors also on a single rank
     "muon": ["--sync.method=dense", "--optimizer.name=Muon", "--training.mixed_precision_param=bfloat16"],
     "diloco-muon": ["--sync.method=diloco", "--sync.diloco.inner_steps=3", "--optimizer.name=Muon"],
     "scape": ["--sync.scape.density=0.1"],
@@ -92,7 +92,7 @@ METHODS = {
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
     "diloco": ["--sync.method=diloco", "--sync.diloco.inner_steps=3", "--optimizer.name=AdamW"],
-    # Of the small model's two layers and the rest; an exchange is in flight after step 4.
+    # Fragments: two layers and the other parameters; an exchange is in flight after step 4.
     "streaming": [
         "--sync.method=streaming_diloco",
         "--sync.streaming_diloco.inner_steps=6",
@@ -116,7 +116,7 @@ METHODS = {
 LAYOUTS = {
     "1x2": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"],
     "2x1": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2"],
-    # Four replicas on two nodes: the exchange goes level by level.
+    # Four replicas on two nodes: the exchange has two levels.
     "nodes": [
         "--parallelism.data_parallel_replicate_degree=4",
         "--parallelism.data_parallel_shard_degree=1",
@@ -130,9 +130,10 @@ TWELVE = "--training.steps=12"
 def train(
     folder: str, arguments: list[str], stop_after: int | None = None, nan_at: int | None = None, for_good: bool = False
 ) -> dict[str, Any]:
-    """Runs the trainer in this rank; the figures of every step, and the local parameters at the end.
+    """Run the trainer in this rank; return the metrics of every step, and the local parameters at the end.
 
-    nan_at: the step at which the last rank's gradient has a NaN, or the first such step, if it is `for_good`.
+    Args:
+        nan_at: the step in which the last rank's gradient has a NaN, or the first such step with `for_good`.
     """
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
@@ -153,7 +154,7 @@ def train(
     def step_with_nan(*args: Any, **kwargs: Any) -> None:
         hit = nan_at is not None and (trainer.step >= nan_at if for_good else trainer.step == nan_at)
         own = next(trainer.model_parts[0].parameters()).grad
-        if hit and own is not None and dist.get_rank() == dist.get_world_size() - 1:  # None in a flush
+        if hit and own is not None and dist.get_rank() == dist.get_world_size() - 1:  # None in `flush`
             local(own).view(-1)[0] = float("nan")
         step_optimizers(*args, **kwargs)
 
@@ -185,7 +186,7 @@ def pool_for(layout: str, request: pytest.FixtureRequest) -> Pool:
 def run_of_12(
     pool2: Pool, pool4: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], tuple[Path, list[dict[str, Any]]]]:
-    """(method, layout) -> folder and results of a run of 12 steps, made once."""
+    """Return a function of method and layout that returns folder and results of a run of 12 steps, cached."""
 
     @functools.cache
     def run(method: str, layout: str) -> tuple[Path, list[dict[str, Any]]]:
@@ -203,10 +204,10 @@ def run_of_12(
     + [("topk-adams", "nodes"), ("powersgd", "2x1"), ("radius-adams", "nodes")]
     + [("adams", "1x2"), ("scape", "nodes"), ("scape-gather-int4", "nodes"), ("scape-gather-bf16", "2x2")],
 )
-def test_the_loss_goes_down(method: str, layout: str, run_of_12: Any) -> None:
+def test_the_loss_decreases(method: str, layout: str, run_of_12: Any) -> None:
     folder, results = run_of_12(method, layout)
     losses = results[0]["losses"]
-    # An output of 80 numbers is further from equal chances.
+    # With 80 outputs the initial loss is farther from that of a uniform distribution.
     entries, near = (4096, 0.1) if method == "embedded" else (260, 0.15)
     assert losses[0] == pytest.approx(math.log(entries), rel=near)
     assert losses[-1] < losses[0] - 0.4
@@ -220,8 +221,8 @@ def test_the_loss_goes_down(method: str, layout: str, run_of_12: Any) -> None:
         assert set(summary["bytes_sent_per_step_and_rank"]) == {"node"}
 
 
-def test_every_layout_starts_alike_and_density_one_is_dense(pool2: Pool, run_of_12: Any, tmp_path: Path) -> None:
-    """Replicas are summed, not averaged once more: the first norms agree over layouts. Property 1 in training."""
+def test_layouts_have_equal_first_norms_and_density_one_is_dense(pool2: Pool, run_of_12: Any, tmp_path: Path) -> None:
+    """Gradients of replicas are summed, not averaged twice: first norms agree between layouts. Property 1."""
     run = {(m, where): first_steps(6, run_of_12(m, where)[1][0]) for m, where in (("adams", "1x2"), ("scape", "2x1"))}
     for m, where in (("adams", "2x1"), ("scape-1", "1x2"), ("scape-1", "2x1")):
         arguments = [*METHODS[m], *LAYOUTS[where], TWELVE]
@@ -236,9 +237,9 @@ def test_every_layout_starts_alike_and_density_one_is_dense(pool2: Pool, run_of_
 
 
 @pytest.mark.parametrize("method", ["adams", "scape"])
-def test_gradient_accumulation_is_one_exchange(method: str, pool2: Pool, run_of_12: Any, tmp_path: Path) -> None:
+def test_gradient_accumulation_needs_one_exchange(method: str, pool2: Pool, run_of_12: Any, tmp_path: Path) -> None:
     whole = first_steps(4, run_of_12(method, "1x2")[1][0])
-    # The same documents in the same order, cut into micro-batches of 1 instead of 2.
+    # The same documents in the same order, in micro-batches of 1 instead of 2.
     micro = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
     parts = pool2(train, str(tmp_path), [*METHODS[method], *LAYOUTS["1x2"], TWELVE, *micro], stop_after=4)[0]
     assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-4)
@@ -248,7 +249,7 @@ def test_gradient_accumulation_is_one_exchange(method: str, pool2: Pool, run_of_
 
 
 def test_tensor_parallelism_gives_the_same_gradients(pool4: Pool, run_of_12: Any, tmp_path: Path) -> None:
-    """Norms that every tensor-parallel rank holds count once."""
+    """Norm layers, which every tensor-parallel rank holds, count once in the gradient norm."""
     tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"]
     plain = first_steps(4, run_of_12("adams", "1x2")[1][0])
     shard = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2"]
@@ -260,8 +261,8 @@ def test_tensor_parallelism_gives_the_same_gradients(pool4: Pool, run_of_12: Any
 
 
 @pytest.mark.slow
-def test_local_updates_on_other_layouts(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    """Tensor parallelism, FSDP2's shards and micro-batches give the same steps of every replica, and of the anchor."""
+def test_local_updates_are_equal_in_other_layouts(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    """Tensor parallelism, FSDP2 shards and micro-batches give the same steps of the replicas and the anchor."""
     tensor = ["--parallelism.tensor_parallel_degree=2", *LAYOUTS["1x2"]]
     micro = ["--training.local_batch_size=1", "--training.global_batch_size=4", *LAYOUTS["1x2"]]
     plain = pool2(train, str(tmp_path / "plain"), [*METHODS["diloco"], *LAYOUTS["1x2"], TWELVE], stop_after=5)[0]
@@ -271,7 +272,7 @@ def test_local_updates_on_other_layouts(pool2: Pool, pool4: Pool, tmp_path: Path
         assert found["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
-def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Path) -> None:
+def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool, tmp_path: Path) -> None:
     arguments = [
         *METHODS["scape"],
         "--training.steps=10",
@@ -288,7 +289,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
     [
         ("adamw", "2x2", 4),
         *((m, "2x2", None) for m in ("adams", "scape", "scape-offload", "scape-gather")),
-        # What 2x2 has, without replicas.
+        # the shards of 2x2, without replicas
         *(pytest.param(m, "2x1", None, marks=pytest.mark.slow) for m in ("adamw", "adams", "scape-offload")),
         ("scape", "2x1", None),
         pytest.param("scape-gather", "2x1", None, marks=pytest.mark.slow),
@@ -301,7 +302,7 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("radius", "1x2", 4),  # between two refreshes
         ("radius-adams", "2x2", None),  # right after one
         ("quantized", "nodes", 4),
-        ("diloco", "1x2", 3),  # inside a round, its exchange skipped
+        ("diloco", "1x2", 3),  # within a round, with a skipped exchange
         ("muon", "1x2", 4),
         ("demo", "2x2", 4),
         ("diloco-muon", "2x2", None),
@@ -318,13 +319,13 @@ def test_mixed_precision_and_activation_checkpointing(pool2: Pool, tmp_path: Pat
         ("scape-gather-bf16", "1x2", 4),
     ],
 )
-def test_resuming_is_the_run_that_never_stopped(
+def test_resuming_equals_the_uninterrupted_run(
     method: str, layout: str, nan_at: int | None, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Property 8: same losses and the same parameters to the last bit, a mask exchange in flight at the save.
+    """Property 8: bitwise equal losses and parameters, with a mask exchange in flight when saving.
 
-    Also right after a step that one rank's NaN made all skip. In the sharded form with other things offloaded than
-    before.
+    Also directly after a step that was skipped because of one rank's NaN. With a sharded update, other states are
+    offloaded than before.
     """
     pool = pool_for(layout, request)
     arguments = [
@@ -343,7 +344,7 @@ def test_resuming_is_the_run_that_never_stopped(
         skipped = [number for number, norm in enumerate(result["norms"], 1) if math.isnan(norm)]
         assert skipped == ([] if nan_at is None else [nan_at])
         assert layout != "1x2" or "diloco" in method or torch.equal(result["parameters"], whole[0]["parameters"])
-    step = Path("checkpoint", "step-4")  # of the whole run: the one that stopped there would write the same
+    step = Path("checkpoint", "step-4")  # of the entire run: one that stopped there would write the same
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
     other = ["--sync.scape.offload=state"] if "gather" in method else []
     resumed = pool(train, str(tmp_path / "resumed"), [*arguments, *other])
@@ -353,7 +354,7 @@ def test_resuming_is_the_run_that_never_stopped(
         assert torch.equal(a["parameters"], b["parameters"])
 
 
-def test_tensorboard_has_the_figures(run_of_12: Any) -> None:
+def test_tensorboard_contains_the_metrics(run_of_12: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = (run_of_12("embedded", "1x2")[0] / "tb").rglob("events*")
@@ -370,7 +371,7 @@ def test_tensorboard_has_the_figures(run_of_12: Any) -> None:
     assert density[0] == 1.0 and density[-1] == pytest.approx(0.1, abs=2e-3)
 
 
-def test_wrong_data_is_refused_on_every_rank(pool2: Pool, tmp_path: Path) -> None:
+def test_invalid_data_raise_an_error_on_every_rank(pool2: Pool, tmp_path: Path) -> None:
     empty = str(tmp_path / "empty")
     (tmp_path / "empty").mkdir()
     cases = [
@@ -389,21 +390,21 @@ def test_wrong_data_is_refused_on_every_rank(pool2: Pool, tmp_path: Path) -> Non
 
 
 def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
-    """As `train`, and how many chunks every backward pass has started."""
+    """Run `train`; also return the number of chunks that every backward pass has started."""
     from torchtitan_scape.methods.overlap import BackwardOverlap
 
     rest, begun = BackwardOverlap.start_remaining, list[int]()
 
     def counted(overlap: BackwardOverlap) -> list[torch.Tensor]:
-        begun.append(len(overlap._arriving))
+        begun.append(len(overlap._in_flight))
         return rest(overlap)
 
     with patch.object(BackwardOverlap, "start_remaining", counted):
         return {**train(folder, arguments, nan_at=3), "begun": begun}
 
 
-def test_overlap_gives_the_same_run(pool4: Pool, tmp_path: Path) -> None:
-    """Two micro-batches of FSDP's shards, a NaN: losses, norms and parameters to the last bit."""
+def test_training_with_overlap_does_not_change_a_bit(pool4: Pool, tmp_path: Path) -> None:
+    """Two micro-batches with FSDP shards and a NaN: losses, norms and parameters are bitwise equal."""
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--training.steps=4"]
     arguments = [*METHODS["quantized"], *LAYOUTS["2x2"], *batch]
     after, during = (
@@ -417,8 +418,10 @@ def test_overlap_gives_the_same_run(pool4: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method, layout", [("adamw", "2x1"), ("scape", "1x2"), ("scape-gather-bf16", "2x2")])
-def test_observing_changes_nothing(method: str, layout: str, run_of_12: Any, request: Any, tmp_path: Path) -> None:
-    """Losses, norms and parameters stay what they are, to the last bit; and the whole gradient is seen, once."""
+def test_observing_does_not_change_a_bit(
+    method: str, layout: str, run_of_12: Any, request: Any, tmp_path: Path
+) -> None:
+    """Losses, norms and parameters are bitwise equal, and the full gradient is observed once."""
     from torchtitan_scape.observe.record import FILE, read
 
     folder, plain = run_of_12(method, layout)

@@ -1,4 +1,4 @@
-"""A handful of tensors with random gradients, trained by the product and by the literal form."""
+"""A few tensors with random gradients, trained by the product and by the reference algorithm."""
 
 from dataclasses import fields
 from typing import Any
@@ -27,7 +27,7 @@ def gradient(step: int, replica: int, shapes: list[tuple[int, ...]]) -> list[Ten
 
 
 def make_scape(params: Any, **options: Any) -> Scape:
-    """`Scape` with the options of the section and the arguments of the constructor side by side.
+    """Build `Scape` from options of the section and arguments of the constructor.
 
     What it keeps of its weights is read off the parameters.
     """

@@ -1,6 +1,6 @@
-"""Where ranks sit, which groups they form, what crosses which link, and what a step then costs.
+"""Cluster topology and collectives: rank layout, process groups, hierarchical exchanges, byte counts and link costs.
 
-`layout` and `machines` are plain arithmetic; `groups` turns a layout into process groups; `collectives` runs on those
-groups, level by level (`stages`, `lanes`), and counts its bytes. `cost` predicts steps, `plan` answers whether to
-compress, `preflight` measures the links. Useful without the trainer.
+`layout` and `machines` are plain arithmetic. `groups` creates the process groups of a layout. `collectives` defines the
+interface between methods and communication; `stages` executes its exchanges level by level on a `comm_stream`.
+`links` and `ring_bytes` compute the cost of the same exchanges. The package does not depend on the trainer.
 """

@@ -1,4 +1,4 @@
-"""Exchanges chunk by chunk, of what is too large for a buffer of its own: dense gradients, payloads of dense masks."""
+"""Chunked exchange of data that is too large for one buffer: dense gradients, and payloads of dense masks."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,24 +13,24 @@ from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import ALIGNED, CHUNK_ENTRIES
 
-Exchange = tuple[Handle, Callable[[], None]]  # in flight, and what takes its result
+Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 
 
 class Source(Protocol):
-    """FP32 entries that lie anywhere, copied to and from contiguous chunks."""
+    """FP32 entries in any storage, which are copied to and from contiguous chunks."""
 
     entries: int
     device: torch.device
 
     def fill(self, chunk: Tensor, first: int) -> None:
-        """chunk = entries [first, first + len(chunk))."""
+        """Copy entries [first, first + len(chunk)) to `chunk`."""
 
-    def land(self, chunk: Tensor, first: int) -> None:
-        """entries [first, first + len(chunk)) = chunk."""
+    def store(self, chunk: Tensor, first: int) -> None:
+        """Copy `chunk` to entries [first, first + len(chunk))."""
 
 
 class ConcatSource:
-    """`Source` of flat FP32 tensors, one behind the other."""
+    """`Source` of concatenated flat FP32 tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -41,7 +41,7 @@ class ConcatSource:
     def fill(self, chunk: Tensor, first: int) -> None:
         torch.cat(self._parts(first, chunk.numel()), out=chunk)
 
-    def land(self, chunk: Tensor, first: int) -> None:
+    def store(self, chunk: Tensor, first: int) -> None:
         parts = self._parts(first, chunk.numel())
         torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
 
@@ -56,45 +56,47 @@ class ConcatSource:
 
 
 class AddingSource(ConcatSource):
-    """`Source` of flat FP32 tensors, which stay as they are: what arrives is added to other tensors of these sizes."""
+    """`Source` of flat FP32 tensors that is read-only: results are added to other tensors of the same sizes."""
 
     def __init__(self, tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         super().__init__(tensors)
         self._sums = ConcatSource(sums)
 
-    def land(self, chunk: Tensor, first: int) -> None:
+    def store(self, chunk: Tensor, first: int) -> None:
         parts = self._sums._parts(first, chunk.numel())
         torch._foreach_add_(parts, list(chunk.split([part.numel() for part in parts])))
 
 
 class RowSource:
-    """Stretches of a `Source` as the rows of a matrix, a row a replica; a chunk takes as many columns of all of them.
+    """Slices of a `Source` as the rows of a matrix with one row per replica. A chunk is a range of columns.
 
-    stretches: for every replica (first entry, length), one behind the other in its row. Rows are padded with zeros to
-        the longest one.
+    Args:
+        source: Entries of all rows.
+        slices: For every replica the (first entry, length) of its slices, which are concatenated in its row. Rows are
+            padded with zeros to the length of the longest one.
     """
 
-    def __init__(self, source: Source, stretches: Sequence[Sequence[tuple[int, int]]]) -> None:
-        self._source, self._stretches, self.device = source, stretches, source.device
-        self.columns = max((sum(length for _, length in row) for row in stretches), default=0)
+    def __init__(self, source: Source, slices: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._source, self._slices, self.device = source, slices, source.device
+        self.columns = max((sum(length for _, length in row) for row in slices), default=0)
 
     def fill(self, chunk: Tensor, row: int, column: int) -> None:
-        """chunk = the row's entries [column, column + len(chunk))."""
+        """Copy entries [column, column + len(chunk)) of a row to `chunk`."""
         filled = 0
         for at, first, length in self._parts(row, column, chunk.numel()):
             self._source.fill(chunk[at : at + length], first)
             filled = at + length
         chunk[filled:].zero_()
 
-    def land(self, chunk: Tensor, row: int, column: int) -> None:
-        """The row's entries [column, column + len(chunk)) = chunk."""
+    def store(self, chunk: Tensor, row: int, column: int) -> None:
+        """Copy `chunk` to entries [column, column + len(chunk)) of a row."""
         for at, first, length in self._parts(row, column, chunk.numel()):
-            self._source.land(chunk[at : at + length], first)
+            self._source.store(chunk[at : at + length], first)
 
     def _parts(self, row: int, column: int, count: int) -> list[tuple[int, int, int]]:
-        """(place in the chunk, first entry in the source, length) of what the chunk holds."""
+        """Return (first entry in the chunk, first entry in the source, length) of every slice in the chunk."""
         parts, start = [], 0
-        for first, length in self._stretches[row]:
+        for first, length in self._slices[row]:
             a, b = max(start, column), min(start + length, column + count)
             if a < b:
                 parts.append((a - column, first + a - start, b - a))
@@ -112,14 +114,14 @@ class SourceSlice:
     def fill(self, chunk: Tensor, first: int) -> None:
         self._source.fill(chunk, self._start + first)
 
-    def land(self, chunk: Tensor, first: int) -> None:
-        self._source.land(chunk, self._start + first)
+    def store(self, chunk: Tensor, first: int) -> None:
+        self._source.store(chunk, self._start + first)
 
 
 def all_reduce_chunked(
     collectives: Any, source: Source, mean: bool, chunk_entries: int, codec: Codec | None = None
 ) -> None:
-    """The mean (or sum) over replicas of all entries, in place. What the codec loses is let go."""
+    """All-reduce all entries over the replicas, in place: their mean or sum. Quantization errors are discarded."""
     if collectives.replicas == 1:
         return
 
@@ -130,14 +132,16 @@ def all_reduce_chunked(
             chunk = buffer[:length]
             source.fill(chunk, first)
             buffer[length:].zero_()
-            yield collectives.all_reduce(buffer, mean, codec=codec), partial(source.land, chunk, first)
+            yield collectives.all_reduce(buffer, mean, codec=codec), partial(source.store, chunk, first)
 
     double_buffered(exchanges())
 
 
 def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
-    """Every replica's row becomes the mean over replicas, at that replica; the others stay what they were. What the
-    codec loses is let go."""
+    """Set this replica's row to the mean over replicas; other rows keep their values.
+
+    Quantization errors are discarded.
+    """
     if collectives.replicas == 1:
         return
     own = collectives.replica
@@ -146,23 +150,24 @@ def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | Non
         for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED):
             for row, chunk in enumerate(buffer):
                 rows.fill(chunk, row, column)
-            yield collectives.reduce_scatter(buffer.view(-1), codec=codec), partial(rows.land, buffer[own], own, column)
+            handle = collectives.reduce_scatter(buffer.view(-1), codec=codec)
+            yield handle, partial(rows.store, buffer[own], own, column)
 
     double_buffered(exchanges())
 
 
 def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
-    """Every replica's row goes to all others. With a codec all take what is decoded, the sender included."""
+    """Gather every replica's row on all replicas. With a codec, this replica's row also becomes its decoded value."""
     if collectives.replicas == 1:
         return
     own = collectives.replica
 
-    def land(buffer: Tensor, messages: Tensor | None, column: int) -> None:
+    def store(buffer: Tensor, messages: Tensor | None, column: int) -> None:
         if codec is not None and messages is not None:
             codec.decode(messages, buffer)
         for row, chunk in enumerate(buffer):
             if codec is not None or row != own:
-                rows.land(chunk, row, column)
+                rows.store(chunk, row, column)
 
     def exchanges() -> Iterator[Exchange]:
         for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED):
@@ -171,31 +176,31 @@ def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = 
             if codec is None:
                 handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
             else:
-                handle, messages = collectives.all_gather_coded(buffer[own], codec, kind="values")
-            yield handle, partial(land, buffer, messages, column)
+                handle, messages = collectives.all_gather_encoded(buffer[own], codec, kind="values")
+            yield handle, partial(store, buffer, messages, column)
 
     double_buffered(exchanges())
 
 
-def _buffers(collectives: Any, rows: RowSource, unit: int) -> Iterator[tuple[int, Tensor]]:
-    """(first column, FP32 (replicas, columns)) of every chunk; columns are a multiple of `block_size`."""
-    width = -(-max(collectives.min_columns, CHUNK_ENTRIES // collectives.replicas) // unit) * unit
+def _buffers(collectives: Any, rows: RowSource, block_size: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first column, FP32 (replicas, columns)) of every chunk; `columns` is a multiple of `block_size`."""
+    width = -(-max(collectives.min_columns, CHUNK_ENTRIES // collectives.replicas) // block_size) * block_size
     for column in range(0, rows.columns, width):
-        shape = collectives.replicas, -(-min(width, rows.columns - column) // unit) * unit
+        shape = collectives.replicas, -(-min(width, rows.columns - column) // block_size) * block_size
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
 
 
 def double_buffered(exchanges: Iterable[Exchange]) -> None:
-    """Lands each exchange once the next one, which is filled meanwhile, has been started."""
-    before: Exchange | None = None
+    """Finish each exchange after the next one has been started, so that two are in flight at once."""
+    previous: Exchange | None = None
     for exchange in exchanges:
-        if before is not None:
-            _finish(*before)
-        before = exchange
-    if before is not None:
-        _finish(*before)
+        if previous is not None:
+            _finish(*previous)
+        previous = exchange
+    if previous is not None:
+        _finish(*previous)
 
 
-def _finish(handle: Handle, land: Callable[[], None]) -> None:
+def _finish(handle: Handle, store: Callable[[], None]) -> None:
     handle.wait()
-    land()
+    store()

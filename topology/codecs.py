@@ -1,6 +1,6 @@
-"""How values cross a link: what a codec is asked for, and the plainest one, which rounds to BF16.
+"""Interface of codecs, which encode values before they cross a link, and the simplest codec: rounding to BF16.
 
-Block codes of 8 bits and fewer are in `kernels.codec`; whoever makes an exchange hands its codec in.
+Block codes of 8 bits and fewer are in `kernels.codec`.
 """
 
 from typing import Protocol
@@ -10,39 +10,44 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """FP32 values as bytes. A message is the code of `m` entries, `m` a multiple of `block_size`; messages are rows.
+    """Encodes FP32 values as bytes. A message is the code of `count` entries; messages are the rows of a matrix.
 
-    unit: entries that are coded together; never divided between messages. Messages of whole units have whole 16 bytes.
+    Attributes:
+        block_size: Entries that are encoded together. `count` is a multiple of it, and the messages of whole blocks
+            have a multiple of 16 bytes.
     """
 
     block_size: int
 
-    def message_bytes(self, m: int) -> int:
-        """Bytes of a message of m entries."""
+    def message_bytes(self, count: int) -> int:
+        """Return the bytes of a message of `count` entries."""
 
-    def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
-        """uint8 (rows, bytes_of(m)) of FP32 (rows, m). error: FP32 (rows, m), becomes x minus what is decoded."""
+    def encode(self, values: Tensor, error: Tensor | None = None) -> Tensor:
+        """Encode FP32 (rows, count). Returns uint8 (rows, message_bytes(count)).
+
+        error: FP32 (rows, count), becomes `values` minus the decoded values; it may be `values`.
+        """
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
-        """out, FP32 (rows, m), becomes what the messages, uint8 (rows, bytes_of(m)), say."""
+        """Decode uint8 (rows, message_bytes(count)) into `out`, FP32 (rows, count)."""
 
     def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
-        """out, FP32 (m,), becomes the sum of the messages, added in FP32 in the order of the rows."""
+        """Write the sum of the decoded messages to `out`, FP32 (count,). Rows are added in FP32, in row order."""
 
 
 class Bfloat16:
-    """Every value for itself, rounded to nearest even."""
+    """`Codec` that rounds every value to the nearest BF16 number, ties to even."""
 
-    block_size = 8  # for the bytes' sake
+    block_size = 8  # 16 bytes
 
-    def message_bytes(self, m: int) -> int:
-        return 2 * m
+    def message_bytes(self, count: int) -> int:
+        return 2 * count
 
-    def encode(self, x: Tensor, error: Tensor | None = None) -> Tensor:
-        sent = x.to(torch.bfloat16)
+    def encode(self, values: Tensor, error: Tensor | None = None) -> Tensor:
+        rounded = values.to(torch.bfloat16)
         if error is not None:
-            torch.sub(x, sent, out=error)
-        return sent.view(torch.uint8)
+            torch.sub(values, rounded, out=error)
+        return rounded.view(torch.uint8)
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         out.copy_(messages.view(torch.bfloat16))

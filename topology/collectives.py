@@ -1,8 +1,11 @@
-"""What replicas say to each other: one protocol, and what its three endpoints have in common.
+"""Communication between replicas: the interface that methods use, and the common part of its three implementations.
 
-`process_groups` has the endpoint of a rank among ranks, `in_process` that of a replica among replicas of one process,
-`dry_run` that of a run in which nothing moves. Whoever talks through `ReplicaCollectives` is written for one replica
-and does not know which of them it has. Bytes are counted here, by the same arithmetic for all.
+- `process_groups`: a rank in a distributed run.
+- `in_process`: a simulated replica among replicas of one process.
+- `dry_run`: no communication; bytes are counted only.
+
+Code that uses `ReplicaCollectives` is written for one replica and works with each of them. Bytes are counted here, with
+the same formulas for all three.
 """
 
 from abc import ABC, abstractmethod
@@ -15,64 +18,67 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from topology import calls
 from topology.chunks import ConcatSource, Source, all_reduce_chunked
 from topology.codecs import Codec
 from topology.comm_stream import Handle
-from topology.groups import ReplicaGroups, Ring
+from topology.groups import ReplicaGroups
 from topology.partition import ALIGNED, CHUNK_ENTRIES
 from topology.primitives import all_gather_into
+from topology.rank_group import RankGroup, replica_index
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
-from topology.stages import replica_index
 from topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 
 class ReplicaCollectives(ABC):
-    """An endpoint: one replica's side (or one of its shards') of everything that is exchanged.
+    """Endpoint of one replica (or of one of its shards) for all communication between replicas.
 
     Attributes:
-        replicas, replica: how many there are, and which of them this one is.
-        rings: what exchanges go over, from the inside out.
-        model_ranks, model_rank: ranks that hold one replica together, and which of them this one is.
-        writes: whether this replica writes what it shares with others of its process: its parameters.
-        traffic: bytes of this endpoint.
+        levels: Groups of a hierarchical exchange, innermost first; () for one replica.
+        replicas, replica: Number of replicas, and the index of this one.
+        model_ranks, model_rank: Number of ranks that together hold one replica, and the index of this one.
+        is_writer: True if this replica updates the state that it shares with other replicas of its process.
+        label: Suffix that identifies the replica's parameters in messages; "" for real replicas.
+        ledger: Bytes that this endpoint sent.
+        chunk_entries: FP32 entries of the buffers of `all_reduce_chunked`.
+        min_columns: Minimum row length of chunks with one row per replica, which the host fills row by row. With 1,024
+            replicas such a chunk has 256 MiB.
     """
 
     is_writer = True
-    label = ""  # what tells this replica's parameters from those of others, in messages
+    label = ""
     chunk_entries = CHUNK_ENTRIES
-    # Of a chunk that has a row a replica: the host fills each row on its own. With 1,024 replicas it has 256 MiB.
     min_columns = 1 << 16
 
-    def __init__(self, groups: ReplicaGroups, ring: Ring | None = None) -> None:
-        """ring: the one over which all replicas meet, where it is not the groups that say so."""
+    def __init__(self, groups: ReplicaGroups, level: RankGroup | None = None) -> None:
+        """level: The group of all replicas, if it is not determined by `groups`."""
         self.groups = groups
-        self.rings = (ring,) if ring else rings_of(groups)
-        self.replicas, self.replica = prod(ring.size for ring in self.rings), replica_index(self.rings)
+        self.levels = (level,) if level else levels_of(groups)
+        self.replicas, self.replica = prod(each.size for each in self.levels), replica_index(self.levels)
         self.model_ranks, self.model_rank = size_and_rank(groups.model)
-        self.traffic = TrafficLedger()
+        self.ledger = TrafficLedger()
 
     @property
     def is_fake(self) -> bool:
-        """True in a dry run of ranks, whose collectives move nothing, so that received values mean nothing."""
+        """True if the backend is fake: collectives then move nothing, and received values are meaningless."""
         return dist.is_initialized() and dist.get_backend() == "fake"
 
-    def run_once(self, work: Callable[[], Tensor]) -> Tensor:
-        """What `work` makes of what all replicas have alike, to be read only. Of simulated ones one does it for all."""
-        return work()
+    def run_once(self, function: Callable[[], Tensor]) -> Tensor:
+        """Evaluate a function of replicated data once per process. The result is read-only."""
+        return function()
 
     # ------------------------------------------------------------------------------ the replicate axis
 
     def size_multiple(self, codec: Codec | None = None) -> int:
-        """What the entries of an all-reduce must be a multiple of, so that every level can divide them, and every part
-        of them begins at whole 16 bytes."""
-        if self.replicas == 1:
-            return 1
-        return ALIGNED if len(self.rings) < 2 and codec is None else self.replicas * _unit(codec)
+        """Return the number that the size of an all-reduce must be a multiple of.
 
-    def padded_size(self, entries: int, codec: Codec | None = None) -> int:
-        """So many entries, and the zeros that make them a multiple of `size_multiple`."""
-        step = self.size_multiple(codec)
-        return -(-entries // step) * step
+        Every level can then divide the tensor into equal slices that are aligned to 16 bytes.
+        """
+        return calls.size_multiple(self.levels, None if codec is None else codec.block_size)
+
+    def padded_size(self, count: int, codec: Codec | None = None) -> int:
+        """Return `count`, rounded up to a multiple of `size_multiple`."""
+        return calls.padded_size(count, self.levels, None if codec is None else codec.block_size)
 
     def all_reduce(
         self,
@@ -83,103 +89,109 @@ class ReplicaCollectives(ABC):
         error: Tensor | None = None,
         carried_error: Tensor | None = None,
     ) -> Handle:
-        """Starts the mean (or sum) over replicas of FP32 (n,), in place, level by level.
+        """Start an all-reduce over the replicas, in place, level by level.
 
-        n: a multiple of `size_multiple`. codec: its messages cross the outermost level, both ways; None for FP32.
-        error: FP32 (n,), receives what this replica has to carry over for the coding: of the sum over replicas of
-        (tensor - error) nothing is lost. None to let it go.
-        carried: with a codec, FP32 (n / replicas,), of the part of the result that this replica owns, the `replica`-th:
-        is added to it before it is coded, and becomes what that loses. None: this is in `error`, times the divisor.
+        Args:
+            tensor: FP32 (n,); n is a multiple of `size_multiple(codec)`.
+            mean: Compute the mean; otherwise the sum.
+            kind: Kind of message in the ledger.
+            codec: Encodes the messages of the outermost level in both directions; None for FP32.
+            error: FP32 (n,), receives the quantization error that this replica has to feed back: summed over replicas,
+                (tensor - error) is transmitted exactly. None to discard it.
+            carried_error: With a codec, FP32 (n / replicas,), of slice `replica` of the result. It is added to the
+                slice before it is encoded, and becomes the quantization error of the slice. If None, that error is
+                added to `error`, multiplied by the number of replicas.
         """
         assert carried_error is None or codec is not None
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % self.size_multiple(codec) == 0
-        self._count(kind, reduce_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
-        return self._reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
+        self._count(kind, reduce_bytes(tensor.numel(), self.levels, _message_bytes(codec)))
+        return self._all_reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
     def all_reduce_chunked(
         self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
     ) -> None:
-        """The mean (or sum) over replicas of FP32 entries, in place, through two buffers of `chunk_entries`.
+        """All-reduce FP32 entries over the replicas, in place, through two buffers of `chunk_entries`.
 
-        While one chunk is on the wire the next is filled. `source`: flat tensors, or a `Source`. codec: as of
-        `all_reduce`; what it loses is let go.
+        One chunk is filled while the previous one is in flight. Quantization errors are discarded.
+
+        Args:
+            source: Flat FP32 tensors, or a `Source`.
+            mean: Compute the mean; otherwise the sum.
+            codec: As in `all_reduce`.
         """
-        pieces = ConcatSource(source) if isinstance(source, Sequence) else source
-        all_reduce_chunked(self, pieces, mean, self.chunk_entries, codec)
-
-    def chunked_entries(self, entries: int) -> int:
-        """What `all_reduce_chunked` sends for so many FP32 entries: zeros fill each buffer up to `size_multiple`."""
-        full, rest = divmod(entries, self.chunk_entries)
-        return full * self.padded_size(self.chunk_entries) + self.padded_size(rest)
+        entries = ConcatSource(source) if isinstance(source, Sequence) else source
+        all_reduce_chunked(self, entries, mean, self.chunk_entries, codec)
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
     ) -> Handle:
-        """Starts the mean over replicas of FP32 (n,) for the owners of its parts: of `replicas` equal ones each
-        replica receives the `replica`-th, in place. The others are undefined afterwards.
+        """Start a reduce-scatter over the replicas: slice `replica` of `replicas` equal slices becomes its mean.
 
-        n: a multiple of `replicas` times 4, or times the codec's unit. codec, error: as of `all_reduce`; the mean
-        itself is not coded.
+        The other slices become undefined.
+
+        Args:
+            tensor: FP32 (n,); n is a multiple of `replicas` times 4, or times the block size of the codec.
+            kind: Kind of message in the ledger.
+            codec: Encodes the messages of the outermost level; the mean is not encoded. None for FP32.
+            error: FP32 (n,), receives the quantization error; None to discard it.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
-        assert tensor.numel() % (self.replicas * _unit(codec)) == 0
-        self._count(kind, scatter_bytes(tensor.numel(), self.rings, _message_bytes(codec)))
+        assert tensor.numel() % (self.replicas * _block_size(codec)) == 0
+        self._count(kind, scatter_bytes(tensor.numel(), self.levels, _message_bytes(codec)))
         return self._reduce_scatter(tensor, float(self.replicas), codec, error)
 
-    def all_gather(self, output: Tensor, own: Tensor, kind: str = "mask") -> Handle:
-        """Starts gathering `own` (b,) of every replica into `output` (replicas * b,), in the order of `replica`.
+    def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:
+        """Start an all-gather of `input` (b,) into `output` (replicas * b,), in replica order.
 
-        b: so many as have a multiple of 16 bytes.
+        `input` must have a multiple of 16 bytes. kind: kind of message in the ledger.
         """
         if self.replicas == 1:
-            output.copy_(own)
+            output.copy_(input)
             return Handle()
-        assert own.nbytes % (4 * ALIGNED) == 0
-        self._count(kind, gather_bytes(own.nbytes, self.rings))
-        return self._gather(output, own)
+        assert input.nbytes % (4 * ALIGNED) == 0
+        self._count(kind, gather_bytes(input.nbytes, self.levels))
+        return self._all_gather(output, input)
 
-    def all_gather_coded(self, own: Tensor, codec: Codec, kind: str) -> tuple[Handle, Tensor]:
-        """Starts gathering the message of `own`, FP32 (m,), of every replica: (its handle, uint8 (replicas, bytes))."""
-        message = codec.encode(own.view(1, -1)).view(-1)
-        messages = torch.empty(self.replicas, message.numel(), dtype=torch.uint8, device=own.device)
+    def all_gather_encoded(self, input: Tensor, codec: Codec, kind: str) -> tuple[Handle, Tensor]:
+        """Start an all-gather of the encoded `input`, FP32 (m,).
+
+        Returns:
+            The handle, and uint8 (replicas, message bytes), which is complete after `Handle.wait`.
+        """
+        message = codec.encode(input.view(1, -1)).view(-1)
+        messages = torch.empty(self.replicas, message.numel(), dtype=torch.uint8, device=input.device)
         return self.all_gather(messages.view(-1), message, kind), messages
 
     def all_reduce_or(self, bits: Tensor, kind: str = "mask") -> Handle:
-        """Starts the union over replicas of packed bits, uint8 (b,), in place, level by level.
+        """Start a bitwise OR of packed bits, uint8 (b,), over the replicas, in place, level by level.
 
-        b: a multiple of 16 * replicas. It sends what an all-reduce of b / 4 FP32 entries does.
+        b: a multiple of 16 * replicas. It sends as many bytes as an all-reduce of b / 4 FP32 entries.
         """
         if self.replicas == 1 or bits.numel() == 0:
             return Handle()
         assert bits.numel() % (4 * ALIGNED * self.replicas) == 0
-        self._count(kind, reduce_bytes(bits.numel() // 4, self.rings))
-        return self._union(bits)
+        self._count(kind, reduce_bytes(bits.numel() // 4, self.levels))
+        return self._all_reduce_or(bits)
 
-    def reduced_bytes(self, entries: int, codec: Codec | None = None) -> float:
-        """Bytes that this rank sends in an all-reduce of FP32 `entries`."""
+    def reduced_bytes(self, count: int, codec: Codec | None = None) -> float:
+        """Return the bytes that this rank sends in an all-reduce of `count` FP32 entries."""
         if self.replicas == 1:
             return 0.0
-        return sum(sent for _, _, sent in reduce_bytes(entries, self.rings, _message_bytes(codec)))
+        return sum(sent for _, _, sent in reduce_bytes(count, self.levels, _message_bytes(codec)))
 
-    def scattered_bytes(self, entries: int, codec: Codec | None = None) -> float:
-        """The same in a reduce-scatter."""
-        return sum(sent for _, _, sent in scatter_bytes(entries, self.rings, _message_bytes(codec)))
+    def scattered_bytes(self, count: int, codec: Codec | None = None) -> float:
+        """Return the bytes that this rank sends in a reduce-scatter of `count` FP32 entries."""
+        return sum(sent for _, _, sent in scatter_bytes(count, self.levels, _message_bytes(codec)))
 
-    def gathered_bytes(self, own: int) -> float:
-        """Bytes that this rank sends in an all-gather to which it brings `own` bytes."""
-        return sum(sent for _, _, sent in gather_bytes(own, self.rings))
-
-    def planned_bytes(self, collective: str, size: int, codec: Codec | None = None) -> float:
-        """Bytes that this rank sends in an "all_reduce" of `size` FP32 entries, or an "all_gather" of own bytes."""
-        if self.replicas == 1:
-            return 0.0
-        return self.reduced_bytes(size, codec) if collective == "all_reduce" else self.gathered_bytes(size)
+    def gathered_bytes(self, input_bytes: int) -> float:
+        """Return the bytes that this rank sends in an all-gather of `input_bytes` per rank."""
+        return sum(sent for _, _, sent in gather_bytes(input_bytes, self.levels))
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Gives every replica the values of replica 0, in place; not counted, it happens once."""
+        """Broadcast the tensors of replica 0 to all replicas, in place. Not counted: it happens once per run."""
         for tensor in tensors if self.replicas > 1 else ():
             values = tensor if tensor.is_contiguous() else tensor.contiguous()
             self.broadcast(values, 0)
@@ -187,77 +199,77 @@ class ReplicaCollectives(ABC):
                 tensor.copy_(values)
 
     @abstractmethod
-    def _reduce(
+    def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        """tensor = (sum over replicas) / divisor."""
+        """Start tensor = (sum over replicas) / divisor."""
 
     @abstractmethod
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        """This replica's part of tensor = (sum over replicas) / divisor."""
+        """Start this replica's slice of tensor = (sum over replicas) / divisor."""
 
     @abstractmethod
-    def _gather(self, output: Tensor, own: Tensor) -> Handle:
-        """output = `own` of all replicas."""
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        """Start output = `input` of all replicas."""
 
     @abstractmethod
-    def _union(self, bits: Tensor) -> Handle:
-        """bits = what any replica has set."""
+    def _all_reduce_or(self, bits: Tensor) -> Handle:
+        """Start bits = bitwise OR over replicas."""
 
-    # ------------------------------------------------- whether replicas are what they should be; not counted
+    # ---------------------------------------------------- set-up, checks, reports and checkpoints; not counted
 
     @property
     @abstractmethod
     def peers(self) -> tuple[list[int], int]:
-        """(ranks that hold the same parameters, which of them this one is), in the order of the replicate group."""
+        """(ranks that hold the same parameters, in the order of the replicate group; index of this rank)."""
 
     @abstractmethod
     def gather_from_peers(self, values: Tensor) -> Tensor:
-        """`values` (n,) of all `peers`, (replicas, n): a few numbers, now and then."""
+        """Gather `values` (n,) of all `peers` as (replicas, n). For small tensors that are compared occasionally."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Gives all `peers` the contiguous `tensor` of the `source`-th of them, in place."""
+        """Broadcast the contiguous `tensor` of peer number `source` to all `peers`, in place."""
 
     @abstractmethod
     def sum_over_replicas(self, values: Tensor) -> None:
-        """The sum of `values`, of any dtype, over the replicas, in place; for checkpoints."""
+        """Sum `values`, of any dtype, over the replicas, in place. For checkpoints."""
 
     @abstractmethod
     def sum_over_all(self, values: Tensor) -> Tensor:
-        """The sum of `values` over all ranks of all replicas, for reports."""
+        """Return the sum of `values` over all ranks of all replicas. For reports."""
 
     @abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
-        """Every rank's `item`, for set-up and for error messages."""
+        """Gather the `item` of every rank of every replica. For set-up and error messages."""
 
     @abstractmethod
     def gather_from_replicas(self, item: Any) -> list[Any]:
-        """The `item` of every one of the `peers`, in their order; for set-up."""
+        """Gather the `item` of all `peers`, in their order. For set-up."""
 
-    # ------------------------------------------------------------------------- scalars, over all axes
+    # ----------------------------------------------------------------------- scalars, over all axes; counted
 
     @abstractmethod
     def all_true(self, flag: Tensor) -> Tensor:
-        """bool, of the shape of `flag`: whether it is true on every rank of every replica, entry by entry."""
+        """Return a bool tensor of the shape of `flag`: whether each entry is true on every rank of every replica."""
 
     @abstractmethod
     def sum_over_owners(self, value: Tensor) -> Tensor:
-        """FP32 (): the sum over all ranks: of a replica, then over the replicas.
+        """Return the sum of an FP32 () value over all ranks of all replicas, bitwise equal on all of them.
 
-        All have the same summands and add them alike, in FP64, which gives all the same bits.
+        The ranks of a replica are added in rank order, then the replicas in FP64.
         """
 
     def sum_over_model(self, value: Tensor) -> Tensor:
-        """FP32 (): the sum over the ranks of this replica, added in rank order.
+        """Return the sum of an FP32 () value over the ranks of this replica.
 
-        An all-reduce may add in another order in each node; this sum is the same to the last bit on every
-        replica.
+        Ranks are added in rank order. An all-reduce may use a different order on each node; this sum is bitwise equal
+        on every replica.
         """
         group = self.groups.model
         if group is None:
             return value
-        values = gathered_scalars(value, group)
+        values = gather_scalars(value, group)
         self._count_scalar(SHARD, group, "norm", value.nbytes, float(group.size() - 1))
         total = values[0]
         for i in range(1, group.size()):
@@ -265,28 +277,28 @@ class ReplicaCollectives(ABC):
         return total
 
     def _true_in_model(self, flag: Tensor) -> Tensor:
-        """FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""
+        """Return FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""
         value = flag.float()
         if self.groups.model is not None:
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self.groups.model)
         return value
 
     def _count_flag(self, value: Tensor) -> None:
-        """Of the ranks of this replica."""
+        """Count the all-reduce of `_true_in_model`."""
         group = self.groups.model
         if group is not None:
             self._count_scalar(SHARD, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
 
     def _count(self, kind: str, stages: Iterable[tuple[str, int, float]]) -> None:
         for level, input_bytes, sent in stages:
-            self.traffic.add(REPLICATE, level, kind, input_bytes, sent)
+            self.ledger.add(REPLICATE, level, kind, input_bytes, sent)
 
     def _count_scalar(self, axis: str, group: ProcessGroup, kind: str, input_bytes: int, factor: float) -> None:
-        self.traffic.add(axis, own_level(self.groups, group), kind, input_bytes, factor * input_bytes)
+        self.ledger.add(axis, successor_level(self.groups, group), kind, input_bytes, factor * input_bytes)
 
 
-def _unit(codec: Codec | None) -> int:
-    """Entries that no part may divide."""
+def _block_size(codec: Codec | None) -> int:
+    """Return the number of entries that must not be divided between ranks."""
     return ALIGNED if codec is None else codec.block_size
 
 
@@ -294,33 +306,34 @@ def _message_bytes(codec: Codec | None) -> MessageBytes | None:
     return None if codec is None else codec.message_bytes
 
 
-def gathered_scalars(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's scalar, in rank order."""
+def gather_scalars(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather a scalar of every rank as (ranks,), in rank order."""
     values = torch.empty(group.size(), dtype=value.dtype, device=value.device)
     all_gather_into(values, value.view(1), group=group)
     return values
 
 
 def size_and_rank(group: ProcessGroup | None) -> tuple[int, int]:
+    """Return (size, rank in the group); None stands for this rank alone."""
     return (1, 0) if group is None else (group.size(), group.rank())
 
 
-def rings_of(groups: ReplicaGroups) -> tuple[Ring, ...]:
-    """What exchanges go over: the groups' own rings, else one over all replicas; none for a single one."""
-    if groups.rings or groups.replicate is None:
-        return groups.rings
-    return (Ring(own_level(groups, groups.replicate), *size_and_rank(groups.replicate)),)
+def levels_of(groups: ReplicaGroups) -> tuple[RankGroup, ...]:
+    """Return the levels of the groups, else one level of all replicas; () for a single replica."""
+    if groups.levels or groups.replicate is None:
+        return groups.levels
+    return (RankGroup(successor_level(groups, groups.replicate), *size_and_rank(groups.replicate)),)
 
 
-def own_level(groups: ReplicaGroups, group: ProcessGroup) -> str:
-    """The level of the link from this rank to its successor in the ring of `group`."""
+def successor_level(groups: ReplicaGroups, group: ProcessGroup) -> str:
+    """Return the level of the link from this rank to the next rank of `group`."""
     if groups.layout is None:
         return "network"
-    return groups.layout.ring_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
+    return groups.layout.successor_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
 
 
-def objects_of(group: ProcessGroup | None, items: list[Any]) -> list[Any]:
-    """The items of all ranks of the group, in one list."""
+def gather_lists(group: ProcessGroup | None, items: list[Any]) -> list[Any]:
+    """Gather a list from every rank of the group and concatenate them. None stands for this rank alone."""
     if group is None:
         return items
     lists: list[Any] = [None] * group.size()

@@ -1,4 +1,4 @@
-"""Where exchanges of several stages run while their caller goes on: a thread on a CPU, a stream on a GPU."""
+"""Background execution of multi-stage exchanges: on a CUDA stream, or on a thread if the tensors are on a CPU."""
 
 import queue
 import threading
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-HIGH = -1  # priority of a stream; 0 is the usual one
+HIGH_PRIORITY = -1  # of a CUDA stream; the default priority is 0
 
 
 class Handle:
-    """An exchange in flight; `wait()` where its result is first needed. Waiting twice is allowed."""
+    """An exchange in flight. Call `wait()` before its result is read; a second call has no effect."""
 
     def __init__(self, wait: Callable[[], Any] | None = None, finish: Callable[[], Any] | None = None) -> None:
         self._wait, self._finish = wait, finish
@@ -27,9 +27,9 @@ class Handle:
 class CommStream:
     """Runs exchanges one after the other, in the order in which they are started.
 
-    Every rank starts the same exchanges in the same order, and a lane has process groups that nobody else uses, so
-    that its collectives match over the ranks whatever the calling threads do meanwhile. On a GPU an exchange is
-    issued at once, on a stream of its own; on a CPU gloo blocks between the stages, so that a thread takes over.
+    Every rank must start the same exchanges in the same order. The process groups of a stream are used by no other
+    code, so its collectives match across ranks whatever other threads do. On a GPU an exchange is enqueued at once on
+    a separate CUDA stream. On a CPU it runs on a thread, because gloo blocks between the stages.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class CommStream:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, exchange: Callable[[], None], device: torch.device) -> Handle:
-        """Starts `exchange`. What it raises is raised where the handle is waited for."""
+        """Start `exchange`. On a CPU its exceptions are raised by `Handle.wait`."""
         return self._on_stream(exchange, device) if device.type == "cuda" else self._on_thread(exchange)
 
     def _on_stream(self, exchange: Callable[[], None], device: torch.device) -> Handle:
         if self._stream is None:
-            # What is exchanged goes before what is packed meanwhile, in blocks that are free for either.
-            self._stream = torch.cuda.Stream(device, priority=HIGH)
+            # High priority: communication kernels take free SMs before the packing kernels that run meanwhile.
+            self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -51,8 +51,8 @@ class CommStream:
             done = stream.record_event()
 
         def wait(tensors: Callable[[], None] = exchange) -> None:
-            # The handle keeps the exchange, and so its tensors: their memory belongs to the caller's stream, and must
-            # not be used anew before that stream has waited.
+            # The default argument keeps the exchange and its tensors alive. Their memory belongs to the caller's
+            # stream, so the allocator must not reuse it before that stream has waited.
             torch.cuda.current_stream(device).wait_event(done)
 
         return Handle(wait)
@@ -60,8 +60,8 @@ class CommStream:
     def _on_thread(self, exchange: Callable[[], None]) -> Handle:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            # A daemon: a lane that hangs on a lost peer must not keep the process from ending.
-            threading.Thread(target=_serve, args=(self._jobs,), name="exchange", daemon=True).start()
+            # A daemon thread: an exchange that waits for a lost peer must not prevent the process from exiting.
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="exchange", daemon=True).start()
         result = _Result()
         self._jobs.put((exchange, result))
         return Handle(result.wait)
@@ -82,7 +82,7 @@ class _Result:
             raise self._error
 
 
-def _serve(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result]]") -> None:
+def _run_jobs(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result]]") -> None:
     torch.set_grad_enabled(False)
     while True:
         exchange, result = jobs.get()
@@ -92,4 +92,4 @@ def _serve(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result]]") -> Non
         except BaseException as raised:
             error = raised
         result.set(error)
-        del exchange, result, error  # else they would keep their tensors until the next exchange comes
+        del exchange, result, error  # otherwise these variables keep the tensors alive until the next exchange

@@ -1,7 +1,7 @@
-"""The endpoint of a run in which nothing moves between replicas: bytes are counted, tensors stay what they are.
+"""`ReplicaCollectives` without communication between replicas: bytes are counted, tensors keep their values.
 
-A dry run of many ranks in one process has it, and whoever speaks for all the replicas of a process at once: what they
-bring has been added up already, or is the same for all of them.
+It serves dry runs of many ranks in one process, and code that acts for all simulated replicas of a process at once: its
+inputs have been summed already, or are equal on all replicas.
 """
 
 from typing import Any
@@ -10,39 +10,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives, objects_of
+from topology.collectives import ReplicaCollectives, gather_lists
 from topology.comm_stream import Handle
-from topology.groups import ReplicaGroups, Ring
+from topology.groups import ReplicaGroups
+from topology.rank_group import RankGroup
 from topology.traffic import REPLICATE
 
 
 class DryRunCollectives(ReplicaCollectives):
-    """`ReplicaCollectives` of this replica among `replicas` that are not there.
+    """`ReplicaCollectives` of this replica, where the other replicas do not exist.
 
     Args:
-        groups: the real ones; `model` holds the shards. Its rings and replicate group, fake ones in a dry run, say how
-            many replicas there are, unless
-        replicas: does: of so many, each on a node of its own, in one ring over the network.
+        groups: Groups of the process; `model` holds the shards. Unless `replicas` is given, the number of replicas is
+            that of `levels` or of the (fake) replicate group.
+        replicas: Number of replicas, each on a separate node, in one group over the network.
     """
 
     def __init__(self, groups: ReplicaGroups | None = None, replicas: int = 0) -> None:
-        super().__init__(groups or ReplicaGroups(None, None), Ring("network", replicas, 0) if replicas else None)
+        super().__init__(groups or ReplicaGroups(None, None), RankGroup("network", replicas, 0) if replicas else None)
 
-    def _reduce(
+    def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        for lost in (each for each in (error, carried_error) if each is not None):
-            lost.zero_()
+        for each in (each for each in (error, carried_error) if each is not None):
+            each.zero_()
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        return self._reduce(tensor, divisor, codec, error, None)
+        return self._all_reduce(tensor, divisor, codec, error, None)
 
-    def _gather(self, output: Tensor, own: Tensor) -> Handle:
-        output.view(self.replicas, -1).copy_(own.expand(self.replicas, -1))
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        output.view(self.replicas, -1).copy_(input.expand(self.replicas, -1))
         return Handle()
 
-    def _union(self, bits: Tensor) -> Handle:
+    def _all_reduce_or(self, bits: Tensor) -> Handle:
         return Handle()
 
     @property
@@ -53,7 +54,7 @@ class DryRunCollectives(ReplicaCollectives):
         return values.expand(self.replicas, -1)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Nothing: all have it."""
+        """Do nothing: the values are equal on all replicas."""
 
     def sum_over_replicas(self, values: Tensor) -> None:
         values.mul_(self.replicas)
@@ -65,8 +66,8 @@ class DryRunCollectives(ReplicaCollectives):
         return values
 
     def gather_objects(self, item: Any) -> list[Any]:
-        """Of the ranks that are there."""
-        return [item] if self.is_fake else objects_of(self.groups.model, [item])
+        """Gather from the ranks of this replica, which exist unless the backend is fake."""
+        return [item] if self.is_fake else gather_lists(self.groups.model, [item])
 
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return [item] * self.replicas
@@ -76,7 +77,7 @@ class DryRunCollectives(ReplicaCollectives):
         self._count_flag(value)
         if self.replicas > 1:
             sent = 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
-            self.traffic.add(REPLICATE, self.rings[-1].level, "flag", value.nbytes, sent)
+            self.ledger.add(REPLICATE, self.levels[-1].level, "flag", value.nbytes, sent)
         return value > 0
 
     def sum_over_owners(self, value: Tensor) -> Tensor:

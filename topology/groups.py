@@ -1,4 +1,4 @@
-"""Process groups of a layout. The only place that calls `new_group`."""
+"""Process groups of a layout. This is the only module that calls `new_group`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,53 +9,51 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from topology.layout import Layout, Tier
-from topology.shard_collectives import Circle
+from topology.rank_group import RankGroup
 
-# Exchanges of several stages that may be in flight at once: while one is on the network the next is inside the node.
+# Multi-stage exchanges that may be in flight at once: one uses the network while the next one is inside the node.
 COMM_STREAMS = 2
 
-
-@dataclass(frozen=True)
-class Ring:
-    """The replicas that this one meets at one level.
-
-    level: of the link to the next of them. size: their number. place: of this one among them.
-    """
-
-    level: str
-    size: int
-    group_rank: int
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The groups that a method on the replicate axis needs.
+    """Groups that a method on the replicate axis needs.
 
-    replicate: the ranks that hold the same parameters and see different data; None for one replica.
-    model: the ranks that hold one replica together (shard x context x tensor); None for one rank.
-    layout: tells which link a byte crosses; without it every byte counts as "network".
-    rings: what exchanges go over, from the inside out; () for one ring over all of `replicate`.
-    lanes: the groups of `rings`, one set for every exchange that may be in flight; () to run them in the caller,
-        on `replicate`.
+    Attributes:
+        replicate: Ranks that hold the same parameters and process different data; None for one replica.
+        model: Ranks that together hold one replica (shard x context x tensor); None for one rank.
+        layout: Determines the link level of each byte; without it every byte counts as "network".
+        levels: Groups of a hierarchical exchange, innermost first; () for one group of all ranks of `replicate`.
+        comm_streams: For every exchange that may be in flight, `levels` with separate process groups. () to run
+            exchanges in the calling thread, on `replicate`.
     """
 
     replicate: ProcessGroup | None
     model: ProcessGroup | None
     layout: Layout | None = None
-    rings: tuple[Ring, ...] = ()
-    comm_streams: tuple[tuple[ProcessGroup, ...], ...] = ()
+    levels: tuple[RankGroup, ...] = ()
+    comm_streams: tuple[tuple[RankGroup, ...], ...] = ()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        for group in (self.replicate, self.model, *(group for lane in self.comm_streams for group in lane)):
-            if group is not None:
-                dist.distributed_c10d._set_pg_timeout(timeout, group)
+        """Set the timeout of all collectives on these groups."""
+        streams = [group.process_group for stream in self.comm_streams for group in stream]
+        _set_timeout([self.replicate, self.model, *streams], timeout)
 
 
 def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, staged: bool = True) -> ReplicaGroups:
-    """Builds the groups of this rank. A collective call: every rank of the world must make it.
+    """Create the groups of this rank on the replicate axis. Collective: every rank of the world must call it.
 
-    hierarchical: exchanges go level by level; else over one ring, whatever links it crosses.
-    staged: there will be exchanges of several stages, coded ones, on one ring too.
+    Args:
+        layout: Layout of all ranks of the world.
+        timeout: Timeout of all collectives on the groups.
+        hierarchical: Exchange level by level; otherwise over one group, whatever links it crosses.
+        staged: Create the groups of `COMM_STREAMS` streams even if there is only one level. Encoded exchanges have
+            several stages on one level.
+
+    Raises:
+        ValueError: The layout is for another number of ranks.
     """
     if layout.world_size != dist.get_world_size():
         raise ValueError(
@@ -63,169 +61,201 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
             "plan it for the world size that was launched"
         )
     hierarchies, rank = _hierarchies(layout, hierarchical), dist.get_rank()
-    own = next((tiers for tiers in hierarchies if any(rank in ring for ring in tiers[0].rings)), ())
-    rings = []
-    for tier in own:
-        ring = next(ring for ring in tier.rings if rank in ring)
-        rings.append(Ring(layout.ring_level(rank, ring), len(ring), ring.index(rank)))
-    comm_streams: list[tuple[ProcessGroup, ...]] = []
-    for _ in range(_lanes(hierarchies, staged) if own else 0):
-        # All groups of all ranks, in one order; this rank keeps those of its own rings.
+    own = next((tiers for tiers in hierarchies if any(rank in ranks for ranks in tiers[0].groups)), ())
+    levels = tuple(RankGroup.of(_own_ranks(tier.groups), rank, layout) for tier in own)
+    comm_streams: list[tuple[RankGroup, ...]] = []
+    for _ in range(_stream_count(hierarchies, staged) if own else 0):
+        # Every rank creates all groups of all ranks in the same order, and keeps those that it belongs to.
         every = [group for tiers in hierarchies for group in build_tier_groups(tiers, timeout)]
-        comm_streams.append(tuple(group for group in every if group is not None))
+        mine = [group for group in every if group is not None]
+        tiers_and_groups = zip(own, mine, strict=True)
+        comm_streams.append(
+            tuple(RankGroup.of(_own_ranks(tier.groups), rank, layout, group) for tier, group in tiers_and_groups)
+        )
     return ReplicaGroups(
         replicate=_own_group(layout.replicate_groups(), timeout),
         model=_own_group(layout.model_groups(), timeout),
         layout=layout,
-        rings=tuple(rings),
+        levels=levels,
         comm_streams=tuple(comm_streams),
     )
 
 
 def most_groups(layout: Layout, hierarchical: bool, staged: bool) -> int:
-    """Groups of `build_groups` that a rank is in, at most."""
+    """Return the largest number of process groups of `build_groups` that a rank belongs to."""
     hierarchies = _hierarchies(layout, hierarchical)
     tiers = max(map(len, hierarchies), default=0)
     whole = [max(map(len, groups)) > 1 for groups in (layout.replicate_groups(), layout.model_groups())]
-    return sum(whole) + _lanes(hierarchies, staged) * tiers
+    return sum(whole) + _stream_count(hierarchies, staged) * tiers
 
 
 def _hierarchies(layout: Layout, hierarchical: bool) -> list[tuple[Tier, ...]]:
-    """What the exchanges of each group of replicas go over, from the inside out."""
+    """Return the tiers, innermost first, of every replicate group with more than one rank."""
     groups = [group for group in layout.replicate_groups() if len(group) > 1]
     return [layout.hierarchy(group) if hierarchical else (Tier("network", (group,)),) for group in groups]
 
 
-def _lanes(hierarchies: Sequence[tuple[Tier, ...]], staged: bool) -> int:
+def _stream_count(hierarchies: Sequence[tuple[Tier, ...]], staged: bool) -> int:
     return COMM_STREAMS if staged or any(len(tiers) > 1 for tiers in hierarchies) else 0
 
 
 def build_tier_groups(tiers: Sequence[Tier], timeout: timedelta) -> list[ProcessGroup | None]:
-    """This rank's group at every tier, None where it is in none. A collective call."""
-    return [_own_group(tier.rings, timeout) for tier in tiers]
+    """Create the process groups of all tiers. Collective.
+
+    Returns this rank's group of every tier, or None where it belongs to none.
+    """
+    return [_own_group(tier.groups, timeout) for tier in tiers]
 
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """The ranks among which FSDP2 shards a replica, as its stand-ins meet; in FSDP's order, which goes node by node.
+    """Groups of the ranks among which FSDP2 shards a replica, for the collectives that replace FSDP2's own.
 
-    whole: all of them, in nobody's group: FSDP2's own collectives are counted by it.
-    gathers, reductions: what gathers and reductions go over, from the inside out: the ranks of a node, then those of
-        equal place across nodes; or all at once. A circle of one is left out. Groups of their own, as FSDP2 has a
-        stream for each; () where FSDP2's own collectives run.
+    Ranks are in FSDP's order, which is node by node.
+
+    Attributes:
+        whole: All ranks of the shard axis, without a process group. FSDP2's own collectives are counted with it.
+        gathers: Groups of an all-gather, innermost first: the ranks of a node, then those with the same position in
+            every node; or all ranks in one group. Groups of one rank are omitted; () if FSDP2's collective is used.
+        reductions: The same for a reduction. Its process groups are separate, because FSDP2 runs all-gathers and
+            reductions on different CUDA streams.
     """
 
-    whole: Circle
-    gathers: tuple[Circle, ...] = ()
-    reductions: tuple[Circle, ...] = ()
-
-    @property
-    def crosses_nodes(self) -> bool:
-        return "network" in self.whole.links
+    whole: RankGroup
+    gathers: tuple[RankGroup, ...] = ()
+    reductions: tuple[RankGroup, ...] = ()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        for circle in (*self.gathers, *self.reductions):
-            if circle.group is not None:
-                dist.distributed_c10d._set_pg_timeout(timeout, circle.group)
+        """Set the timeout of all collectives on these groups."""
+        _set_timeout([group.process_group for group in (*self.gathers, *self.reductions)], timeout)
 
 
 def build_shard_groups(layout: Layout, timeout: timedelta, gather_hops: int = 0, reduce_hops: int = 0) -> ShardGroups:
-    """Builds this rank's groups of the shard axis. A collective call: every rank of the world must make it.
+    """Create this rank's groups of the shard axis. Collective: every rank of the world must call it.
 
-    gather_hops, reduce_hops: 1 for all ranks at once, 2 for the nodes first, 0 for no group.
+    Args:
+        layout: Layout of all ranks of the world.
+        timeout: Timeout of all collectives on the groups.
+        gather_hops: Levels of the all-gather: 1 for all ranks in one group, 2 for the ranks of a node and then across
+            nodes, 0 for no group.
+        reduce_hops: The same for the reduction.
     """
-    whole = Circle.of(layout.shard_group(dist.get_rank()), dist.get_rank(), None, layout)
-    gathers, reductions = (_circles(layout, hops, timeout) if hops else () for hops in (gather_hops, reduce_hops))
+    rank = dist.get_rank()
+    whole = RankGroup.of(layout.shard_group(rank), rank, layout)
+    gathers, reductions = (_shard_levels(layout, hops, timeout) if hops else () for hops in (gather_hops, reduce_hops))
     return ShardGroups(whole, gathers, reductions)
 
 
 @dataclass(frozen=True)
 class LevelGroups:
-    """What this rank meets where weights lie on w ranks, gradients on g of a node, and the rest on all.
+    """Groups of three-level sharding: weights on w ranks, gradients on g ranks of a node, optimizer state on all ranks.
 
-    A rank is a pair, the number of its w ranks among the g, and a place among the w.
+    The g ranks of a node are divided into g / w subgroups of w consecutive ranks.
 
-    weights: the w ranks, for gathers; kept: those that keep a secondary partition together.
-    pair: the w ranks, for gradients; gradients: all g, by pair and place; pairs: those of its place in every pair.
-    nodes: those of its pair and place in every node. holders: the ranks that hold the same weights.
-    everyone: all ranks. The last two are None for one rank.
+    Attributes:
+        weights: The w ranks of a subgroup, for all-gathers of weights.
+        secondary: The ranks that hold one secondary partition of the weights.
+        pair: The w ranks of a subgroup, for reductions of gradients.
+        gradients: All g ranks, ordered by subgroup and by position in it.
+        pairs: The ranks with this rank's position in every subgroup.
+        nodes: The ranks with this rank's subgroup and position in every node.
+        weight_peers: The ranks that hold the same weights; None for one rank.
+        world: All ranks; None for one rank.
     """
 
-    weights: Circle
-    kept: Circle
-    pair: Circle
-    gradients: Circle
-    pairs: Circle
-    nodes: Circle
+    weights: RankGroup
+    secondary: RankGroup
+    pair: RankGroup
+    gradients: RankGroup
+    pairs: RankGroup
+    nodes: RankGroup
     weight_peers: ProcessGroup | None
-    everyone: ProcessGroup | None
+    world: ProcessGroup | None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        circles = (self.weights, self.kept, self.pair, self.gradients, self.pairs, self.nodes)
-        for group in (*(circle.group for circle in circles), self.weight_peers, self.everyone):
-            if group is not None:
-                dist.distributed_c10d._set_pg_timeout(timeout, group)
+        """Set the timeout of all collectives on these groups."""
+        groups = (self.weights, self.secondary, self.pair, self.gradients, self.pairs, self.nodes)
+        _set_timeout([*(group.process_group for group in groups), self.weight_peers, self.world], timeout)
 
 
 def build_level_groups(layout: Layout, weights: int, timeout: timedelta, secondary: int = 0) -> LevelGroups:
-    """Of weights on `weights` ranks and gradients on the layout's shard axis, which it divides; the other axes have one
-    rank. secondary: ranks that keep one, of those of the shard axis that follow each other. A collective call."""
+    """Create the groups of three-level sharding. Collective: every rank of the world must call it.
+
+    Args:
+        layout: Layout of all ranks; its shard axis is that of the gradients, and axes other than replicate and shard
+            have one rank.
+        weights: Number of ranks that share one copy of the weights; it divides the shard axis.
+        timeout: Timeout of all collectives on the groups.
+        secondary: Number of consecutive ranks of the shard axis that share one secondary partition; 0 for none.
+    """
     rank, shards = dist.get_rank(), layout.shard_groups()
 
-    def blocks(size: int) -> tuple[tuple[int, ...], ...]:
+    def consecutive(size: int) -> tuple[Ranks, ...]:
         return tuple(ranks[i : i + size] for ranks in shards for i in range(0, len(ranks), size))
 
-    def circle(groups: tuple[tuple[int, ...], ...]) -> Circle:
-        group = _own_group(groups, timeout)
-        return Circle.of(next(ranks for ranks in groups if rank in ranks), rank, group, layout)
+    def build(groups: tuple[Ranks, ...]) -> RankGroup:
+        return RankGroup.of(_own_ranks(groups), rank, layout, _own_group(groups, timeout))
 
     return LevelGroups(
-        weights=circle(blocks(weights)),
-        kept=circle(blocks(secondary or 1)),
-        pair=circle(blocks(weights)),
-        gradients=circle(shards),
-        pairs=circle(tuple(ranks[group_rank::weights] for ranks in shards for group_rank in range(weights))),
-        nodes=circle(layout.replicate_groups()),
-        weight_peers=_own_group(tuple(zip(*blocks(weights), strict=True)), timeout),
-        everyone=_own_group((tuple(range(layout.world_size)),), timeout),
+        weights=build(consecutive(weights)),
+        secondary=build(consecutive(secondary or 1)),
+        pair=build(consecutive(weights)),
+        gradients=build(shards),
+        pairs=build(tuple(ranks[position::weights] for ranks in shards for position in range(weights))),
+        nodes=build(layout.replicate_groups()),
+        weight_peers=_own_group(tuple(zip(*consecutive(weights), strict=True)), timeout),
+        world=_own_group((tuple(range(layout.world_size)),), timeout),
     )
 
 
-def _circles(layout: Layout, hops: int, timeout: timedelta) -> tuple[Circle, ...]:
+def _shard_levels(layout: Layout, hops: int, timeout: timedelta) -> tuple[RankGroup, ...]:
+    """Create this rank's groups of a collective with `hops` levels, innermost first; groups of one are omitted."""
     every = layout.shard_groups()
     if hops == 1:
         stages = [every]
     else:
-        nodes = [layout.by_node(group) for group in every]
-        across = tuple(ranks for units in nodes for ranks in zip(*units, strict=True))
-        stages = [tuple(ranks for units in nodes for ranks in units), across]
-    rank = dist.get_rank()
+        by_node = [layout.by_node(group) for group in every]
+        across = tuple(ranks for nodes in by_node for ranks in zip(*nodes, strict=True))
+        stages = [tuple(ranks for nodes in by_node for ranks in nodes), across]
     found = []
     for stage in stages:
-        group = _own_group(stage, timeout)
-        own = next(ranks for ranks in stage if rank in ranks)
+        group, own = _own_group(stage, timeout), _own_ranks(stage)
         if len(own) > 1:
-            found.append(Circle.of(own, rank, group, layout))
+            found.append(RankGroup.of(own, dist.get_rank(), layout, group))
     return tuple(found)
 
 
-def _options(timeout: timedelta) -> Any:
-    """NCCL's, of one group; None for other backends. Its streams have a high priority: a collective that has become
-    ready takes the next blocks that are free, and does not wait for all of those of a kernel that came before it."""
+def _pg_options(timeout: timedelta) -> Any:
+    """Return the NCCL options of one group; None for other backends.
+
+    High stream priority: a collective that becomes ready takes the next free SMs, and does not wait until all thread
+    blocks of an earlier kernel have been scheduled.
+    """
     if "nccl" not in dist.get_backend():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # else `new_group` warns that its own goes first
+    options._timeout = timeout  # otherwise `new_group` warns that the timeout of the options takes precedence
     return options
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], timeout: timedelta) -> ProcessGroup | None:
-    """Every rank creates every group, in the same order, and keeps its own; groups of one need none."""
+def _own_ranks(groups: Sequence[Ranks]) -> Ranks:
+    """Return the group that contains this rank."""
+    return next(ranks for ranks in groups if dist.get_rank() in ranks)
+
+
+def _own_group(groups: tuple[Ranks, ...], timeout: timedelta) -> ProcessGroup | None:
+    """Create all groups, in the same order on every rank, and return this rank's. Groups of one rank are skipped."""
     own = None
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(list(ranks), timeout=timeout, pg_options=_options(timeout))
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=_pg_options(timeout))
         if dist.get_rank() in ranks:
             own = group
     return own
+
+
+def _set_timeout(groups: Sequence[ProcessGroup | None], timeout: timedelta) -> None:
+    for group in groups:
+        if group is not None:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,9 +1,9 @@
-"""The endpoint of a replica among replicas of one process: simulation, and tests of many replicas.
+"""`ReplicaCollectives` of simulated replicas, which all run in one process. For simulations and tests.
 
-Every replica runs the code of a rank, in a thread of its own, but only one at a time: it runs until it meets the others
-in a collective, then hands over to the next. So the order is always the same, temporaries exist once, and nothing that
-replicas share needs a lock. What they bring is added in the order of the replicas; bytes are those that one rank of a
-real run sends, a replica a node, in one ring over the network.
+Every replica runs the code of a rank in its own thread, one replica at a time: it runs until it reaches a collective,
+then the next replica continues. The order is deterministic, temporaries exist only once, and shared state needs no
+lock. Values are added in replica order. The ledger counts what one rank of a real run sends, with one replica per node
+and one group over the network.
 """
 
 import threading
@@ -15,57 +15,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives, objects_of
+from topology.collectives import ReplicaCollectives, gather_lists
 from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, Ring
+from topology.groups import ReplicaGroups
+from topology.rank_group import RankGroup
 from topology.traffic import REPLICATE
 
 T = TypeVar("T")
 
 
 class InProcessCollectives(ReplicaCollectives):
-    """One of `SimulatedReplicas.endpoints`. Collectives work inside `SimulatedReplicas.run` only."""
+    """Endpoint of one of the `SimulatedReplicas`. Its collectives work only inside `SimulatedReplicas.run`."""
 
-    def __init__(self, meeting: "_Rendezvous", replica: int, groups: ReplicaGroups) -> None:
-        super().__init__(groups, Ring("network", meeting.replicas, replica))
-        self._meeting = meeting
+    def __init__(self, rendezvous: "_Rendezvous", replica: int, groups: ReplicaGroups) -> None:
+        super().__init__(groups, RankGroup("network", rendezvous.replicas, replica))
+        self._rendezvous = rendezvous
         self.is_writer = replica == 0
         self.label = f" (simulated replica {replica})"
 
-    def _meet(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
-        return self._meeting.meet(self.replica, item, combine)
+    def _exchange(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
+        return self._rendezvous.exchange(self.replica, item, combine)
 
-    def run_once(self, work: Callable[[], Tensor]) -> Tensor:
-        return self._meet(work, lambda works: works[0]())
+    def run_once(self, function: Callable[[], Tensor]) -> Tensor:
+        return self._exchange(function, lambda functions: functions[0]())
 
-    def _reduce(
+    def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
         if codec is None:
-            self._meet(tensor, lambda tensors: _reduce(tensors, divisor))
+            self._exchange(tensor, lambda tensors: _all_reduce(tensors, divisor))
         else:
-            self._meet(((tensor, error), carried_error), lambda each: _reduce_coded(each, divisor, codec))
+            self._exchange(((tensor, error), carried_error), lambda each: _all_reduce_encoded(each, divisor, codec))
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        self._meet((tensor, error), lambda pairs: _scatter(pairs, divisor, codec))
+        self._exchange((tensor, error), lambda pairs: _reduce_scatter(pairs, divisor, codec))
         return Handle()
 
-    def _gather(self, output: Tensor, own: Tensor) -> Handle:
-        """What arrives is in `output` once the handle has been waited for, as on a network."""
-        parts = self._meet(own.clone(), list)
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        # `output` is written by `Handle.wait`, as in a distributed run.
+        parts = self._exchange(input.clone(), list)
         return Handle(lambda: torch.cat(parts, out=output))
 
-    def _union(self, bits: Tensor) -> Handle:
-        def union(maps: list[Tensor]) -> None:
-            found, *others = maps
+    def _all_reduce_or(self, bits: Tensor) -> Handle:
+        def combine(bitmaps: list[Tensor]) -> None:
+            union, *others = bitmaps
             for other in others:
-                found |= other
+                union |= other
             for other in others:
-                other.copy_(found)
+                other.copy_(union)
 
-        self._meet(bits, union)
+        self._exchange(bits, combine)
         return Handle()
 
     @property
@@ -73,18 +74,18 @@ class InProcessCollectives(ReplicaCollectives):
         return list(range(self.replicas)), self.replica
 
     def gather_from_peers(self, values: Tensor) -> Tensor:
-        return self._meet(values.clone(), torch.stack)
+        return self._exchange(values.clone(), torch.stack)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        def give(tensors: list[Tensor]) -> None:
+        def copy(tensors: list[Tensor]) -> None:
             for other in tensors:
-                if other.data_ptr() != tensors[source].data_ptr():  # parameters that replicas share
+                if other.data_ptr() != tensors[source].data_ptr():  # replicas may share one tensor
                     other.copy_(tensors[source])
 
-        self._meet(tensor, give)
+        self._exchange(tensor, copy)
 
     def sum_over_replicas(self, values: Tensor) -> None:
-        self._meet(values, lambda tensors: _reduce(tensors, 1))
+        self._exchange(values, lambda tensors: _all_reduce(tensors, 1))
 
     def sum_over_all(self, values: Tensor) -> Tensor:
         def add(tensors: list[Tensor]) -> Tensor:
@@ -93,30 +94,30 @@ class InProcessCollectives(ReplicaCollectives):
                 dist.all_reduce(total, group=self.groups.model)
             return total
 
-        return self._meet(values, add).clone()
+        return self._exchange(values, add).clone()
 
     def gather_objects(self, item: Any) -> list[Any]:
-        return list(self._meet(item, lambda items: objects_of(self.groups.model, items)))
+        return list(self._exchange(item, lambda items: gather_lists(self.groups.model, items)))
 
     def gather_from_replicas(self, item: Any) -> list[Any]:
-        return list(self._meet(item, list))
+        return list(self._exchange(item, list))
 
     def all_true(self, flag: Tensor) -> Tensor:
-        value = self._meet(flag, lambda flags: self._true_in_model(torch.stack(flags).all(0)))
+        value = self._exchange(flag, lambda flags: self._true_in_model(torch.stack(flags).all(0)))
         self._count_flag(value)
-        self.traffic.add(
+        self.ledger.add(
             REPLICATE, "network", "flag", value.nbytes, 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
         )
         return value > 0
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
         own = self.sum_over_model(value)
-        self.traffic.add(REPLICATE, "network", "norm", own.nbytes, (self.replicas - 1) * own.nbytes)
-        return self._meet(own, lambda values: torch.stack(values).double().sum().to(own.dtype))
+        self.ledger.add(REPLICATE, "network", "norm", own.nbytes, (self.replicas - 1) * own.nbytes)
+        return self._exchange(own, lambda values: torch.stack(values).double().sum().to(own.dtype))
 
 
 class OneReplica:
-    """The replica of this process, which is a rank among others: `SimulatedReplicas` for the usual case."""
+    """The single replica of this process, with the interface of `SimulatedReplicas`."""
 
     def __init__(self, collectives: ReplicaCollectives) -> None:
         self.endpoints, self.all = [collectives], collectives
@@ -126,17 +127,19 @@ class OneReplica:
 
 
 class SimulatedReplicas:
-    """`replicas` replicas that this process plays, or its group of shards.
+    """Replicas that this process, or this group of shards, simulates.
 
     Args:
-        replicas: how many.
-        groups: the real ones: `model` holds the shards of all the replicas alike; no `replicate`.
+        replicas: Number of replicas.
+        groups: Groups of the process. `model` is the group of the shards of every replica; `replicate` is None.
 
     Attributes:
-        endpoints: of the replicas, in their order.
-        all: speaks for all of them at once, outside of `run`; with the first one's ledger of bytes.
+        endpoints: Collectives of each replica, in replica order.
+        all: Collectives for code outside of `run` that acts for all replicas at once. Shares the ledger of the first
+            endpoint.
 
-    Raises ValueError for fewer than two replicas, and where there are real replicas besides.
+    Raises:
+        ValueError: Fewer than two replicas, or `groups.replicate` is set.
     """
 
     def __init__(self, replicas: int, groups: ReplicaGroups | None = None) -> None:
@@ -145,115 +148,117 @@ class SimulatedReplicas:
         groups = groups or ReplicaGroups(None, None)
         if groups.replicate is not None:
             raise ValueError(
-                f"{replicas} simulated replicas beside {groups.replicate.size()} real ones; start one group of shards "
-                "only"
+                f"{replicas} simulated replicas and {groups.replicate.size()} real ones cannot be combined; "
+                "start one group of shards only"
             )
-        self._meeting = _Rendezvous(replicas)
-        self.endpoints = [InProcessCollectives(self._meeting, i, groups) for i in range(replicas)]
+        self._rendezvous = _Rendezvous(replicas)
+        self.endpoints = [InProcessCollectives(self._rendezvous, i, groups) for i in range(replicas)]
         self.all = DryRunCollectives(groups, replicas)
-        self.all.traffic = self.endpoints[0].traffic
+        self.all.ledger = self.endpoints[0].ledger
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """Runs `work(replica)` as every replica, in step, and returns the results; raises the first error."""
+        """Run `work(replica)` for all replicas and return the results. Raises the first error of any replica."""
         results: dict[int, T] = {}
 
-        def play(replica: int) -> None:
-            self._meeting.play(replica, lambda: results.update({replica: work(replica)}))
+        def run_replica(replica: int) -> None:
+            self._rendezvous.run(replica, lambda: results.update({replica: work(replica)}))
 
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         grad = torch.is_grad_enabled()
         threads = [
-            threading.Thread(target=_in_thread, args=(stream, grad, play, replica), daemon=True)
+            threading.Thread(target=_in_thread, args=(stream, grad, run_replica, replica), daemon=True)
             for replica in range(1, len(self.endpoints))
         ]
-        self._meeting.open()
+        self._rendezvous.open()
         for thread in threads:
             thread.start()
-        play(0)  # here: what holds for the calling thread alone holds for the one that writes
+        run_replica(0)  # in the calling thread, so that its thread-local settings hold for the replica that writes
         for thread in threads:
             thread.join()
-        self._meeting.close()
+        self._rendezvous.close()
         return [results[replica] for replica in range(len(self.endpoints))]
 
 
 def _in_thread(stream: "torch.cuda.Stream | None", grad: bool, work: Callable[[int], None], replica: int) -> None:
-    """The current device and stream, and whether gradients are recorded, are a thread's own: all replicas have the
-    caller's, as what one of them leaves is the next one's without a word to the device."""
+    """Run a replica with the caller's CUDA device, stream and grad mode, which are thread-local.
+
+    On one common stream the replicas need no further synchronization of the device.
+    """
     if stream is not None:
-        torch.cuda.set_stream(stream)  # sets its device, too
+        torch.cuda.set_stream(stream)  # also sets the device
     with torch.set_grad_enabled(grad):
         work(replica)
 
 
 class _Rendezvous:
-    """Hands the turn from replica to replica, and what they bring to the last of them."""
+    """Runs the threads of the replicas one at a time, and collects the inputs of their collectives."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
         self._items: list[Any] = [None] * replicas
-        self._turns: list[threading.Semaphore] = []
+        self._ready: list[threading.Semaphore] = []
         self._result: Any = None
-        self._met = [0] * replicas  # how often
-        self._ended: list[int] = []
+        self._calls = [0] * replicas  # collectives that each replica has reached
+        self._finished: list[int] = []
         self._error: BaseException | None = None
 
     def open(self) -> None:
-        self._turns = [threading.Semaphore(0) for _ in range(self.replicas)]
-        self._turns[0].release()
+        self._ready = [threading.Semaphore(0) for _ in range(self.replicas)]
+        self._ready[0].release()
 
     def close(self) -> None:
-        """Raises what the first replica to fail has raised."""
+        """Reset for the next run. Raises the error of the first replica that failed."""
         error = self._error
         self.__init__(self.replicas)  # type: ignore[misc]
         if error is not None:
             raise error
 
-    def play(self, replica: int, work: Callable[[], None]) -> None:
-        """A replica's part, from its first turn until it ends. A replica that fails ends it for all."""
+    def run(self, replica: int, work: Callable[[], None]) -> None:
+        """Run a replica once all lower ones are waiting. An error ends all replicas."""
         try:
             self._wait(replica)
             work()
-        except _AnotherFailed:
+        except _AnotherReplicaFailed:
             pass
         except BaseException as error:
             self._error = error
-        self._ended.append(replica)
-        self._hand_on(replica)
+        self._finished.append(replica)
+        self._resume_next(replica)
 
-    def meet(self, replica: int, item: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """The last replica to come computes `combine(items)`; all get its result."""
-        assert self._turns, "collectives of simulated replicas work inside SimulatedReplicas.run only"
-        self._met[replica] += 1
-        self._check(replica, self._ended)  # whom nobody could hand the turn to
+    def exchange(self, replica: int, item: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Return `combine(items)` to all replicas; the last replica computes it."""
+        assert self._ready, "collectives of simulated replicas work inside SimulatedReplicas.run only"
+        self._calls[replica] += 1
+        self._check(replica, self._finished)  # a finished replica cannot be resumed
         self._items[replica] = item
         if replica == self.replicas - 1:
             self._result = combine(list(self._items))
-        self._hand_on(replica)
+        self._resume_next(replica)
         self._wait(replica)
         self._check(replica, range(self.replicas))
         return self._result
 
     def _check(self, replica: int, others: Iterable[int]) -> None:
-        """Raises RuntimeError where one of the others has not come to this meeting."""
-        absent = [other for other in others if self._met[other] < self._met[replica]]
+        """Raise RuntimeError if one of the others has not reached this collective."""
+        absent = [other for other in others if self._calls[other] < self._calls[replica]]
         if absent:
-            raise RuntimeError(f"replica {replica} is in a collective for which replicas {absent} did not come")
+            raise RuntimeError(f"replica {replica} called a collective that replicas {absent} did not call")
 
     def _wait(self, replica: int) -> None:
-        self._turns[replica].acquire()
+        self._ready[replica].acquire()
         if self._error is not None:
-            raise _AnotherFailed
+            raise _AnotherReplicaFailed
 
-    def _hand_on(self, replica: int) -> None:
-        self._turns[(replica + 1) % self.replicas].release()
-
-
-class _AnotherFailed(BaseException):
-    """What ends the other replicas."""
+    def _resume_next(self, replica: int) -> None:
+        self._ready[(replica + 1) % self.replicas].release()
 
 
-def _reduce(tensors: Sequence[Tensor], divisor: float) -> None:
-    """The sum in replica order, divided, in all of them."""
+class _AnotherReplicaFailed(BaseException):
+    """Ends the threads of the other replicas."""
+
+
+def _all_reduce(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Write (sum in replica order) / divisor to all tensors."""
     total, *others = tensors
     for other in others:
         total += other
@@ -263,24 +268,24 @@ def _reduce(tensors: Sequence[Tensor], divisor: float) -> None:
         other.copy_(total)
 
 
-_Pair = tuple[Tensor, Tensor | None]  # values and errors of a replica
+_Pair = tuple[Tensor, Tensor | None]  # (values, quantization error) of a replica
 
 
-def _coded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
-    """FP32 (replicas, m): the parts' sums in replica order of what travels; the errors become what that lost."""
+def _encoded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
+    """Return the sums of the decoded values, FP32 (replicas, m), in replica order; sets the quantization errors."""
     replicas = len(pairs)
     rows = [own.view(replicas, -1) for own, _ in pairs]
-    lost = [None if error is None else error.view(replicas, -1) for _, error in pairs]
-    messages = torch.stack([codec.encode(own, error) for own, error in zip(rows, lost, strict=True)], 1)
+    errors = [None if error is None else error.view(replicas, -1) for _, error in pairs]
+    messages = torch.stack([codec.encode(own, error) for own, error in zip(rows, errors, strict=True)], 1)
     sums = torch.empty_like(rows[0])
     for received, total in zip(messages, sums, strict=True):
         codec.decode_and_sum(received, total)
     return sums
 
 
-def _reduce_coded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, codec: Codec) -> None:
-    """As `topology.stages` does it in one ring whose members these are: the pair, and what its owner carries."""
-    sums = _coded_sums([pair for pair, _ in each], codec).div_(divisor)
+def _all_reduce_encoded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, codec: Codec) -> None:
+    """Compute `topology.stages.all_reduce_encoded` on one level. each: (pair, carried error) of every replica."""
+    sums = _encoded_sums([pair for pair, _ in each], codec).div_(divisor)
     for part, (_, carried_error) in zip(sums, each, strict=True):
         if carried_error is not None:
             part += carried_error
@@ -294,14 +299,14 @@ def _reduce_coded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, c
         own.copy_(sums.view(-1))
 
 
-def _scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None) -> None:
-    """Every replica's part of the mean; the rest of what it brought is undefined."""
+def _reduce_scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None) -> None:
+    """Write every replica's slice of the result to its tensor; the other slices become NaN."""
     if codec is None:
         total = pairs[0][0].clone()
         for own, _ in pairs[1:]:
             total += own
     else:
-        total = _coded_sums(pairs, codec)
+        total = _encoded_sums(pairs, codec)
     parts = total.div_(divisor).view(len(pairs), -1)
     for replica, (own, _) in enumerate(pairs):
         own.fill_(torch.nan)

@@ -1,8 +1,8 @@
-"""The byte counters of the network interfaces themselves, beside which counted bytes are held.
+"""Byte counters of the network interfaces, for a comparison with the bytes of the ledger.
 
-They see everything that crosses an interface: headers, acknowledgements, retransmissions, other programs. A
-comparison means something only where nothing else talks, such as in a network namespace with one interface beside
-its loopback (scripts/emulated_cluster.py). NCCL's own transports do not pass here; gloo's TCP does.
+The counters include headers, acknowledgements, retransmissions and the traffic of other programs. The comparison is
+therefore meaningful only without other traffic, for example in a network namespace with one interface besides its
+loopback (scripts/emulated_cluster.py). They include gloo's TCP traffic but not NCCL's own transports.
 """
 
 from collections import defaultdict
@@ -16,11 +16,12 @@ COUNTERS = Path("/proc/net/dev")
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank knows of some steps.
+    """Bytes of one rank over some steps.
 
-    node: the node that it is on.
-    counted: bytes that it counted as sent, by (link level, kind of message).
-    interfaces: bytes that its node's interfaces sent meanwhile, by level as `by_level` has them.
+    Attributes:
+        node: Index of the rank's node.
+        counted: Bytes that the rank's ledger counted as sent, by (link level, kind of message).
+        interfaces: Bytes that the interfaces of the node sent in the same steps, by level as in `by_level`.
     """
 
     node: int
@@ -29,13 +30,13 @@ class RankBytes:
 
 
 def parse_counters(text: str) -> dict[str, tuple[int, int]]:
-    """(bytes sent, bytes received) by interface, from the text of /proc/net/dev.
+    """Parse the text of /proc/net/dev into (bytes sent, bytes received) by interface.
 
-    Raises ValueError with a line that is not understood.
+    Raises ValueError, which quotes the line, for an unknown format.
     """
     counters = {}
-    for line in text.splitlines()[2:]:  # two lines of headings
-        # Old kernels leave no space after the colon; names may have a colon of their own.
+    for line in text.splitlines()[2:]:  # after two header lines
+        # Old kernels print no space after the colon, and interface names may contain a colon.
         name, _, figures = line.rpartition(":")
         fields = figures.split()
         if not name.strip() or len(fields) < 16 or not (fields[0].isdigit() and fields[8].isdigit()):
@@ -45,7 +46,7 @@ def parse_counters(text: str) -> dict[str, tuple[int, int]]:
 
 
 def by_level(counters: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """(bytes sent, bytes received) of the loopback ("node") and of all other interfaces together ("network")."""
+    """Return (bytes sent, bytes received) of the loopback ("node") and of all other interfaces together ("network")."""
     others = [figures for name, figures in counters.items() if name != "lo"]
     return {
         "node": counters.get("lo", (0, 0)),
@@ -54,7 +55,7 @@ def by_level(counters: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, in
 
 
 def read_interfaces() -> dict[str, tuple[int, int]] | None:
-    """`by_level` of this process's network namespace, since it exists; None on systems without /proc/net/dev."""
+    """Return `by_level` of this process's network namespace since its creation; None without /proc/net/dev."""
     try:
         text = COUNTERS.read_text()
     except OSError:
@@ -63,11 +64,14 @@ def read_interfaces() -> dict[str, tuple[int, int]] | None:
 
 
 def compare(ranks: Sequence[RankBytes], steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Counted bytes of each node's ranks beside its interfaces', by level: one entry a node, bytes sent per step.
+    """Compare the counted bytes of each node's ranks with the node's interface counters.
 
-    Ranks of a node report the same interfaces; the first one's figures are taken. What a GCD pair exchanges goes over
-    the loopback as well. `by_kind` is `counted` by kind of message; `ratio` is interface over counted, None where
-    nothing was counted.
+    The ranks of a node report the same interfaces, so the counters of its first rank are used. Traffic within a GCD
+    pair also uses the loopback.
+
+    Returns:
+        By level one entry per node, in bytes sent per step. `by_kind` is `counted` by kind of message; `ratio` is
+        `interface` / `counted`, None if nothing was counted.
     """
     nodes: dict[int, list[RankBytes]] = defaultdict(list)
     for rank in ranks:
@@ -82,14 +86,14 @@ def compare(ranks: Sequence[RankBytes], steps: int) -> dict[str, list[dict[str, 
                     if name in counted_as:
                         by_kind[kind] += sent
             counted = sum(by_kind.values())
-            moved = members[0].interfaces[level]
+            interface = members[0].interfaces[level]
             table[level].append(
                 {
                     "node": node,
                     "counted": counted / steps,
                     "by_kind": {kind: sent / steps for kind, sent in sorted(by_kind.items())},
-                    "interface": moved / steps,
-                    "ratio": moved / counted if counted else None,
+                    "interface": interface / steps,
+                    "ratio": interface / counted if counted else None,
                 }
             )
     return table

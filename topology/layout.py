@@ -1,4 +1,4 @@
-"""Which rank sits where. Plain arithmetic: no process group, no torch."""
+"""Parallelism layout: ranks on nodes, mesh coordinates and groups. Plain arithmetic: no process group, no torch."""
 
 import math
 import re
@@ -15,23 +15,24 @@ _AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class Tier:
-    """One level at which members of a group meet.
+    """One level of a hierarchical collective.
 
-    level: name of the link.
-    rings: the ranks that meet, all rings of the same size, in the order of the group.
+    Attributes:
+        level: Name of the link.
+        groups: Ranks of every group that communicates on this level; all groups have the same size.
     """
 
     level: str
-    rings: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        return len(self.rings[0])
+        return len(self.groups[0])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks on nodes, and the parallel degrees over them. Made by `plan_layout`."""
+    """Ranks on nodes, and their parallel degrees. Created by `plan_layout`."""
 
     world_size: int
     ranks_per_node: int
@@ -43,34 +44,35 @@ class Layout:
     pipeline: int = 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """This rank's index on every axis."""
+        """Return the index of a rank on every mesh axis, outermost axis first."""
         found = {}
         for axis in reversed(_AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return {axis: found[axis] for axis in _AXES}
 
     def node(self, rank: int) -> int:
+        """Return the index of the node of a rank."""
         return rank // self.ranks_per_node
 
     @cached_property
     def _groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         by_shard: dict[tuple[int, ...], list[int]] = {}
         by_replica: dict[int, list[int]] = {}
-        by_slice: dict[tuple[int, ...], list[int]] = {}
+        by_stage: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            replica = place.pop("replicate")
-            by_shard.setdefault(tuple(place.values()), []).append(rank)
+            coordinates = self.coordinates(rank)
+            replica = coordinates.pop("replicate")
+            by_shard.setdefault(tuple(coordinates.values()), []).append(rank)
             by_replica.setdefault(replica, []).append(rank)
-            by_slice.setdefault((place["pipeline"], replica, place["tensor"]), []).append(rank)
-        return tuple(tuple(sorted(map(tuple, found.values()))) for found in (by_shard, by_replica, by_slice))
+            by_stage.setdefault((coordinates["pipeline"], replica, coordinates["tensor"]), []).append(rank)
+        return tuple(tuple(sorted(map(tuple, found.values()))) for found in (by_shard, by_replica, by_stage))
 
     def replicate_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that hold the same parameters, each in replica order."""
+        """Return all groups of ranks that hold the same parameters, each in replica order."""
         return self._groups[0]
 
     def model_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that hold one replica together, each in rank order."""
+        """Return all groups of ranks that together hold one replica, each in rank order."""
         return self._groups[1]
 
     def replicate_group(self, rank: int) -> tuple[int, ...]:
@@ -80,52 +82,53 @@ class Layout:
         return next(ranks for ranks in self.model_groups() if rank in ranks)
 
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks among which FSDP2 shards parameters (shard x context), each in its order."""
+        """Return all groups of ranks among which FSDP2 shards parameters (shard x context), each in FSDP2's order."""
         return self._groups[2]
 
     def shard_group(self, rank: int) -> tuple[int, ...]:
         return next(ranks for ranks in self.shard_groups() if rank in ranks)
 
     def by_node(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of a group node by node."""
+        """Return the ranks of a group, node by node."""
         return tuple(tuple(ranks) for _, ranks in groupby(group, self.node))
 
     def level(self, rank_a: int, rank_b: int) -> str:
-        """The innermost level at which two ranks share a unit: what a byte between them crosses."""
+        """Return the level of the link between two ranks: the innermost level on which they share a unit."""
         if self.node(rank_a) != self.node(rank_b):
             return "network"
-        place_a, place_b = rank_a % self.ranks_per_node, rank_b % self.ranks_per_node
+        local_a, local_b = rank_a % self.ranks_per_node, rank_b % self.ranks_per_node
         for level in self.machine.levels:
-            if level.name in ("node", "network") or place_a // level.ranks == place_b // level.ranks:
+            if level.name in ("node", "network") or local_a // level.ranks == local_b // level.ranks:
                 return "node" if level.name == "network" else level.name
         return "node"
 
-    def ring_level(self, rank: int, group: tuple[int, ...]) -> str:
-        """The level of the link from `rank` to its successor in the ring of `group`."""
+    def successor_level(self, rank: int, group: tuple[int, ...]) -> str:
+        """Return the level of the link from `rank` to the next rank of `group`, which is cyclic."""
         return self.level(rank, group[(group.index(rank) + 1) % len(group)])
 
     def hierarchy(self, group: tuple[int, ...]) -> tuple[Tier, ...]:
-        """The levels that `group` spans, from the inside out; the product of their sizes is that of the group.
+        """Return the levels that `group` spans, innermost first; the product of their sizes is the size of the group.
 
-        A level at which the group's units differ in size is passed over: its members meet at the next one.
-        A rank is in one ring of every tier, with those that have its place in their units.
+        A unit is a set of ranks that share a link, such as a node. On every tier a rank is in one group, with the ranks
+        that have its position in the other units. A level is skipped if its units hold different numbers of ranks of
+        the group; these ranks then communicate on the next level.
         """
         tiers: list[Tier] = []
         units: list[tuple[int, ...]] = [(rank,) for rank in group]
         for level in self.machine.levels:
-            together: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+            by_unit: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
             for unit in units:
-                together.setdefault(self._unit(level, unit[0]), []).append(unit)
-            sizes = {len(members) for members in together.values()}
+                by_unit.setdefault(self._unit(level, unit[0]), []).append(unit)
+            sizes = {len(members) for members in by_unit.values()}
             if len(sizes) > 1 or sizes == {1}:
                 continue
-            rings = tuple(ring for members in together.values() for ring in zip(*members, strict=True))
-            tiers.append(Tier(level.name, rings))
-            units = [tuple(rank for unit in members for rank in unit) for members in together.values()]
+            groups = tuple(ranks for members in by_unit.values() for ranks in zip(*members, strict=True))
+            tiers.append(Tier(level.name, groups))
+            units = [tuple(rank for unit in members for rank in unit) for members in by_unit.values()]
         return tuple(tiers)
 
     def _unit(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Which unit of a level the rank is in."""
+        """Return the key of the unit of a level that contains the rank."""
         if level.name == "network":
             return ()
         if level.name == "node":
@@ -138,23 +141,23 @@ class Layout:
 
     @property
     def shard_axis_inside_node(self) -> bool:
-        """Whether the ranks among which FSDP and tensor parallelism talk share a node; stages may be apart."""
-        together = self.shard * self.context * self.tensor
-        return all(self.node(first) == self.node(first + together - 1) for first in range(0, self.world_size, together))
+        """True if FSDP and tensor parallelism use no link between nodes. Pipeline stages may be on several nodes."""
+        size = self.shard * self.context * self.tensor
+        return all(self.node(first) == self.node(first + size - 1) for first in range(0, self.world_size, size))
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         degrees = [("shard", self.shard), ("context", self.context), ("tensor", self.tensor)]
         if self.pipeline > 1:
             degrees.insert(0, ("pipeline", self.pipeline))
         product = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1 or name == "shard")
         groups = [ranks for ranks in self.replicate_groups() if len(ranks) > 1]
-        levels = sorted({self.ring_level(rank, ranks) for ranks in groups for rank in ranks})
-        talk = f"replicas talk over {' and '.join(levels)}" if levels else "there is one replica"
+        levels = sorted({self.successor_level(rank, ranks) for ranks in groups for rank in ranks})
+        links = f"replicas communicate over {' and '.join(levels)}" if levels else "there is one replica"
         inside = "stays inside a node" if self.shard_axis_inside_node else "CROSSES nodes"
         return (
             f"{self.world_size} ranks on {self.nodes} node(s) of {self.ranks_per_node} ({self.machine.name}): "
-            f"replicate {self.replicate} x {product}; the shard axis {inside}, {talk}"
+            f"replicate {self.replicate} x {product}; the shard axis {inside}, {links}"
         )
 
 
@@ -169,12 +172,23 @@ def plan_layout(
     tensor: int = 1,
     pipeline: int = 1,
 ) -> Layout:
-    """Checks the degrees against the world. One of `replicate` and `shard` may be -1: what the others leave.
+    """Check the parallel degrees against the world size and return the layout.
 
-    Raises ValueError with the numbers and the fix.
+    Args:
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks on every node.
+        machine: Links between the ranks.
+        replicate: Number of replicas; -1 to derive it from the other degrees.
+        shard: Ranks of the FSDP2 shard axis; -1 to derive it from the other degrees.
+        context: Degree of context parallelism.
+        tensor: Degree of tensor parallelism.
+        pipeline: Degree of pipeline parallelism.
+
+    Raises:
+        ValueError: Degrees or nodes that do not fit the world size.
     """
     if replicate == -1 and shard == -1:
-        raise ValueError("replicate and shard are both -1; only one of them can be what the other degrees leave")
+        raise ValueError("replicate and shard are both -1; only one of them can be derived from the other degrees")
     fixed = {"context": context, "tensor": tensor, "pipeline": pipeline}
     fixed |= {name: n for name, n in (("replicate", replicate), ("shard", shard)) if n != -1}
     for name, degree in fixed.items():
@@ -206,7 +220,7 @@ def plan_layout(
 
 
 def simulated_layout(layout: Layout, replicas: int) -> Layout:
-    """The layout of the real run that `layout`, of one replica, simulates: as many nodes for each of the replicas."""
+    """Return the layout of a real run of `replicas` replicas, each on as many nodes as the one replica of `layout`."""
     if replicas == 1:
         return layout
     assert layout.replicate == 1
@@ -214,16 +228,17 @@ def simulated_layout(layout: Layout, replicas: int) -> Layout:
 
 
 def ranks_per_node_from_environment(environ: Mapping[str, str], world_size: int) -> int | None:
-    """What the launcher says: torchrun's LOCAL_WORLD_SIZE, else Slurm's variables, else None.
+    """Return the launcher's number of ranks per node: torchrun's LOCAL_WORLD_SIZE, else Slurm's variables, else None.
 
-    Slurm's figure is of its job step, or of the whole allocation: one that is larger than the world is not
-    about this run (a single process started by hand), and is passed over.
+    Slurm's variables describe its job step or the whole allocation. A value above the world size does not describe
+    this run, for example a single process that was started by hand in an allocation, and is ignored.
 
-    Raises ValueError for a value that is no number, or nodes of different size.
+    Raises:
+        ValueError: The value is not a number, or nodes have different numbers of ranks.
     """
     for name in (
         "LOCAL_WORLD_SIZE",
-        "SLURM_STEP_TASKS_PER_NODE",  # before what was asked for, which is an upper limit only
+        "SLURM_STEP_TASKS_PER_NODE",  # first, because the requested numbers below are upper limits
         "SLURM_NTASKS_PER_NODE",
         "SLURM_TASKS_PER_NODE",
     ):

@@ -1,7 +1,7 @@
-"""Links by level, and what collectives cost on them (alpha-beta model). Plain arithmetic: no torch.
+"""Links by level, and the cost of collectives on them (alpha-beta model). Plain arithmetic: no torch.
 
-A collective is a list of `Stage`s, one for each level that it visits, and read twice: as seconds, and as bytes that
-a rank puts on each kind of link. Units: seconds and bytes; `topology.machines` and messages to people have GB/s and
+A collective is a list of `Stage`s, one for each level that it uses. It yields both the seconds and the bytes that a
+rank sends over each kind of link. Units are seconds and bytes; `topology.machines` and error messages use GB/s and
 microseconds.
 """
 
@@ -17,7 +17,7 @@ from topology.ring_bytes import LevelSize, MessageBytes, gather_bytes, reduce_by
 
 SCHEMA = "topology.preflight/1"
 
-# Levels that a group spans, from the inside out, with how many units meet at each: Tier.level and Tier.size.
+# (level, number of ranks that communicate on it), innermost first: `Tier.level` and `Tier.size`.
 Tiers = Sequence[tuple[str, int]]
 
 
@@ -26,7 +26,7 @@ Tiers = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Link:
-    """latency: seconds a message. bandwidth: bytes/s that one rank sends, one direction."""
+    """latency: seconds per message. bandwidth: bytes/s that one rank sends, in one direction."""
 
     latency: float
     bandwidth: float
@@ -34,10 +34,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a machine by level.
+    """Links of a machine, by level.
 
-    memory_bandwidth: measured bytes/s of a streaming pass on the device; 0 where nobody measured.
-    nominal: true of a preset as it stands.
+    Attributes:
+        levels: Link of each level.
+        source: Origin of the numbers, for messages.
+        memory_bandwidth: Measured bytes/s of a streaming pass on the device; 0 if it was not measured.
+        nominal: True for the unchanged numbers of a preset.
     """
 
     levels: Mapping[str, Link]
@@ -55,13 +58,13 @@ class Links:
 
     @classmethod
     def from_machine(cls, machine: Machine) -> "Links":
-        """The preset's nominal figures."""
+        """Return the nominal numbers of a preset."""
         levels = {level.name: Link(level.latency * 1e-6, level.bandwidth * 1e9) for level in machine.levels}
         return cls(levels, f"preset {machine.name}", nominal=True)
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Links":
-        """What `python -m torchtitan_scape.planner.preflight` stored. Raises ValueError for anything else."""
+        """Read a file of `python -m torchtitan_scape.planner.preflight`. Raises ValueError for any other content."""
         try:
             stored = json.loads(Path(path).read_text())
             schema = stored.get("schema") if isinstance(stored, dict) else None
@@ -77,7 +80,7 @@ class Links:
         raise ValueError(f"links cannot be read from {path}: {reason}; {again}")
 
     def with_bandwidth(self, level: str, bandwidth: float) -> "Links":
-        """The same links, but for the bandwidth of one level, bytes/s. Raises ValueError for 0 or less."""
+        """Return a copy with another bandwidth, bytes/s, on one level. Raises ValueError for 0 or less."""
         if not bandwidth > 0:
             raise ValueError(f"the bandwidth of {level} is {bandwidth / 1e9:g} GB/s; it must be positive")
         levels = {**self.levels, level: Link(self[level].latency, bandwidth)}
@@ -89,25 +92,31 @@ class Links:
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a collective on one level: messages that follow one another, and the bytes in them, of one rank."""
+    """Part of a collective on one level.
+
+    Attributes:
+        level: Name of the link.
+        rounds: Number of consecutive messages of one rank.
+        sent: Bytes that one rank sends in them.
+    """
 
     level: str
     rounds: float
     sent: float
 
     def of_a_share(self, share: float) -> "Stage":
-        """In the mean over steps of which this share has it."""
+        """Return the mean over steps, of which only this share contains the stage."""
         return Stage(self.level, share * self.rounds, share * self.sent)
 
 
 def stage_seconds(stages: Sequence[Stage], links: Links) -> tuple[float, float]:
-    """(latency, transfer) of stages that follow one another."""
+    """Return (latency, transfer time) in seconds of consecutive stages."""
     latency = sum((stage.rounds * links[stage.level].latency for stage in stages), 0.0)
     return latency, sum((stage.sent / links[stage.level].bandwidth for stage in stages), 0.0)
 
 
 def bytes_by_level(stages: Sequence[Stage]) -> dict[str, float]:
-    """Bytes that one rank sends, by level."""
+    """Return the bytes that one rank sends, by level."""
     sent: dict[str, float] = defaultdict(float)
     for stage in stages:
         sent[stage.level] += stage.sent
@@ -117,44 +126,47 @@ def bytes_by_level(stages: Sequence[Stage]) -> dict[str, float]:
 def all_reduce_stages(
     tiers: Tiers, nbytes: float, coded: MessageBytes | None = None, flat: bool = False
 ) -> list[Stage]:
-    """All-reduce of `nbytes` of FP32, as `topology.stages` makes it; `coded` is of what crosses the outermost level.
+    """Return the stages of an all-reduce, as in `topology.stages.all_reduce_`.
 
-    `flat` is one ring over all, which the outermost link paces: its bytes are filed there. Pieces are taken as even:
-    padding is left out.
+    Args:
+        tiers: Levels, innermost first.
+        nbytes: Size of the FP32 tensor, padding included.
+        coded: Message size of the codec of the outermost level; None for FP32.
+        flat: One ring over all ranks. The outermost link limits its speed, so all bytes are filed under that level.
     """
-    rings = _rings(tiers, flat)
-    if not rings:
+    levels = _levels(tiers, flat)
+    if not levels:
         return []
-    *inside, outside = [ring.size - 1 for ring in rings]
-    stages = reduce_bytes(int(nbytes) // 4, rings, coded)
+    *inside, outside = [level.size - 1 for level in levels]
+    stages = reduce_bytes(int(nbytes) // 4, levels, coded)
     return _stages(stages, [*inside, 2 * outside, *reversed(inside)])
 
 
 def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[Stage]:
-    """All-gather of every rank's own `nbytes`, as `topology.stages.gather_`."""
-    rings = _rings(tiers, flat)
-    return _stages(gather_bytes(int(nbytes), rings), [ring.size - 1 for ring in reversed(rings)])
+    """Return the stages of an all-gather of `nbytes` per rank, as in `topology.stages.all_gather_`."""
+    levels = _levels(tiers, flat)
+    return _stages(gather_bytes(int(nbytes), levels), [level.size - 1 for level in reversed(levels)])
 
 
 def reduce_scatter_stages(
     tiers: Tiers, nbytes: float, coded: MessageBytes | None = None, flat: bool = False
 ) -> list[Stage]:
-    """Reduce-scatter of `nbytes` of FP32 to the owners of its parts, as `topology.stages.scatter_`."""
-    rings = _rings(tiers, flat)
-    stages = scatter_bytes(int(nbytes) // 4, rings, coded)
-    return _stages(stages, [ring.size - 1 for ring in rings])
+    """Return the stages of a reduce-scatter, as in `reduce_scatter_`. Args as in `all_reduce_stages`."""
+    levels = _levels(tiers, flat)
+    stages = scatter_bytes(int(nbytes) // 4, levels, coded)
+    return _stages(stages, [level.size - 1 for level in levels])
 
 
 def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[int]) -> list[Stage]:
-    return [Stage(level, times, sent) for (level, _, sent), times in zip(stages, rounds, strict=True)]
+    return [Stage(level, count, sent) for (level, _, sent), count in zip(stages, rounds, strict=True)]
 
 
 def scalar_stages(tiers: Tiers) -> list[Stage]:
-    """An all-reduce of a few bytes, as a tree in each level."""
-    return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _rings(tiers)]
+    """Return the stages of an all-reduce of a few bytes, as a tree on each level."""
+    return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _levels(tiers)]
 
 
-def _rings(tiers: Tiers, flat: bool = False) -> list[LevelSize]:
-    """The levels at which anybody meets, or one ring over all at the outermost of them."""
-    rings = [LevelSize(level, size) for level, size in tiers if size > 1]
-    return [LevelSize(rings[-1].level, math.prod(ring.size for ring in rings))] if flat and rings else rings
+def _levels(tiers: Tiers, flat: bool = False) -> list[LevelSize]:
+    """Return the levels with more than one rank. flat: merge them into one level, the outermost of them."""
+    levels = [LevelSize(level, size) for level, size in tiers if size > 1]
+    return [LevelSize(levels[-1].level, math.prod(level.size for level in levels))] if flat and levels else levels

@@ -1,19 +1,22 @@
-"""Machines as data: ranks per node, the device of a rank, and the links between ranks from the inside out.
+"""Machine presets: ranks per node, the device of a rank, and the links between ranks, innermost first.
 
-Figures are nominal, from the sources named; a measurement on the machine itself is worth more.
+Numbers are nominal and come from the named sources. Measurements on the machine itself are more accurate.
 """
 
 from dataclasses import dataclass
 
+MEMORY_EFFICIENCY = 0.7  # share of the nominal memory bandwidth that an optimizer's passes reach, if not measured
+
 
 @dataclass(frozen=True)
 class Level:
-    """Ranks that share a kind of link.
+    """Kind of link between ranks.
 
-    name: "gcd_pair", "node" or "network".
-    ranks: ranks inside one unit of this level; 0 for any number.
-    bandwidth: GB/s (1e9 bytes) that one rank sends, one direction.
-    latency: microseconds for a small message.
+    Attributes:
+        name: "gcd_pair", "node" or "network".
+        ranks: Ranks in one unit of this level; 0 for any number.
+        bandwidth: GB/s (1e9 bytes) that one rank sends, in one direction.
+        latency: Microseconds for a small message.
     """
 
     name: str
@@ -24,14 +27,17 @@ class Level:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """Device of one rank.
 
-    memory: GB (1e9 bytes) that the rank may fill.
-    memory_bandwidth: GB/s, nominal, read and write together.
-    peak: TFLOP/s of dense BF16 matrix products, nominal.
-    host_memory: GB of the host that are the rank's.
-    host_link: GB/s between the two, one direction, nominal.
-    runtime: whose kernels it runs, "CUDA" or "ROCm"; "" for a CPU.
+    Attributes:
+        name: Name of the device.
+        memory: GB (1e9 bytes) of device memory.
+        memory_bandwidth: GB/s, nominal, reads and writes together.
+        peak: TFLOP/s of dense BF16 matrix products, nominal.
+        source: Origin of the numbers.
+        host_memory: GB of host memory per rank.
+        host_link: GB/s between host and device, in one direction, nominal.
+        runtime: "CUDA" or "ROCm"; "" for a CPU.
     """
 
     name: str
@@ -60,7 +66,7 @@ ASSUMED_CORE = Device(
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of node and its links. `ranks_per_node` is 0 where it is whatever the launcher starts."""
+    """A kind of node and its links, innermost first. `ranks_per_node` is 0 if the launcher determines it."""
 
     name: str
     ranks_per_node: int
@@ -139,14 +145,14 @@ MACHINES = {
 
 
 def get_machine(name: str) -> Machine:
-    """The preset of that name. Raises ValueError that lists the names."""
+    """Return the preset of that name. Raises ValueError, which lists all names, if there is none."""
     if name not in MACHINES:
         raise ValueError(f"there is no machine preset {name!r}; known are {', '.join(MACHINES)}")
     return MACHINES[name]
 
 
 def detect_machine(device_name: str) -> str:
-    """The preset's name for an accelerator's name; "local" where none fits."""
+    """Return the name of the preset for the name of an accelerator; "local" if no preset matches."""
     for part, name in (("GH200", "vista"), ("MI250X", "frontier"), ("A100", "dgx-a100")):
         if part in device_name:
             return name

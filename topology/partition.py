@@ -1,19 +1,19 @@
-"""How tensors are cut into chunks, each of which is an exchange of its own. Plain arithmetic: no torch."""
+"""Division of tensors into chunks, each of which is exchanged separately. Plain arithmetic: no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# FP32 entries in 16 bytes. NCCL moves so much at a time where stretches begin and end at multiples of it.
+# FP32 entries in 16 bytes, NCCL's transfer size if buffers begin and end at multiples of it.
 ALIGNED = 4
-# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small beside any model.
+# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small compared to any model.
 CHUNK_ENTRIES = 1 << 22
-# Of a small model a chunk is an eighth: the first can go out long before the last is there.
-_CHUNKS, _LEAST = 8, 1 << 16
+# A small model is divided into about eight chunks, so that the first one is sent long before the last one is ready.
+_CHUNKS, _MIN_ENTRIES = 8, 1 << 16
 
 
 class Slice(NamedTuple):
-    """Entries [first, first + length) of a tensor; in the chunk they begin at `at`."""
+    """Entries [first, first + length) of a tensor, stored in a chunk from entry `at` on."""
 
     tensor: int
     first: int
@@ -23,26 +23,34 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """entries: of it, gaps included. slices: what lies in it, in order; between them is nothing."""
+    """Slices of tensors that are exchanged together.
+
+    Attributes:
+        entries: Size of the chunk, gaps included.
+        slices: In order; gaps between them are padding.
+    """
 
     entries: int
     slices: tuple[Slice, ...]
 
 
-def chunk_sizes(sizes: Sequence[int], most: int = CHUNK_ENTRIES, unit: int = 1) -> list[int]:
-    """Entries of the chunks of tensors of `sizes` entries: all alike, but for a shorter last one.
+def chunk_sizes(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1) -> list[int]:
+    """Return the entries of each chunk. All chunks have the same size, apart from a shorter last one.
 
-    unit: each tensor begins at a multiple of it, and no chunk divides one. most: of a chunk's entries, but a unit.
+    Args:
+        sizes: Entries of each tensor.
+        most: Maximum entries of a chunk, unless one block is larger.
+        block: Each tensor begins at a multiple of it, and no block is divided between chunks.
     """
-    total = sum(-(-size // unit) * unit for size in sizes)
-    each = min(most, max(_LEAST, -(-total // _CHUNKS)))
-    each = max(unit, each // unit * unit)
+    total = sum(-(-size // block) * block for size in sizes)
+    each = min(most, max(_MIN_ENTRIES, -(-total // _CHUNKS)))
+    each = max(block, each // block * block)
     return [min(each, total - first) for first in range(0, total, each)]
 
 
-def chunks_of(sizes: Sequence[int], most: int = CHUNK_ENTRIES, unit: int = 1) -> list[Chunk]:
-    """The chunks of `chunk_sizes`. The last tensor comes first, as a backward pass leaves gradients."""
-    lengths = chunk_sizes(sizes, most, unit)
+def chunks_of(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1) -> list[Chunk]:
+    """Divide tensors into chunks of `chunk_sizes`. The last tensor comes first, as in a backward pass."""
+    lengths = chunk_sizes(sizes, most, block)
     slices: list[list[Slice]] = [[] for _ in lengths]
     begin = 0
     for tensor in reversed(range(len(sizes))):
@@ -52,5 +60,5 @@ def chunks_of(sizes: Sequence[int], most: int = CHUNK_ENTRIES, unit: int = 1) ->
             length = min(sizes[tensor] - first, lengths[0] - at)
             slices[number].append(Slice(tensor, first, length, at))
             first += length
-        begin += -(-sizes[tensor] // unit) * unit
+        begin += -(-sizes[tensor] // block) * block
     return [Chunk(entries, tuple(parts)) for entries, parts in zip(lengths, slices, strict=True)]

@@ -1,6 +1,7 @@
-"""The endpoint of a rank among ranks: collectives on process groups, level by level."""
+"""`ReplicaCollectives` of a rank in a distributed run: collectives on process groups, level by level."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,21 +11,33 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives, gathered_scalars, objects_of
+from topology.collectives import ReplicaCollectives, gather_lists, gather_scalars
 from topology.comm_stream import CommStream, Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.primitives import all_gather_into, reduce_scatter_into
-from topology.stages import Group, gather_, reduce_, reduce_coded, scatter_, scatter_coded, unite_
+from topology.rank_group import RankGroup
+from topology.stages import (
+    all_gather_,
+    all_reduce_,
+    all_reduce_encoded,
+    all_reduce_or_,
+    reduce_scatter_,
+    reduce_scatter_encoded,
+)
 from topology.traffic import REPLICATE
 
 
 class ProcessGroupCollectives(ReplicaCollectives):
-    """`ReplicaCollectives` on the groups it is given.
+    """`ReplicaCollectives` on process groups.
 
-    `replicas` is None (one replica), a ProcessGroup of the ranks that hold the same parameters, or
-    `ReplicaGroups`. With a plain ProcessGroup and parameters sharded by DTensor, `model` names the group of
-    the shards.
+    Args:
+        replicas: `ReplicaGroups`, or the process group of the ranks that hold the same parameters, or None for one
+            replica.
+        model: Group of the shards of one replica, if `replicas` is a process group and parameters are DTensors.
+
+    Raises:
+        ValueError: Two ranks of `replicas` hold different shards of one replica.
     """
 
     def __init__(self, replicas: ProcessGroup | ReplicaGroups | None, model: ProcessGroup | None = None) -> None:
@@ -35,50 +48,52 @@ class ProcessGroupCollectives(ReplicaCollectives):
         self._comm_streams = [CommStream() for _ in replicas.comm_streams]
         self._next_stream = 0
 
-    def _reduce(
+    def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
         if codec is not None:
             return self._start(
-                lambda groups: reduce_coded(tensor, groups, divisor, codec, error, carried_error), tensor.device
+                lambda levels: all_reduce_encoded(tensor, levels, divisor, codec, error, carried_error), tensor.device
             )
-        if len(self.rings) == 1:
+        if len(self.levels) == 1:
             work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
-            # gloo has no mean of its own
+            # gloo has no ReduceOp.AVG
             return Handle(work.wait, partial(tensor.div_, divisor))
-        return self._start(lambda groups: reduce_(tensor, groups, divisor), tensor.device)
+        return self._start(lambda levels: all_reduce_(tensor, levels, divisor), tensor.device)
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         if codec is not None:
-            return self._start(lambda groups: scatter_coded(tensor, groups, divisor, codec, error), tensor.device)
-        if len(self.rings) > 1:
-            return self._start(lambda groups: scatter_(tensor, groups, divisor), tensor.device)
+            return self._start(
+                lambda levels: reduce_scatter_encoded(tensor, levels, divisor, codec, error), tensor.device
+            )
+        if len(self.levels) > 1:
+            return self._start(lambda levels: reduce_scatter_(tensor, levels, divisor), tensor.device)
         own, group = tensor.view(self.replicas, -1)[self.replica], self.groups.replicate
         if tensor.is_cuda:
             work = reduce_scatter_into(own, tensor, group=group, async_op=True)
             return Handle(work.wait, partial(own.div_, divisor))
-        parts = torch.empty_like(tensor)  # as in `topology.stages`
+        parts = torch.empty_like(tensor)  # gloo: an all-to-all moves fewer bytes, see `topology.stages`
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
         return Handle(work.wait, lambda: torch.sum(parts.view(self.replicas, -1), 0, out=own).div_(divisor))
 
-    def _gather(self, output: Tensor, own: Tensor) -> Handle:
-        if len(self.rings) == 1:
-            return Handle(all_gather_into(output, own, group=self.groups.replicate, async_op=True).wait)
-        return self._start(lambda groups: gather_(output, own, groups), output.device)
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        if len(self.levels) == 1:
+            return Handle(all_gather_into(output, input, group=self.groups.replicate, async_op=True).wait)
+        return self._start(lambda levels: all_gather_(output, input, levels), output.device)
 
-    def _union(self, bits: Tensor) -> Handle:
-        return self._start(lambda groups: unite_(bits, groups), bits.device)
+    def _all_reduce_or(self, bits: Tensor) -> Handle:
+        return self._start(lambda levels: all_reduce_or_(bits, levels), bits.device)
 
-    def _start(self, exchange: Callable[[list[Group]], None], device: torch.device) -> Handle:
-        """Runs `exchange(groups)` in the next lane; here and now where there is none."""
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        """Run `exchange(levels)` on the next stream, or in the calling thread if there are no streams."""
         if not self._comm_streams:
-            assert len(self.rings) == 1 and self.groups.replicate is not None
-            exchange([(self.rings[0], self.groups.replicate)])
+            (level,) = self.levels
+            assert self.groups.replicate is not None
+            exchange((replace(level, process_group=self.groups.replicate),))
             return Handle()
-        lane, groups = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
+        stream, levels = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
         self._next_stream = (self._next_stream + 1) % len(self._comm_streams)
-        stages: list[Group] = list(zip(self.rings, groups, strict=True))
-        return lane.start(lambda: exchange(stages), device)
+        return stream.start(lambda: exchange(levels), device)
 
     @property
     def peers(self) -> tuple[list[int], int]:
@@ -110,10 +125,10 @@ class ProcessGroupCollectives(ReplicaCollectives):
         return values
 
     def gather_objects(self, item: Any) -> list[Any]:
-        return objects_of(self.groups.replicate, objects_of(self.groups.model, [item]))
+        return gather_lists(self.groups.replicate, gather_lists(self.groups.model, [item]))
 
     def gather_from_replicas(self, item: Any) -> list[Any]:
-        return objects_of(self.groups.replicate, [item])
+        return gather_lists(self.groups.replicate, [item])
 
     def all_true(self, flag: Tensor) -> Tensor:
         value, group = self._true_in_model(flag), self.groups.replicate
@@ -128,13 +143,13 @@ class ProcessGroupCollectives(ReplicaCollectives):
         if group is None:
             return own
         self._count_scalar(REPLICATE, group, "norm", own.nbytes, float(group.size() - 1))
-        return gathered_scalars(own, group).double().sum().to(own.dtype)
+        return gather_scalars(own, group).double().sum().to(own.dtype)
 
 
 def collectives_of(
     replicas: "ProcessGroup | ReplicaGroups | ReplicaCollectives | None", model: ProcessGroup | None = None
 ) -> ReplicaCollectives:
-    """The endpoint for what names the replicas; see `ProcessGroupCollectives`. That of a dry run on fake groups."""
+    """Return the endpoint for `replicas`; see `ProcessGroupCollectives`. With the fake backend, a dry run."""
     if isinstance(replicas, ReplicaCollectives):
         return replicas
     if dist.is_initialized() and dist.get_backend() == "fake":
@@ -143,7 +158,7 @@ def collectives_of(
 
 
 def _check_disjoint(groups: ReplicaGroups) -> None:
-    """A rank's twins hold the same shard; the ranks it shares a replica with hold others."""
+    """Check that no other rank is both a peer, which holds the same shard, and a rank of the same replica."""
     if groups.replicate is None or groups.model is None:
         return
     common = set(dist.get_process_group_ranks(groups.replicate)) & set(dist.get_process_group_ranks(groups.model))

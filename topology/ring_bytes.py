@@ -1,71 +1,75 @@
-"""Bytes of an exchange that goes level by level, over one ring a level. Plain arithmetic: no torch.
+"""Bytes that hierarchical collectives send, level by level. Plain arithmetic: no torch.
 
-`topology.stages` makes these exchanges, the collectives count by these figures, and `topology.links` prices them.
-`sent` is what a rank puts on the wire to its successor in the ring: (N-1)/N of what a reduce-scatter is given, twice
-that for an all-reduce, (N-1) times what an all-gather is given. Every known ring and tree of that volume sends as much.
+`topology.stages` executes these collectives, `topology.collectives` counts them and `topology.links` prices them with
+the same formulas. `sent` is the number of bytes that one rank sends to its successor in a ring of N ranks: (N-1)/N of
+the input of a reduce-scatter, twice that for an all-reduce, and (N-1) times the input of an all-gather. Every known
+ring or tree algorithm of optimal volume sends the same number of bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from topology.rank_group import RankGroup
 
 
 class LevelSize(NamedTuple):
-    """Ranks that meet at one level: how many, and the level of the link between them."""
+    """Number of ranks that communicate on one level, and the name of that level."""
 
     level: str
     size: int
 
 
-class _Ring(Protocol):
-    """A `LevelSize` or a `topology.groups.Ring`."""
+Levels = Sequence[LevelSize | RankGroup]  # innermost first
 
-    @property
-    def level(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
-
-
+# (level, input bytes, sent bytes) of one rank for every stage, in the order of execution.
 StageBytes = Iterator[tuple[str, int, float]]
-"""(level, bytes that a collective is given, bytes sent) of one rank in every stage, in their order."""
 
-
+# Maps a number of entries to the bytes of their encoded message.
 MessageBytes = Callable[[int], int]
-"""Of a codec's message of so many entries."""
 
 
-def reduce_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = None) -> StageBytes:
-    """An all-reduce of n FP32 entries: reduce-scatters from the inside out, an all-reduce outside, gathers back inside.
+def reduce_bytes(n: int, levels: Levels, coded: MessageBytes | None = None) -> StageBytes:
+    """Yield the bytes of an all-reduce of n FP32 entries.
 
-    coded: messages of such sizes cross the outermost ring, and come back inside as they are.
+    Its stages are a reduce-scatter on every inner level, an all-reduce on the outermost level, and an all-gather on
+    every inner level in reverse order.
+
+    Args:
+        n: Number of FP32 entries; a multiple of the product of the inner sizes.
+        levels: Innermost first.
+        coded: Message size of the codec of the outermost level. The encoded messages are also what the inner levels
+            gather. None for FP32.
     """
-    *inner, outermost = rings
-    for ring in inner:
-        yield ring.level, 4 * n, (ring.size - 1) / ring.size * 4 * n
-        n //= ring.size
+    *inner, outermost = levels
+    for group in inner:
+        yield group.level, 4 * n, (group.size - 1) / group.size * 4 * n
+        n //= group.size
     share = (outermost.size - 1) / outermost.size
     if coded is None:
         yield outermost.level, 4 * n, 2 * share * 4 * n
         own = 4 * n
     else:
-        # An all-to-all of a message a rank, then a gather of this rank's own.
+        # An all-to-all of one message per rank, then an all-gather of this rank's reduced message.
         own = outermost.size * coded(n // outermost.size)
         yield outermost.level, own + own // outermost.size, 2 * share * own
-    for ring in reversed(inner):
-        yield ring.level, own, (ring.size - 1) * own
-        own *= ring.size
+    for group in reversed(inner):
+        yield group.level, own, (group.size - 1) * own
+        own *= group.size
 
 
-def scatter_bytes(n: int, rings: Sequence[_Ring], coded: MessageBytes | None = None) -> StageBytes:
-    """A reduce-scatter of n FP32 entries from the inside out. coded: of what crosses the outermost ring."""
-    for ring in rings:
-        given = 4 * n if coded is None or ring is not rings[-1] else ring.size * coded(n // ring.size)
-        yield ring.level, given, (ring.size - 1) / ring.size * given
-        n //= ring.size
+def scatter_bytes(n: int, levels: Levels, coded: MessageBytes | None = None) -> StageBytes:
+    """Yield the bytes of a reduce-scatter of n FP32 entries, innermost level first. Args as in `reduce_bytes`."""
+    for group in levels:
+        given = 4 * n if coded is None or group is not levels[-1] else group.size * coded(n // group.size)
+        yield group.level, given, (group.size - 1) / group.size * given
+        n //= group.size
 
 
-def gather_bytes(own: int, rings: Sequence[_Ring]) -> StageBytes:
-    """An all-gather of `own` bytes of every rank: outermost ring first, so that they cross it once a unit."""
-    for ring in reversed(rings):
-        yield ring.level, own, (ring.size - 1) * own
-        own *= ring.size
+def gather_bytes(own: int, levels: Levels) -> StageBytes:
+    """Yield the bytes of an all-gather of `own` bytes per rank.
+
+    The outermost level comes first, so that every input crosses it only once per group of the inner levels.
+    """
+    for group in reversed(levels):
+        yield group.level, own, (group.size - 1) * own
+        own *= group.size

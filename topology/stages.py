@@ -1,7 +1,8 @@
-"""An exchange level by level: reduce-scatter inside, the same for each part one level further out, gather inside.
+"""Hierarchical collectives: reduce-scatter on the inner levels, exchange on the outermost one, then all-gather.
 
-Each byte crosses the network once per node in each direction, every rank of a node carries its own part, and all of
-its NICs work. The functions recurse over the rings, from the inside out; they run wherever a `Lane` runs them.
+Each byte crosses the network once per node and direction. Every rank of a node handles its own slice, so all NICs of
+the node are used. The functions block; a `CommStream` runs them in the background. Their argument `levels` contains
+this rank's group on every level, innermost first, each with a process group.
 """
 
 from collections.abc import Sequence
@@ -12,157 +13,155 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
-from topology.groups import Ring
 from topology.primitives import all_gather_into, reduce_scatter_into
+from topology.rank_group import RankGroup, replica_index
 
-Group = tuple[Ring, ProcessGroup]
+Levels = Sequence[RankGroup]
 
 
-def reduce_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
-    """x = (sum over all replicas of x) / divisor, in place; bitwise the same on all of them.
+def all_reduce_(x: Tensor, levels: Levels, divisor: float) -> None:
+    """All-reduce x in place: x = (sum of x over all replicas) / divisor, bitwise equal on all replicas.
 
     Args:
-        x: FP32 (n,), contiguous; n is a multiple of the product of the sizes of all rings but the outermost.
-        groups: the rings and their process groups, from the inside out.
-        divisor: of the sum; the number of replicas for the mean.
+        x: FP32 (n,), contiguous; n is a multiple of the product of the sizes of all levels but the outermost.
+        levels: See the module docstring.
+        divisor: The number of replicas for the mean, 1 for the sum.
     """
-    (ring, group), outer = groups[0], groups[1:]
+    group, outer = levels[0], levels[1:]
     if not outer:
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group.process_group)
         x.div_(divisor)
         return
-    own = x.view(ring.size, -1)[ring.group_rank]
-    _scatter(x, own, group)
-    reduce_(own, outer, divisor)
-    all_gather_into(x, own, group=group)
+    own = x.view(group.size, -1)[group.group_rank]
+    _reduce_scatter(x, own, group.process_group)
+    all_reduce_(own, outer, divisor)
+    all_gather_into(x, own, group=group.process_group)
 
 
-def reduce_coded(
+def all_reduce_encoded(
     x: Tensor,
-    groups: Sequence[Group],
+    levels: Levels,
     divisor: float,
     codec: Codec,
     error: Tensor | None,
     carried_error: Tensor | None = None,
 ) -> None:
-    """As `reduce_`; the outermost ring carries the codec's messages both ways. Inside, sums travel in FP32.
+    """All-reduce x in place as `all_reduce_`, with encoded messages on the outermost level in both directions.
 
-    Owners add what they receive in FP32 in rank order, so that nothing is rounded but what is sent; all decode the
-    same messages.
+    The inner levels reduce in FP32. On the outermost level each rank decodes and adds the messages for its slice in
+    FP32, in rank order, so that only transmitted values are rounded. All ranks decode the same messages.
 
     Args:
-        x: n is a multiple of the number of replicas times the codec's unit.
-        error: FP32 (n,), receives what this replica has to carry over: the sum over replicas of (x before - error) is
-            (x after + carried after - carried before) * divisor. None to let it go.
-        carried: FP32 (n / replicas,), of this rank's part of what x becomes: is added to it before it is coded, and
-            becomes what that loses. None: there is none, and what is lost is in `error`, times the divisor.
+        x: FP32 (n,); n is a multiple of the number of replicas times the block size of the codec.
+        levels: See the module docstring.
+        divisor: The number of replicas for the mean, 1 for the sum.
+        codec: Encodes what crosses the outermost level.
+        error: FP32 (n,), receives the quantization error that this replica has to feed back: summed over replicas,
+            (x before - error) is (x after + carried_error after - carried_error before) * divisor. None to discard it.
+        carried_error: FP32 (n / replicas,), of this rank's slice of the result. It is added to the slice before it is
+            encoded, and becomes the quantization error of the slice. If None, that error is added to `error`,
+            multiplied by the divisor.
     """
-    *inner, (ring, group) = groups
-    own, lost = _scatter_inside(x, inner, error)
-    part = torch.empty(own.numel() // ring.size, dtype=torch.float32, device=x.device)
-    _sum_coded(own, part, ring, group, codec, lost)
-    part.div_(divisor)
+    *inner, outermost = levels
+    own, own_error = _reduce_scatter_inner(x, inner, error)
+    mean = torch.empty(own.numel() // outermost.size, dtype=torch.float32, device=x.device)
+    _sum_encoded(own, mean, outermost, codec, own_error)
+    mean.div_(divisor)
     rounding = carried_error
     if carried_error is not None:
-        part += carried_error
-    elif lost is not None:
-        rounding = torch.empty_like(part)
-    messages = codec.encode(part.view(1, -1), None if rounding is None else rounding.view(1, -1)).view(-1)
-    if lost is not None and carried_error is None and rounding is not None:
-        lost.view(ring.size, -1)[ring.group_rank] += rounding * divisor
-    # They go inside as they came, with nothing lost.
-    for within, over in reversed(groups):
-        gathered = torch.empty(within.size * messages.numel(), dtype=torch.uint8, device=x.device)
-        all_gather_into(gathered, messages, group=over)
+        mean += carried_error
+    elif own_error is not None:
+        rounding = torch.empty_like(mean)
+    messages = codec.encode(mean.view(1, -1), None if rounding is None else rounding.view(1, -1)).view(-1)
+    if own_error is not None and carried_error is None and rounding is not None:
+        own_error.view(outermost.size, -1)[outermost.group_rank] += rounding * divisor
+    # The inner levels forward the received messages unchanged, without a further rounding.
+    for group in reversed(levels):
+        gathered = torch.empty(group.size * messages.numel(), dtype=torch.uint8, device=x.device)
+        all_gather_into(gathered, messages, group=group.process_group)
         messages = gathered
-    replicas = x.numel() // part.numel()
+    replicas = x.numel() // mean.numel()
     codec.decode(messages.view(replicas, -1), x.view(replicas, -1))
 
 
-def scatter_(x: Tensor, groups: Sequence[Group], divisor: float) -> None:
-    """The first half of `reduce_`: its result for this replica's part alone, the `replica_index`-th of equal ones.
+def reduce_scatter_(x: Tensor, levels: Levels, divisor: float) -> None:
+    """Reduce-scatter x: slice `replica_index` of `replicas` equal slices becomes the result of `all_reduce_`.
 
-    Args as `reduce_`; n is a multiple of the number of replicas. The other parts of x are undefined afterwards.
+    Args as in `all_reduce_`; n is a multiple of the number of replicas. The other slices of x become undefined.
     """
-    own, _ = _scatter_inside(x, groups, None)
+    own, _ = _reduce_scatter_inner(x, levels, None)
     own.div_(divisor)
 
 
-def scatter_coded(x: Tensor, groups: Sequence[Group], divisor: float, codec: Codec, error: Tensor | None) -> None:
-    """As `scatter_`; the outermost ring carries the codec's messages. Args as `reduce_coded`; the sum itself is not
-    rounded."""
-    *inner, (ring, group) = groups
-    own, lost = _scatter_inside(x, inner, error)
-    part = own.view(ring.size, -1)[ring.group_rank]
-    _sum_coded(own, part, ring, group, codec, lost)
-    part.div_(divisor)
+def reduce_scatter_encoded(x: Tensor, levels: Levels, divisor: float, codec: Codec, error: Tensor | None) -> None:
+    """Reduce-scatter x as `reduce_scatter_`, with encoded messages on the outermost level.
+
+    Args as in `all_reduce_encoded`. The result is not rounded.
+    """
+    *inner, outermost = levels
+    own, own_error = _reduce_scatter_inner(x, inner, error)
+    mean = own.view(outermost.size, -1)[outermost.group_rank]
+    _sum_encoded(own, mean, outermost, codec, own_error)
+    mean.div_(divisor)
 
 
-def _scatter_inside(x: Tensor, groups: Sequence[Group], error: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Sums over these rings, part by part. Returns this rank's part of x and of the error, of which all is zeroed."""
+def _reduce_scatter_inner(x: Tensor, levels: Levels, error: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Sum x over these levels. Returns this rank's slices of x and of the error; the whole error is set to zero."""
     if error is not None:
         error.zero_()
-    for ring, group in groups:
-        own = x.view(ring.size, -1)[ring.group_rank]
-        _scatter(x, own, group)
-        x, error = own, None if error is None else error.view(ring.size, -1)[ring.group_rank]
+    for group in levels:
+        own = x.view(group.size, -1)[group.group_rank]
+        _reduce_scatter(x, own, group.process_group)
+        x, error = own, None if error is None else error.view(group.size, -1)[group.group_rank]
     return x, error
 
 
-def _scatter(x: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """own = this rank's part of the sum of x over one ring; `own` lies in x."""
+def _reduce_scatter(x: Tensor, own: Tensor, group: ProcessGroup | None) -> None:
+    """Write this rank's slice of the sum of x over one group to `own`, a view of x."""
     if x.is_cuda:
         reduce_scatter_into(own, x, group=group)
-    else:  # gloo's reduce-scatter moves as many bytes as an all-reduce
+    else:  # gloo's reduce-scatter moves as many bytes as an all-reduce, an all-to-all only half of them
         parts = torch.empty_like(x)
         dist.all_to_all_single(parts, x, group=group)
         torch.sum(parts.view(-1, own.numel()), 0, out=own)
 
 
-def _sum_coded(x: Tensor, out: Tensor, ring: Ring, group: ProcessGroup, codec: Codec, error: Tensor | None) -> None:
-    """out = this rank's part of the sum over one ring of x; `error` becomes what the codec lost of x."""
-    sent = codec.encode(x.view(ring.size, -1), None if error is None else error.view(ring.size, -1))
+def _sum_encoded(x: Tensor, out: Tensor, group: RankGroup, codec: Codec, error: Tensor | None) -> None:
+    """Write this rank's slice of the sum of x over one group to `out`; `error` becomes the quantization error of x."""
+    sent = codec.encode(x.view(group.size, -1), None if error is None else error.view(group.size, -1))
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    dist.all_to_all_single(received, sent, group=group.process_group)
     codec.decode_and_sum(received, out)
 
 
-def unite_(bits: Tensor, groups: Sequence[Group]) -> None:
-    """bits, uint8 (b,): what any replica has set of packed bits, in place. No backend of GPUs knows this reduction.
+def all_reduce_or_(bits: Tensor, levels: Levels) -> None:
+    """All-reduce packed bits, uint8 (b,), in place with a bitwise OR, which no GPU backend offers as a reduction.
 
-    b: a multiple of the number of replicas. groups: the rings and their process groups, from the inside out.
+    b: a multiple of the number of replicas.
     """
-    (ring, group), outer = groups[0], groups[1:]
+    group, outer = levels[0], levels[1:]
     received = torch.empty_like(bits)
-    dist.all_to_all_single(received, bits, group=group)
-    own = bits.view(ring.size, -1)[ring.group_rank]
-    for one in received.view(ring.size, -1):
-        own |= one
+    dist.all_to_all_single(received, bits, group=group.process_group)
+    own = bits.view(group.size, -1)[group.group_rank]
+    for row in received.view(group.size, -1):
+        own |= row
     if outer:
-        unite_(own, outer)
-    all_gather_into(bits, own, group=group)
+        all_reduce_or_(own, outer)
+    all_gather_into(bits, own, group=group.process_group)
 
 
-def gather_(output: Tensor, own: Tensor, groups: Sequence[Group]) -> None:
-    """output = `own` (b,) of all replicas, (replicas * b,), in the order of `replica_index`.
+def all_gather_(output: Tensor, input: Tensor, levels: Levels) -> None:
+    """Gather `input` (b,) of all replicas into `output` (replicas * b,), in the order of `replica_index`.
 
-    From the outside in, so that each replica's `own` crosses the network once per node; every stage gathers where
-    its result belongs.
+    The outermost level comes first, so that each input crosses the network once per node. Every stage writes its
+    result to its final position in `output`.
     """
-    start, size = replica_index([ring for ring, _ in groups]) * own.numel(), own.numel()
+    start, size = replica_index(levels) * input.numel(), input.numel()
     filled = output[start : start + size]
-    filled.copy_(own)
-    for ring, group in reversed(groups):
-        start -= ring.group_rank * size
-        size *= ring.size
+    filled.copy_(input)
+    for group in reversed(levels):
+        start -= group.group_rank * size
+        size *= group.size
         whole = output[start : start + size]
-        all_gather_into(whole, filled, group=group)
+        all_gather_into(whole, filled, group=group.process_group)
         filled = whole
-
-
-def replica_index(rings: Sequence[Ring]) -> int:
-    """A replica's number among all: its place in the innermost ring counts most, so that `gather_` needs no copy."""
-    place = 0
-    for ring in rings:
-        place = place * ring.size + ring.group_rank
-    return place

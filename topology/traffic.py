@@ -1,23 +1,25 @@
-"""The ledger of bytes: what this rank was asked to send, by axis, link level and kind of message."""
+"""Ledger of the bytes that this rank sends, by axis, link level and kind of message."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 REPLICATE, SHARD = "replicate", "shard"
-Entry = tuple[str, str, str]
+Entry = tuple[str, str, str]  # (axis, link level, kind of message)
 
 
 @dataclass
 class TrafficLedger:
-    """Bytes and calls since the start, by (axis, link level, kind of message).
+    """Bytes and calls since the start of the run, by (axis, link level, kind of message).
 
-    axis: "replicate" for what replicas say to each other, "shard" for what the ranks of one replica do.
-    input_bytes: size of the tensors that collectives were given.
-    sent: what this rank puts on the wire: to its successor in the ring, 2 * (N-1)/N of the input bytes for an
-        all-reduce and (N-1) times for an all-gather (every known ring and tree algorithm of that optimal volume sends
-        as much). It is filed under the level of the link to that successor, so the sum over ranks is what crosses each
-        kind of link. Where every rank has a part for every other, as on the shard axis, a part is filed under the link
-        to whom it is for.
+    The axis is "replicate" for communication between replicas and "shard" for communication between the ranks of one
+    replica. Ring traffic is filed under the level of the link to the next rank, so that the sum over all ranks is the
+    traffic on each kind of link. An all-to-all on the shard axis is filed under the link to each receiver.
+
+    Attributes:
+        calls: Number of collectives.
+        input_bytes: Size of the tensors that were passed to collectives.
+        sent: Bytes that this rank sends: 2 * (N-1)/N of the input of an all-reduce, (N-1) times the input of an
+            all-gather. Every known ring or tree algorithm of optimal volume sends this number of bytes.
     """
 
     calls: dict[Entry, int] = field(default_factory=lambda: defaultdict(int))
@@ -25,13 +27,14 @@ class TrafficLedger:
     sent: dict[Entry, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, axis: str, level: str, kind: str, input_bytes: int, sent: float) -> None:
+        """Record one collective."""
         entry = axis, level, kind
         self.calls[entry] += 1
         self.input_bytes[entry] += input_bytes
         self.sent[entry] += sent
 
     def sent_by_level(self, axis: str | None = None) -> dict[str, float]:
-        """Bytes this rank put on the wire, by link level; of one axis, or of all."""
+        """Return the bytes that this rank sent, by link level. axis: count only this axis; None for both."""
         totals: dict[str, float] = defaultdict(float)
         for (of, level, _), sent in self.sent.items():
             if axis in (None, of):
@@ -39,7 +42,7 @@ class TrafficLedger:
         return dict(totals)
 
     def sent_by_level_and_kind(self, axis: str | None = None) -> dict[tuple[str, str], float]:
-        """The same by link level and kind."""
+        """Return the bytes that this rank sent, by (link level, kind of message). axis: as in `sent_by_level`."""
         totals: dict[tuple[str, str], float] = defaultdict(float)
         for (of, level, kind), sent in self.sent.items():
             if axis in (None, of):

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_scape.methods.demo.method import DemoOptions
-    from torchtitan_scape.methods.dense.method import DenseOptions
-    from torchtitan_scape.methods.diloco.method import DilocoOptions
-    from torchtitan_scape.methods.powersgd.method import PowersgdOptions
-    from torchtitan_scape.methods.quantized.method import QuantizedOptions
-    from torchtitan_scape.methods.radius.method import RadiusOptions
+    from torchtitan_scape.checkpoint.own_loop import checkpoint_states, load_checkpoint
+    from torchtitan_scape.methods.demo.options import DemoOptions
+    from torchtitan_scape.methods.dense.options import DenseOptions
+    from torchtitan_scape.methods.diloco.options import DilocoOptions
+    from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+    from torchtitan_scape.methods.quantized.options import QuantizedOptions
+    from torchtitan_scape.methods.radius.options import RadiusOptions
     from torchtitan_scape.methods.scape.options import ScapeOptions
-    from torchtitan_scape.methods.sparseloco.method import SparselocoOptions
-    from torchtitan_scape.methods.sparta.method import SpartaOptions
-    from torchtitan_scape.methods.streaming_diloco.method import StreamingDilocoOptions
-    from torchtitan_scape.methods.tagc.method import TagcOptions
-    from torchtitan_scape.methods.topk.method import TopkOptions
+    from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+    from torchtitan_scape.methods.sparta.options import SpartaOptions
+    from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
+    from torchtitan_scape.methods.tagc.options import TagcOptions
+    from torchtitan_scape.methods.topk.options import TopkOptions
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.optimizers.muon import Muon
     from torchtitan_scape.optimizers.signsgd import SignSGD
@@ -50,28 +51,32 @@ __all__ = [
     "StreamingDilocoOptions",
     "TagcOptions",
     "TopkOptions",
+    "checkpoint_states",
+    "load_checkpoint",
     "replicate",
 ]
 
 _MODULES = {
     "AdamS": "optimizers.adams",
-    "DemoOptions": "methods.demo.method",
-    "DenseOptions": "methods.dense.method",
-    "DilocoOptions": "methods.diloco.method",
+    "DemoOptions": "methods.demo.options",
+    "DenseOptions": "methods.dense.options",
+    "DilocoOptions": "methods.diloco.options",
     "Muon": "optimizers.muon",
     "NonFiniteGradientError": "replica.guard",
-    "PowersgdOptions": "methods.powersgd.method",
-    "QuantizedOptions": "methods.quantized.method",
-    "RadiusOptions": "methods.radius.method",
+    "PowersgdOptions": "methods.powersgd.options",
+    "QuantizedOptions": "methods.quantized.options",
+    "RadiusOptions": "methods.radius.options",
     "ReplicaOptimizer": "replica.optimizer",
     "Scape": "replica.scape",
     "ScapeOptions": "methods.scape.options",
     "SignSGD": "optimizers.signsgd",
-    "SparselocoOptions": "methods.sparseloco.method",
-    "SpartaOptions": "methods.sparta.method",
-    "StreamingDilocoOptions": "methods.streaming_diloco.method",
-    "TagcOptions": "methods.tagc.method",
-    "TopkOptions": "methods.topk.method",
+    "SparselocoOptions": "methods.sparseloco.options",
+    "SpartaOptions": "methods.sparta.options",
+    "StreamingDilocoOptions": "methods.streaming_diloco.options",
+    "TagcOptions": "methods.tagc.options",
+    "TopkOptions": "methods.topk.options",
+    "checkpoint_states": "checkpoint.own_loop",
+    "load_checkpoint": "checkpoint.own_loop",
     "replicate": "replica.replicate",
 }
 

@@ -91,11 +91,11 @@ def run(options: argparse.Namespace) -> None:
         "task_hashes": scores.hashes,
         "shown": list(dict.fromkeys(part for name in names for part in _shown(name, results, manager))),
     }
-    told = table(document)
-    print(told)
+    text = table(document)
+    print(text)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
-    write_whole(folder / f"{name}.md", told)
+    write_whole(folder / f"{name}.md", text)
     print(f"{folder / name}.json and .md")
 
 

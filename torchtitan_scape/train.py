@@ -23,12 +23,12 @@ from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 logger = logging.getLogger(__name__)
 
-# What a user can get wrong ends in one line; anything else keeps its traceback.
+# Errors that a user can fix are logged in one line; all others with a traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
 
 
 def run(arguments: list[str], shutdown: Shutdown) -> None:
-    """Parses, builds and trains; a dry run builds only."""
+    """Parse the arguments, build the trainer and train; a dry run only builds."""
     resolved = resolve(arguments)
     config = resolved.config
     logger.info(resolved.line())
@@ -40,7 +40,7 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
         trainer = ScapeTrainer(config)
     except BaseException:
         for folder in (Path(config.job.dump_folder, config.comm.save_traces_folder), Path(config.job.dump_folder)):
-            with suppress(OSError):  # TorchTitan makes the first one before it looks at anything; what is empty goes
+            with suppress(OSError):  # TorchTitan creates them before its checks; remove them if they are empty
                 folder.rmdir()
         raise
     shutdown.watch_over(trainer)
@@ -60,7 +60,7 @@ def main() -> None:
     init_logger()
     if DEVICE_TYPE == "cpu":
         device.quieten_cpu()
-    shutdown = Shutdown()  # first of all: a rank that cannot read its recipe ends the others, too
+    shutdown = Shutdown()  # before parsing, because a rank that cannot read its recipe must end the others
     shutdown.run(lambda: run(sys.argv[1:], shutdown), USER_ERRORS)
 
 

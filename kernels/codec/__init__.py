@@ -1,1 +1,1 @@
-"""Block codes: how FP32 values travel in 8 bits and fewer."""
+"""Block codes: FP32 values in messages of 8 bits per entry and fewer."""

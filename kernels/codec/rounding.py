@@ -1,13 +1,13 @@
-"""What may come before and into a block code: a Hadamard turn, and random numbers that can be had again.
+"""Hadamard transform before quantization, and reproducible random numbers for stochastic rounding.
 
-Random numbers are Philox4x32-10 (Salmon et al., SC 2011): a function of a key and of an entry's place, so that a run
-that is resumed rounds as the one that never stopped. Four entries share a counter.
+Random numbers are Philox4x32-10 (Salmon et al., SC 2011): a function of a key and of an entry's position. A resumed run
+therefore rounds as the uninterrupted run. Four entries share a counter.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.codec.formats import TURN
+from kernels.codec.formats import HADAMARD_SIZE
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _INCREMENTS = 0x9E3779B9, 0xBB67AE85
@@ -15,18 +15,21 @@ _LOW = 0xFFFFFFFF
 
 
 def uniform(key: int, first: int, like: Tensor) -> Tensor:
-    """FP32 of the shape of `like`, multiples of 2^-24 in [0, 1), of entries from `first` on; both multiples of 4."""
+    """Return random numbers in [0, 1), multiples of 2^-24, FP32 of the shape of `like`.
+
+    first: position of the first entry. It and the number of entries are multiples of 4.
+    """
     counters = torch.arange(first // 4, (first + like.numel()) // 4, dtype=torch.int64, device=like.device)
     words = torch.stack(philox(key, counters), 1)
     return ((words >> 8).float() * 2.0**-24).view(like.shape)
 
 
 def philox(key: int, counters: Tensor) -> list[Tensor]:
-    """Four times int64, of 32 bits each, of every counter: the words of Philox4x32-10 with this key of 64 bits."""
+    """Return the four 32-bit words of Philox4x32-10 for every counter, as int64. key: 64 bits."""
     words = [counters & _LOW, counters >> 32 & _LOW, torch.zeros_like(counters), torch.zeros_like(counters)]
     keys = [key & _LOW, key >> 32 & _LOW]
     for _ in range(10):
-        # A product of 64 bits that overflows has the right bits.
+        # The 64-bit products may overflow; their bits are correct.
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
         words = [
             (second >> 32 & _LOW) ^ words[1] ^ keys[0],
@@ -34,17 +37,17 @@ def philox(key: int, counters: Tensor) -> list[Tensor]:
             (first >> 32 & _LOW) ^ words[3] ^ keys[1],
             first & _LOW,
         ]
-        keys = [(one + increment) & _LOW for one, increment in zip(keys, _INCREMENTS, strict=True)]
+        keys = [(word + increment) & _LOW for word, increment in zip(keys, _INCREMENTS, strict=True)]
     return words
 
 
 def hadamard_(x: Tensor) -> None:
-    """x, FP32 (n,), becomes H x / sqrt(32), 32 entries at a time.
+    """Multiply each 32 entries of x, FP32 (n,), by the Hadamard matrix H / sqrt(32), in place.
 
-    Five times: the sums of neighbours, then their differences.
+    Each of the five stages replaces the entries by the sums of neighbors, followed by their differences.
     """
-    values = x.view(-1, TURN)
+    values = x.view(-1, HADAMARD_SIZE)
     for _ in range(5):
         even, odd = values[:, ::2], values[:, 1::2]
         values = torch.cat((even + odd, even - odd), 1)
-    torch.mul(values, TURN**-0.5, out=x.view(-1, TURN))
+    torch.mul(values, HADAMARD_SIZE**-0.5, out=x.view(-1, HADAMARD_SIZE))

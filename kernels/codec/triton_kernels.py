@@ -1,12 +1,12 @@
-"""Block codes as Triton kernels; `reference.py` specifies them, to the last bit.
+"""Block codes as Triton kernels, bitwise equal to `reference.py`.
 
-A program works on a tile: ROWS blocks of BLOCK entries of one message, whose codes are words of 32 bits, EACH entries
-to a word. Messages are read and written as words, and as scales, which are int16 (BF16) or int32 by their bits.
-Divisions are IEEE's, sums of a block go by pairs, rounding is done on bits, and nothing depends on the width of a
-warp. `enable_fp_fusion` is off at every launch.
+A program processes a tile: ROWS blocks of BLOCK entries of one message. Its codes are 32-bit words with EACH entries
+per word. Messages are accessed as words and as scales, whose bits are int16 (BF16) or int32 (FP32). Divisions follow
+IEEE 754, blocks are summed pairwise, rounding works on the bits, and no result depends on the warp size.
+`enable_fp_fusion` is off at every launch.
 
-Bytes an entry, of codes of b bits: encoding reads 4 and writes b / 8, and 4 with errors; decoding reads b / 8 and
-writes 4; adding up n messages reads n b / 8 and writes 4. Scales come on top, 2 to 8 bytes a block.
+Memory traffic per entry of b bits: encoding reads 4 bytes and writes b / 8, and 4 more with errors. Decoding reads
+b / 8 and writes 4. Summing n messages reads n b / 8 and writes 4. Scales add 2 to 8 bytes per block.
 """
 
 import struct
@@ -16,26 +16,26 @@ import triton.language as tl
 
 from kernels.codec.reference import MIN_SCALE, SPLIT
 
-_LEAST = tl.constexpr(struct.unpack("<i", struct.pack("<f", MIN_SCALE))[0])
+_MIN_SCALE_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MIN_SCALE))[0])
 _SPLIT = tl.constexpr(SPLIT)
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-# FP32 beyond it are whole numbers: what is added to it is rounded, half to even, and stands in the low bits.
-_ROUNDS = tl.constexpr(1.5 * 2.0**23)
-_ROUNDS_BITS = tl.constexpr(0x4B400000)
+# Adding this constant rounds a number to an integer, half to even, and puts it in the low bits.
+_ROUND_OFFSET = tl.constexpr(1.5 * 2.0**23)
+_ROUND_OFFSET_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def tile_of(blocks, ROWS: tl.constexpr):
-    """The program's message, and its first block in it, int64."""
+    """Return the message of this program and its first block in it, int64."""
     tiles = tl.cdiv(blocks, ROWS)
     return (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles * ROWS).to(tl.int64)
 
 
 @triton.jit
 def scales_at(scales, message, first, blocks, size, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr):
-    """Where the scales of a tile begin."""
+    """Return the pointer to the first scale of a tile."""
     EACH: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     message_at = scales + message * size * (16 // EACH)
     return message_at + tl.cast(blocks, tl.int64) * (BLOCK * BITS // 8 // EACH) + first * SCALES
@@ -43,7 +43,7 @@ def scales_at(scales, message, first, blocks, size, BLOCK: tl.constexpr, BITS: t
 
 @triton.jit
 def sum_pairs(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """FP32 [ROWS] of [ROWS, BLOCK]: neighbours first. A sum of two has one order on every device."""
+    """Sum [ROWS, BLOCK] pairwise to FP32 [ROWS], in an order that is the same on every device."""
     for i in tl.static_range(10):
         if BLOCK >> i > 1:
             x = tl.sum(tl.reshape(x, (ROWS, BLOCK >> (i + 1), 2)), 2)
@@ -52,7 +52,7 @@ def sum_pairs(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_up(x, BFLOAT16: tl.constexpr):
-    """As `reference.round_up`; of what is not finite anything may come."""
+    """Round up as `reference.round_up`; undefined for numbers that are not finite."""
     if BFLOAT16:
         x = ((x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
     return x
@@ -60,7 +60,7 @@ def round_up(x, BFLOAT16: tl.constexpr):
 
 @triton.jit
 def round_nearest(x, BFLOAT16: tl.constexpr):
-    """Half to even, x not negative; of NaN anything may come."""
+    """Round x, not negative, to nearest, half to even; undefined for NaN."""
     if BFLOAT16:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -68,28 +68,28 @@ def round_nearest(x, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def settle(scales, largest):
-    """Zero for blocks that are too small, NaN for those with an entry that is not finite; largest: as bits."""
-    bits = tl.where(largest >= _LEAST, scales.to(tl.int32, bitcast=True), 0)
+def finalize_scales(scales, largest):
+    """Set scales of tiny blocks to zero, and of blocks with an entry that is not finite to NaN. largest: as bits."""
+    bits = tl.where(largest >= _MIN_SCALE_BITS, scales.to(tl.int32, bitcast=True), 0)
     return tl.where(largest >= _INFINITY, _NAN, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constexpr):
-    """FP32 [ROWS], two: of the smaller and of the larger magnitudes; the same twice where a block has one scale."""
+    """Return the scales of the small and of the large magnitudes, FP32 [ROWS] each; equal if a block has one scale."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
-    # As bits, magnitudes have the order of their numbers, and NaN is above all.
+    # The bits of magnitudes are ordered as the numbers, with NaN above all.
     largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 2), 1)
     if LARGEST is not None:
-        most = largest.to(tl.float32, bitcast=True)
-        low = settle(round_up(tl.div_rn(most, tl.full((ROWS,), LARGEST, tl.float32)), BFLOAT16), largest)
+        magnitude = largest.to(tl.float32, bitcast=True)
+        low = finalize_scales(round_up(tl.div_rn(magnitude, tl.full((ROWS,), LARGEST, tl.float32)), BFLOAT16), largest)
         high = low
     else:
         magnitudes = tl.reshape(tl.abs(x), (ROWS, BLOCK))
         mean = sum_pairs(magnitudes, ROWS, BLOCK) * (1.0 / BLOCK)
         if FORM == "1bit":
-            low = settle(round_nearest(mean, BFLOAT16), largest)
+            low = finalize_scales(round_nearest(mean, BFLOAT16), largest)
             high = low
         else:
             large = magnitudes > (mean * _SPLIT)[:, None]
@@ -98,14 +98,17 @@ def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constex
             above = sum_pairs(tl.where(large, magnitudes, 0.0), ROWS, BLOCK)
             below = tl.div_rn(below, tl.maximum(BLOCK - count, 1).to(tl.float32))
             above = tl.where(count > 0, tl.div_rn(above, tl.maximum(count, 1).to(tl.float32)), below)
-            low = settle(round_nearest(below, BFLOAT16), largest)
-            high = settle(round_nearest(above, BFLOAT16), largest)
+            low = finalize_scales(round_nearest(below, BFLOAT16), largest)
+            high = finalize_scales(round_nearest(above, BFLOAT16), largest)
     return low, high
 
 
 @triton.jit
 def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr):
-    """int32 [ROWS, WORDS, EACH]: the code of every entry. shift: as x, of the rounding; None rounds to nearest."""
+    """Return the code of every entry, int32 [ROWS, WORDS, EACH].
+
+    shift: random numbers in [0, 1) for stochastic rounding, of the shape of x; None rounds to nearest.
+    """
     negative = (x < 0).to(tl.int32)
     if FORM == "1bit":
         codes = negative
@@ -114,8 +117,8 @@ def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGES
         codes = (large.to(tl.int32) << 1) | negative
     else:
         scale = low[:, None, None]
-        told = scale > 0
-        ratio = tl.where(told, tl.div_rn(x, tl.where(told, scale, 1.0)), 0.0)
+        valid = scale > 0
+        ratio = tl.where(valid, tl.div_rn(x, tl.where(valid, scale, 1.0)), 0.0)
         if FORM == "e2m1":
             y = tl.abs(ratio)
             codes = (y > 0.25).to(tl.int32) + (y >= 0.75).to(tl.int32) + (y > 1.25).to(tl.int32)
@@ -130,23 +133,23 @@ def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGES
             level = tl.minimum(tl.maximum(tl.floor(ratio + shift), -LARGEST), LARGEST)
             codes = level.to(tl.int32) & ((1 << BITS) - 1)
         else:
-            # The scale is no less than the largest magnitude's share: no level is beyond the largest.
-            codes = ((ratio + _ROUNDS).to(tl.int32, bitcast=True) - _ROUNDS_BITS) & ((1 << BITS) - 1)
+            # No clamp: the scale was rounded up.
+            codes = ((ratio + _ROUND_OFFSET).to(tl.int32, bitcast=True) - _ROUND_OFFSET_BITS) & ((1 << BITS) - 1)
     return codes
 
 
 @triton.jit
 def negated(x, sign):
-    """x with the other sign where `sign`, int32, is 1, as it is where that is 0.
+    """Flip the sign of x where `sign`, int32, is 1.
 
-    By its bit: Triton 3.6 takes -x for 0 - x, which makes 0 of 0 and not -0.
+    By the sign bit, because Triton 3.6 computes -x as 0 - x, which gives 0 instead of -0.
     """
     return (x.to(tl.int32, bitcast=True) ^ (sign << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def values_of(codes, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
-    """FP32 that codes, int32, stand for; the scales are of the same shape, or spread to it."""
+    """Decode int32 codes to FP32. The scales have the shape of the codes, or broadcast to it."""
     if FORM == "1bit":
         values = negated(low, codes & 1)
     elif FORM == "2bit":
@@ -155,18 +158,17 @@ def values_of(codes, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
     else:
         if FORM == "e2m1":
             code = codes & 7
-            # In halves.
+            # In units of 0.5.
             level = tl.where(code < 2, code, (2 + (code & 1)) << (tl.maximum(code >> 1, 1) - 1)).to(tl.float32) * 0.5
             level = negated(level, codes >> 3)
         elif FORM == "e3m0":
             code = codes & 7
-            # In eighths.
+            # In units of 0.125.
             level = tl.where(code > 0, 1 << code, 0).to(tl.float32) * 0.125
             level = negated(level, codes >> 3)
         else:
-            level = ((codes << (32 - BITS)) >> (32 - BITS)).to(
-                tl.float32
-            )  # shifted back, the sign fills the upper bits
+            # The arithmetic right shift extends the sign.
+            level = ((codes << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
         values = level * low
     return values
 
@@ -188,8 +190,8 @@ def store_scale(at, scales, inside):
 
 
 @triton.jit
-def fill_up(scales, message, blocks, size, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr):
-    """Zeros from the last scale to the end of the message."""
+def store_padding(scales, message, blocks, size, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr):
+    """Write zeros from the last scale to the end of the message."""
     EACH: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     used = tl.cast(blocks, tl.int64) * (BLOCK * BITS // 8 // EACH + SCALES) + tl.arange(0, 8)
     end = tl.cast(size, tl.int64) * (16 // EACH)
@@ -198,9 +200,9 @@ def fill_up(scales, message, blocks, size, BLOCK: tl.constexpr, BITS: tl.constex
 
 @triton.jit
 def spread(x, SHIFT: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
-    """[WORDS, EACH]: x [WORDS] in every column, column i shifted right by i * SHIFT where that is not 0.
+    """Copy x [WORDS] to every column of [WORDS, EACH], with column i shifted right by i * SHIFT.
 
-    By joining x with itself, which keeps it all in the thread that has x: nothing goes through shared memory.
+    Joining x with itself keeps all columns in the thread that holds x, without shared memory.
     """
     x = tl.reshape(x, (WORDS, 1))
     for i in tl.static_range(5):
@@ -226,7 +228,7 @@ def decoded(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """FP32 [words of the tile, EACH]: what a message says of the tile's entries. Every word has its block's scales."""
+    """Decode a tile of a message to FP32 [words of the tile, EACH]. Each word reads the scales of its block."""
     EACH: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     word, inside = inside_of(first, blocks, BLOCK // EACH, WORDS)
@@ -242,14 +244,14 @@ def decoded(
 
 @triton.jit
 def inside_of(first, blocks, EACH: tl.constexpr, TILE: tl.constexpr):
-    """Numbers of what a tile has, EACH to a block, from its first block on; and which of them exist."""
+    """Return the indices of a tile's items, EACH per block, and a mask of those inside the message."""
     number = tl.arange(0, TILE)
     return number, number < (blocks - first) * EACH
 
 
 @triton.jit
 def store_values(out, message, first, blocks, values, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """[WORDS, EACH] to the tile of a row of `out`."""
+    """Store [WORDS, EACH] to the tile of a row of `out`."""
     WORDS: tl.constexpr = values.shape[0]
     EACH: tl.constexpr = values.shape[1]
     word, inside = inside_of(first, blocks, BLOCK // EACH, WORDS)
@@ -259,7 +261,7 @@ def store_values(out, message, first, blocks, values, BLOCK: tl.constexpr, ROWS:
 
 @triton.jit
 def uniform(key, first, ROWS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
-    """FP32 [ROWS, WORDS, EACH] of the entries from `first`, int64, on; as `rounding.uniform`."""
+    """Return FP32 [ROWS, WORDS, EACH] as `rounding.uniform`. first: position of the first entry, int64."""
     FOURS: tl.constexpr = EACH // 4
     row, word = tl.arange(0, ROWS)[:, None, None], tl.arange(0, WORDS)[None, :, None]
     counter = first // 4 + (row * WORDS + word) * FOURS + tl.arange(0, FOURS)[None, None, :]
@@ -288,9 +290,9 @@ def encode_kernel(
     HAS_ERROR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Rows of x to messages of `size` times 16 bytes, of `blocks` blocks each.
+    """Encode rows of x as messages of `blocks` blocks and `size` * 16 bytes.
 
-    HAS_ERROR: x minus what is decoded goes to `error`. STOCHASTIC: rounds by `key`.
+    HAS_ERROR: write x minus the decoded values to `error`. STOCHASTIC: round stochastically, by `key`.
     """
     EACH: tl.constexpr = 32 // BITS
     message, first = tile_of(blocks, ROWS)
@@ -305,8 +307,8 @@ def encode_kernel(
         shift = uniform(key, start, ROWS, BLOCK // EACH, EACH)
     codes = codes_of(value, low, high, shift, FORM, BITS, LARGEST)
     if HAS_ERROR:
-        left = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
-        tl.store(error + start + entry, left, mask=inside[:, None, None])
+        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        tl.store(error + start + entry, difference, mask=inside[:, None, None])
 
     packed = tl.sum(codes << (tl.arange(0, EACH) * BITS)[None, None, :], 2)
     tl.store(words + message * size * 4 + first * (BLOCK // EACH) + word, packed, mask=inside[:, None])
@@ -315,7 +317,7 @@ def encode_kernel(
     if SCALES == 2:
         store_scale(at + block * SCALES + 1, high, inside)
     if first + ROWS >= blocks:
-        fill_up(scales, message, blocks, size, BLOCK, BITS, SCALES)
+        store_padding(scales, message, blocks, size, BLOCK, BITS, SCALES)
 
 
 @triton.jit(do_not_specialize=["blocks", "size"])
@@ -331,14 +333,14 @@ def decode_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Messages of `size` times 16 bytes, of `blocks` blocks each, to as many rows of `out`."""
+    """Decode messages of `blocks` blocks and `size` * 16 bytes to rows of `out`."""
     message, first = tile_of(blocks, ROWS)
     values = decoded(words, scales, message, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     store_values(out, message, first, blocks, values, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["messages", "blocks", "size"])
-def add_up_kernel(
+def decode_and_sum_kernel(
     words,
     scales,
     out,
@@ -351,7 +353,7 @@ def add_up_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The sum of `messages` messages, in their order, in registers: `out` is written once."""
+    """Decode `messages` messages and add them in their order, in registers; `out` is written once."""
     message, first = tile_of(blocks, ROWS)
     total = tl.zeros((ROWS * BLOCK * BITS // 32, 32 // BITS), tl.float32)
     for i in range(messages):
@@ -359,14 +361,16 @@ def add_up_kernel(
     store_values(out, message, first, blocks, total, BLOCK, ROWS)
 
 
-@triton.jit(do_not_specialize=["turns"])
-def turn_kernel(x, turns, FACTOR: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr):
-    """Apply `rounding.hadamard_` to blocks of TURN entries, ROWS to a program. A stage is neighbours' sums, then their
-    differences, so that after all five every entry is back in its place."""
+@triton.jit(do_not_specialize=["rows"])
+def hadamard_kernel(x, rows, FACTOR: tl.constexpr, HADAMARD_SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Apply `rounding.hadamard_` to rows of HADAMARD_SIZE entries, ROWS per program.
+
+    Each stage stores the sums of neighbors before their differences, so that the entries are in order after five.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = x + row[:, None] * TURN + tl.arange(0, TURN)[None, :]
-    values = tl.load(at, mask=(row < turns)[:, None], other=0.0)
+    at = x + row[:, None] * HADAMARD_SIZE + tl.arange(0, HADAMARD_SIZE)[None, :]
+    values = tl.load(at, mask=(row < rows)[:, None], other=0.0)
     for _ in tl.static_range(5):
-        even, odd = tl.split(tl.reshape(values, (ROWS, TURN // 2, 2)))
-        values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (ROWS, TURN))
-    tl.store(at, values * FACTOR, mask=(row < turns)[:, None])
+        even, odd = tl.split(tl.reshape(values, (ROWS, HADAMARD_SIZE // 2, 2)))
+        values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (ROWS, HADAMARD_SIZE))
+    tl.store(at, values * FACTOR, mask=(row < rows)[:, None])

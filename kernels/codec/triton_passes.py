@@ -1,4 +1,4 @@
-"""The functions of `reference.py` on Triton kernels, each one launch. Nothing here waits for the device."""
+"""The functions of `reference.py` on Triton kernels, one launch each. None synchronizes with the device."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from kernels.codec import triton_kernels
-from kernels.codec.formats import FORMATS, TURN, message_bytes
+from kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
 from kernels.common import launching
 from kernels.common.launching import aligned
 
-_TILE = 2048  # entries of a tile, and no fewer than a block has
+_TILE = 2048  # entries of a tile; at least one block
 
 
 def encode(
     x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None, key: int | None = None
 ) -> Tensor:
-    """As `reference.encode`, of contiguous tensors."""
+    """Encode as `reference.encode`; tensors are contiguous."""
     assert x.is_contiguous() and (error is None or error.is_contiguous())
     rows, m = x.shape
     messages = torch.empty(rows, message_bytes(name, m, block, scale.itemsize), dtype=torch.uint8, device=x.device)
@@ -37,7 +37,7 @@ def encode(
 
 
 def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
-    """As `reference.decode`, of contiguous tensors."""
+    """Decode as `reference.decode`; tensors are contiguous."""
     assert out.is_contiguous()
     rows, m = out.shape
     sizes = m // block, messages.shape[1] // 16
@@ -45,24 +45,33 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
 
 
 def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
-    """As `reference.decode_and_sum`, of contiguous tensors; no message is decoded into memory."""
+    """Sum as `reference.decode_and_sum`; tensors are contiguous. Decoded messages are never stored."""
     assert out.is_contiguous()
     rows, size = messages.shape
     sizes = rows, out.numel() // block, size // 16
-    _launch(triton_kernels.add_up_kernel, 1, (*_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_kernels.decode_and_sum_kernel, 1, (*_parts(messages, scale), out), sizes, name, block)
 
 
 def hadamard_(x: Tensor) -> None:
-    """As `reference.hadamard_`, of a contiguous tensor."""
-    turns, rows = x.numel() // TURN, _TILE // TURN
-    grid, factor = (-(-turns // rows),), float(torch.tensor(TURN**-0.5, dtype=torch.float32))
-    launching.launch(triton_kernels.turn_kernel, grid, x, turns, warps=4, FACTOR=factor, TURN=TURN, ROWS=rows)
+    """Transform as `reference.hadamard_`; the tensor is contiguous."""
+    rows, per_tile = x.numel() // HADAMARD_SIZE, _TILE // HADAMARD_SIZE
+    grid, factor = (-(-rows // per_tile),), float(torch.tensor(HADAMARD_SIZE**-0.5, dtype=torch.float32))
+    launching.launch(
+        triton_kernels.hadamard_kernel,
+        grid,
+        x,
+        rows,
+        warps=4,
+        FACTOR=factor,
+        HADAMARD_SIZE=HADAMARD_SIZE,
+        ROWS=per_tile,
+    )
 
 
 def _parts(messages: Tensor, scale: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The messages in words, int32, and in scales, int16 or int32."""
+    """Return the messages viewed as words, int32, and as scales, int16 or int32."""
     flat = messages.reshape(-1)
-    if not aligned(flat) or flat.storage_offset() % 4 > 0:  # what is empty has no address
+    if not aligned(flat) or flat.storage_offset() % 4 > 0:  # an empty tensor has no address
         flat = flat.clone()
     return flat.view(torch.int32), flat.view(torch.int16 if scale == torch.bfloat16 else torch.int32)
 
@@ -78,7 +87,7 @@ def _launch(
     warps: int | None = None,
     **constants: Any,
 ) -> None:
-    """A program for every tile of every row; sizes[-2] are the blocks of a row. more: numbers after the sizes."""
+    """Launch one program per tile and row. sizes[-2]: blocks of a row. more: scalar arguments after the sizes."""
     form, per_tile = FORMATS[name], _TILE // block
     launching.launch(
         kernel,
@@ -86,7 +95,7 @@ def _launch(
         *tensors,
         *sizes,
         *more,
-        warps=warps or min(4, _TILE * form.bits // 1024),  # no thread without a word
+        warps=warps or min(4, _TILE * form.bits // 1024),  # every thread has a word
         FORM=name,
         BITS=form.bits,
         SCALES=form.scales,

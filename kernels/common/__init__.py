@@ -1,1 +1,1 @@
-"""What kernels share: launches over many tensors, tiles, tensors kept in host memory."""
+"""Shared parts of the kernels: launches over many tensors, tiles, state in host memory."""

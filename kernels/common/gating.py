@@ -1,19 +1,22 @@
-"""What the PyTorch passes share: writes that a flag gates on the device, and weight decay."""
+"""Writes that a flag on the device gates, and weight decay, for the PyTorch passes."""
 
 import torch
 from torch import Tensor
 
 
 def known_false(flag: Tensor) -> bool:
-    """Whether the host can see at once that the flag is false: on a CPU. A GPU is not waited for."""
+    """Return True if the flag is false and on a CPU. On a GPU the answer would need a synchronization."""
     return flag.is_cpu and not flag
 
 
 def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where the step is applied; after `known_false`."""
+    """Select `new` if the step is applied, else `old`. A flag on a CPU is true here: `known_false` was checked."""
     return new if applied.is_cpu else torch.where(applied, new, old)
 
 
 def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
-    """parameter -= rate * parameter. A factor 1 - rate, rounded to FP32, would err the same way every step."""
+    """Decay in place: parameter -= rate * parameter.
+
+    A factor 1 - rate would be rounded to FP32, with the same error in every step.
+    """
     parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)

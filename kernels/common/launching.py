@@ -1,4 +1,4 @@
-"""What a Triton launch over many tensors needs from the host: the pointer table, the tiles, the launch itself."""
+"""Host side of Triton launches over many tensors: pointer table, tiles, and the launch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,23 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (tensor, first block, block after the last one)
+# (tensor, first block, end block)
 Range = tuple[int, int, int]
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies what the host made to the device, without waiting for it."""
+    """Copy a host tensor to the device without a synchronization."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class DeviceTable:
-    """Rows of numbers on the device, sent when they change."""
+    """A matrix on the device that is copied from the host when its content changes."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
         self._content: list[Any] | None = None
 
     def set(self, content: list[Any]) -> Tensor:
+        """Update the rows if they differ from the previous content. Returns the tensor on the device."""
         if content != self._content:
             rows = torch.tensor(content, dtype=self.values.dtype).view(self.values.shape)
             self.values.copy_(to_device(rows, self.values.device))
@@ -31,9 +32,14 @@ class DeviceTable:
 
 
 class TileSchedule:
-    """Lists of tiles over tensors in blocks, kept on the device; see `triton_common`.
+    """Lists of tiles over tensors in blocks, cached on the device; see `triton_common`.
 
-    entries: what a tile holds, roughly; it has at least one block. per_warp: entries for every warp of a program.
+    Args:
+        sizes: Entries of each tensor.
+        block_size: Entries of a block.
+        entries: Approximate entries of a tile, which has at least one block.
+        per_warp: Entries per warp of a program.
+        device: Device of the lists.
     """
 
     def __init__(
@@ -47,20 +53,22 @@ class TileSchedule:
 
     @property
     def shape(self) -> dict[str, int]:
+        """Constants of the kernels that depend on the tiles."""
         return {"ROWS": self.rows, "BYTES": self.bytes, "BLOCK": self.block_size}
 
     def whole(self) -> list[Range]:
-        """All blocks of all tensors."""
+        """Return all blocks of all tensors."""
         return [(i, 0, -(-n // self.block_size)) for i, n in enumerate(self.sizes)]
 
     def lists(self, ranges: tuple[Range, ...], kinds: tuple[tuple[bool, Any], ...]) -> list[tuple[Tensor, bool, Any]]:
-        """Launches that cover `ranges`: (int32 (tiles, 3), EASY, kind).
+        """Return the launches that cover `ranges` as (tiles, int32 (tiles, 3); ALIGNED_TILE; kind).
 
-        kinds: per tensor, whether its storage is 16-byte aligned, and what else sets launches apart (dtypes).
+        kinds: for each tensor, whether its storage is aligned to 16 bytes, and a key, such as its dtype; tensors with
+            different keys need separate launches.
         """
         key = (ranges, kinds)
         if key not in self._lists:
-            # Gradients that keep changing their alignment. A step asks for a few lists of every stretch it goes by.
+            # Too many lists, because the alignment of gradients changes: a step needs only a few for each chunk.
             if len(self._lists) > 128 + 16 * len(self.sizes):
                 self._lists.clear()
             self._lists[key] = self._build(ranges, kinds)
@@ -70,24 +78,25 @@ class TileSchedule:
         launches: dict[tuple[bool, Any], list[Tensor]] = {}
         for tensor, first, end in ranges:
             aligned, kind = kinds[tensor]
-            # Blocks from `complete` on are not full.
+            # Blocks from `complete` on are partial.
             complete = min(end, self.sizes[tensor] // self.block_size) if aligned else first
-            easy = max(0, complete - first) // self.rows * self.rows
-            for is_easy, start, stop in ((True, first, first + easy), (False, first + easy, end)):
+            full = max(0, complete - first) // self.rows * self.rows
+            for is_full, start, stop in ((True, first, first + full), (False, first + full, end)):
                 if start < stop:
                     rows = torch.arange(start, stop, self.rows, dtype=torch.int32)
                     count = (stop - rows).clamp(max=self.rows)
                     tiles = torch.stack([torch.full_like(rows, tensor), rows, count], dim=1)
-                    launches.setdefault((is_easy, kind), []).append(tiles)
-        return [(to_device(torch.cat(parts), self.device), easy, kind) for (easy, kind), parts in launches.items()]
+                    launches.setdefault((is_full, kind), []).append(tiles)
+        return [(to_device(torch.cat(parts), self.device), full, kind) for (full, kind), parts in launches.items()]
 
 
 def aligned(*tensors: Tensor) -> bool:
+    """Return True if all tensors begin at a multiple of 16 bytes."""
     return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
-    """Runs a Triton kernel on the device of its first argument; an empty grid runs nothing."""
+    """Launch a Triton kernel on the device of its first argument, unless the grid is empty."""
     if 0 in grid:
         return
     device = arguments[0].device
@@ -99,9 +108,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **co
 
 
 class Writable:
-    """Contiguous forms of tensors to write to; `store` takes back what had to be copied.
+    """Contiguous, writable versions of tensors, in `flat`. `store` copies back those that are not views.
 
-    masters: FP32, what is written to instead, and the tensors are copies of.
+    masters: FP32 weights that are updated instead; the tensors are their copies in another dtype.
     """
 
     def __init__(self, tensors: list[Tensor], masters: list[Tensor] | None = None) -> None:
@@ -109,12 +118,12 @@ class Writable:
         self.flat = masters if masters is not None else [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
     def store(self, numbers: range | None = None) -> None:
-        """Takes back the tensors of these numbers, all by default."""
+        """Copy the tensors of these indices back; all by default."""
         for i in numbers if numbers is not None else range(len(self.flat)):
             if self.flat[i] is not self._tensors[i]:
                 self._tensors[i].copy_(self.flat[i].view(self._tensors[i].shape))
 
 
 def as_flag(applied: Tensor) -> Tensor:
-    """A bool as the byte that kernels load."""
+    """View a bool tensor as the bytes that kernels load."""
     return applied.view(torch.uint8)

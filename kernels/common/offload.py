@@ -1,8 +1,8 @@
-"""Optimizer state in host memory, of which two groups of tensors at a time are on the device.
+"""Optimizer state in host memory, with two groups of tensors at a time on the device.
 
-A pass walks over its tensors: while it works on a group, the next one is fetched on a side stream, and what it has
-written goes back after it. Host memory is locked ("pinned"), so that copies need no host. On a CPU the same copies are
-made in turn.
+While a pass processes one group of tensors, the next group is copied to the device on a separate CUDA stream; changed
+groups are copied back afterwards. Host memory is pinned, so that copies are asynchronous. On a CPU the same copies are
+blocking.
 """
 
 import os
@@ -14,31 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# [first, end) among the tensors
-Stretch = tuple[int, int]
+# [first, end) of tensor indices
+TensorRange = tuple[int, int]
 
 
 class BlockingCopies:
-    """Copies where there are no streams: at once."""
+    """Blocking copies, for devices without streams."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Start target = source."""
         target.copy_(source)
 
     def record(self) -> Any:
-        """A mark after the copies so far, for `main_waits`."""
+        """Return an event after all copies so far, for `main_waits`."""
 
     def main_waits(self, event: Any) -> None:
-        """Work queued from here on runs after the mark."""
+        """Make the current stream wait for an event of `record`."""
 
     def wait_for_main(self) -> None:
-        """Copies from here on run after all work queued so far."""
+        """Make later copies wait for all work that is queued on the current stream."""
 
     def finish(self) -> None:
-        """Returns when all copies are done."""
+        """Wait until all copies are done."""
 
 
 class CopyStream(BlockingCopies):
-    """Copies on a CUDA stream of their own."""
+    """Asynchronous copies on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -63,15 +64,16 @@ class CopyStream(BlockingCopies):
 class DoubleBuffer:
     """A flat FP32 buffer on the host, and two buffers on the device, each as long as the largest tensor.
 
-    Consecutive tensors make groups that fit a buffer; groups take the two buffers in turn.
+    Consecutive tensors form groups that fit into one buffer; groups alternate between the two buffers.
 
     Args:
-        spans: where every tensor's entries lie in the flat buffer, (start, end), ascending.
-        entries: of the flat buffer.
+        spans: (start, end) of every tensor in the flat buffer, ascending.
+        entries: Size of the flat buffer.
+        device: Device of the two buffers.
 
     Attributes:
-        host: FP32 (entries,). Call `finish` before it is read or written.
-        views: FP32, each tensor on the device; valid inside `walk` for the tensors of the stretch.
+        host: FP32 (entries,). Call `finish` before reading or writing it.
+        views: Each tensor on the device, FP32; valid inside `walk` for the tensors that it yields.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], entries: int, device: torch.device) -> None:
@@ -81,33 +83,33 @@ class DoubleBuffer:
         if device.type != "cpu" and not in_dry_run():
             self._side = CopyStream(device)
             _pin(self.host)
-            # Not when the process ends: CUDA may be gone by then.
+            # Not at exit of the process, when CUDA may have been shut down.
             weakref.finalize(self, _unpin, self.host, self._side).atexit = False
         self.capacity = _largest(self.spans)
         self._group: list[int] = []
-        begins: list[int] = []  # of every group in the flat buffer
+        begins: list[int] = []  # start of every group in the flat buffer
         for start, end in self.spans:
             if not begins or end - begins[-1] > self.capacity:
                 begins.append(start)
             self._group.append(len(begins) - 1)
         sizes = [self.capacity] * min(2, len(begins))
         self.buffers = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
-        self._side.wait_for_main()  # whose work on this memory, freed before, may still be queued
+        self._side.wait_for_main()  # the memory may have been freed with work on it still queued
         self._shift = [(number % 2, begin) for number, begin in enumerate(begins)]
         self.views = [self._on_device(start, end, i) for i, (start, end) in enumerate(self.spans)]
-        self._sequences: dict[tuple[Stretch, ...], list[Stretch]] = {}
-        self._coming: dict[Stretch, Any] = {}
+        self._sequences: dict[tuple[TensorRange, ...], list[TensorRange]] = {}
+        self._fetched: dict[TensorRange, Any] = {}
 
     @staticmethod
-    def pays(spans: Sequence[tuple[int, int]], entries: int) -> bool:
-        """Whether the host takes more than the two buffers would hold."""
+    def saves_memory(spans: Sequence[tuple[int, int]], entries: int) -> bool:
+        """Return True if the flat buffer is larger than the two buffers on the device."""
         return entries > 2 * _largest(spans)
 
-    def sequence(self, parts: Sequence[Stretch]) -> list[Stretch]:
-        """The parts, cut where a group ends."""
+    def sequence(self, parts: Sequence[TensorRange]) -> list[TensorRange]:
+        """Split ranges of tensors where a group ends."""
         key = tuple(parts)
         if key not in self._sequences:
-            found: list[Stretch] = []
+            found: list[TensorRange] = []
             for first, end in key:
                 start = first
                 for tensor in range(first + 1, end + 1):
@@ -117,62 +119,67 @@ class DoubleBuffer:
             self._sequences[key] = found
         return self._sequences[key]
 
-    def arrive(self, stretch: Stretch, following: Stretch | None) -> None:
-        """Waits for a stretch, on the device, and starts fetching the one after it."""
-        self._fetch(stretch)
-        self._side.main_waits(self._coming.pop(stretch))
+    def acquire(self, tensors: TensorRange, following: TensorRange | None) -> None:
+        """Make the current stream wait for these tensors, and start copying the following ones to the device."""
+        self._fetch(tensors)
+        self._side.main_waits(self._fetched.pop(tensors))
         if following is not None:
             self._fetch(following)
 
-    def leave(self, stretch: Stretch, changed: bool) -> None:
-        """Writes a stretch back after the work that is queued on it."""
-        self._side.wait_for_main()  # also where nothing is written: the buffer is another group's next
+    def release(self, tensors: TensorRange, changed: bool) -> None:
+        """Copy the tensors back to the host if they were changed, after the work that is queued on them."""
+        self._side.wait_for_main()  # also without changes, because the buffer is reused for another group
         if changed:
-            there, here = self._both(stretch)
-            self._side.copy(there, here)
+            on_host, on_device = self._both(tensors)
+            self._side.copy(on_host, on_device)
 
-    def forget(self) -> None:
-        """Drops what was fetched for a pass that did not come to its end."""
-        self._coming.clear()
+    def discard_fetched(self) -> None:
+        """Discard tensors that were copied to the device for a pass that did not complete."""
+        self._fetched.clear()
 
     def finish(self) -> None:
-        """Waits until all that was written lies in `host`, which may be read and written then."""
+        """Wait for all copies. `host` is up to date afterwards, and may be read and written."""
         self._side.finish()
-        self.forget()
+        self.discard_fetched()
 
-    def _fetch(self, stretch: Stretch) -> None:
-        if stretch not in self._coming:
-            there, here = self._both(stretch)
-            # What the buffer held before has been left: the copies wait for that.
-            self._side.copy(here, there)
-            self._coming[stretch] = self._side.record()
+    def _fetch(self, tensors: TensorRange) -> None:
+        if tensors not in self._fetched:
+            on_host, on_device = self._both(tensors)
+            # The buffer is free: `release` of its previous group made later copies wait.
+            self._side.copy(on_device, on_host)
+            self._fetched[tensors] = self._side.record()
 
-    def _both(self, stretch: Stretch) -> tuple[Tensor, Tensor]:
-        """A stretch on the host and on the device."""
-        start, end = self.spans[stretch[0]][0], self.spans[stretch[1] - 1][1]
-        return self.host[start:end], self._on_device(start, end, stretch[0])
+    def _both(self, tensors: TensorRange) -> tuple[Tensor, Tensor]:
+        """Return (tensors on the host, tensors on the device), flat."""
+        start, end = self.spans[tensors[0]][0], self.spans[tensors[1] - 1][1]
+        return self.host[start:end], self._on_device(start, end, tensors[0])
 
     def _on_device(self, start: int, end: int, tensor: int) -> Tensor:
         buffer, begin = self._shift[self._group[tensor]]
         return self.buffers[buffer][start - begin : end - begin]
 
 
-def walk(windows: Sequence[DoubleBuffer], part: Stretch, parts: Sequence[Stretch], changed: bool) -> Iterator[Stretch]:
-    """The part's tensors, stretch by stretch, each on the device while it is the caller's turn.
+def walk(
+    windows: Sequence[DoubleBuffer], part: TensorRange, parts: Sequence[TensorRange], changed: bool
+) -> Iterator[TensorRange]:
+    """Yield ranges of tensors that are on the device until the next iteration.
 
-    windows: of the same tensors, cut alike. parts: all that the pass will go through, in order, `part` among them.
-    changed: whether the caller writes.
+    Args:
+        windows: Buffers of the same tensors with the same groups.
+        part: Range of tensors to iterate over.
+        parts: All ranges that the pass will process, in order; `part` is one of them.
+        changed: True if the caller writes to the tensors.
     """
     sequence = windows[0].sequence(parts)
     following = dict(zip(sequence, [*sequence[1:], None], strict=True))
-    for stretch in windows[0].sequence((part,)):
+    for tensors in windows[0].sequence((part,)):
         for window in windows:
-            if stretch == sequence[0]:
-                window.forget()
-            window.arrive(stretch, following[stretch])
-        yield stretch
+            if tensors == sequence[0]:
+                window.discard_fetched()
+            window.acquire(tensors, following[tensors])
+        yield tensors
         for window in windows:
-            window.leave(stretch, changed)
+            window.release(tensors, changed)
 
 
 def _largest(spans: Sequence[tuple[int, int]]) -> int:
@@ -183,22 +190,22 @@ def _largest(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def in_dry_run() -> bool:
-    """Whether tensors are fake: they have sizes and no memory."""
+    """Return True if tensors are fake, that is, have sizes but no memory."""
     return torch._guards.detect_fake_mode() is not None
 
 
 def free_host_memory() -> int:
-    """Bytes that this process can still take: what the host has left, or its control group (Slurm's, a container's)."""
+    """Return the bytes that this process can still allocate on the host, within the limits of its control groups."""
     try:
-        figures = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(figures["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([free, *_left_in_groups()])
+    return min([free, *_free_in_cgroups()])
 
 
-def _left_in_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Bytes left in each limited control group (version 2) that the process is in; cached files can be dropped."""
+def _free_in_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yield the bytes left in each control group (version 2) with a limit. Cached files count as free."""
     try:
         (own,) = (line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
     except (OSError, ValueError):
@@ -212,13 +219,13 @@ def _left_in_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/
             used = int((group / "memory.current").read_text())
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except OSError:
-            continue  # the root has no limit
+            continue  # the root group has no limit
         if limit != "max":
             yield max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
 
 
 def check_host_memory(needed: int) -> None:
-    """Raises ValueError where the host has less than so many bytes left; a dry run needs none."""
+    """Raise ValueError if the host has fewer than `needed` bytes left. A dry run needs none."""
     free = free_host_memory()
     if needed > free and not in_dry_run():
         raise ValueError(
@@ -228,12 +235,12 @@ def check_host_memory(needed: int) -> None:
 
 
 def _pin(tensor: Tensor) -> None:
-    """Locks the tensor's memory where it is: PyTorch's own pinned tensors take the next power of two."""
-    portable = 1  # for all devices: the current one may be another than the tensors'
+    """Pin the tensor's memory in place. PyTorch's own pinned tensors are rounded up to a power of two."""
+    portable = 1  # for all devices: the current device may differ from the tensors' device
     error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable))
     if error != 0:
         raise ValueError(
-            f"{tensor.nbytes / 1e9:.2f} GB of host memory for offload cannot be locked (CUDA error {error}); free "
+            f"{tensor.nbytes / 1e9:.2f} GB of host memory for offload cannot be pinned (CUDA error {error}); free "
             "some, raise the limit on locked memory (ulimit -l), or leave offload empty"
         )
 

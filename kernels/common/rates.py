@@ -1,14 +1,16 @@
-"""The hyper-parameters that passes over a tensor take."""
+"""Hyper-parameters of the passes over one tensor."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rates:
-    """One tensor's hyper-parameters in a step.
+    """Hyper-parameters of one tensor in one step.
 
-    scale: factor on the gradient, the number of replicas where these are summed.
-    counted: whether the tensor counts in the norm over the model.
+    Attributes:
+        lr, beta1, beta2, eps, weight_decay: As in AdamW.
+        scale: Factor on the gradient: the number of replicas if their gradients are summed.
+        counted: True if the tensor is part of the gradient norm of the model.
     """
 
     lr: float

@@ -1,44 +1,51 @@
-"""Where optimizer state lies: on the device, or in host memory."""
+"""Storage of optimizer state: on the device, or in host memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.common.offload import DoubleBuffer, Stretch, check_host_memory, walk
+from kernels.common.offload import DoubleBuffer, TensorRange, check_host_memory, walk
 
-# Where every tensor's entries lie in a flat buffer, (start, end), ascending; and the buffer's entries.
+# ((start, end) of every tensor in a flat buffer, ascending; size of the buffer).
 StateAllocation = tuple[Sequence[tuple[int, int]], int]
 
 
 class Storage:
-    """Flat FP32 buffers of several kinds of state, zeros at first, and the tensors in them.
+    """Flat FP32 buffers of several kinds of state, initially zero, and the tensors in them.
 
     Args:
-        rooms: by kind.
-        offload: the kinds that are to lie in host memory. Those stay on the device that its two buffers would hold.
+        allocations: By kind.
+        offload: Kinds to store in host memory. A kind that would fit into the two device buffers stays on the device.
+        device: Device of the passes.
 
     Attributes:
-        flat: FP32 by kind, on the host where that is offloaded; call `finish` before it is read or written.
-        tensors: by kind, as passes see them, on the device.
-        windows: of the kinds that are offloaded.
+        flat: FP32 buffers by kind, on the host if offloaded; call `finish` before reading or writing them.
+        tensors: By kind, on the device, as passes access them.
+        windows: Buffers of the offloaded kinds.
     """
 
-    def __init__(self, rooms: Mapping[str, StateAllocation], offload: Sequence[str], device: torch.device) -> None:
-        away = [kind for kind, room in rooms.items() if kind in offload and DoubleBuffer.pays(*room)]
-        check_host_memory(4 * sum(rooms[kind][1] for kind in away))
-        self.windows = {kind: DoubleBuffer(*rooms[kind], device) for kind in away}
+    def __init__(
+        self, allocations: Mapping[str, StateAllocation], offload: Sequence[str], device: torch.device
+    ) -> None:
+        offloaded = [
+            kind
+            for kind, allocation in allocations.items()
+            if kind in offload and DoubleBuffer.saves_memory(*allocation)
+        ]
+        check_host_memory(4 * sum(allocations[kind][1] for kind in offloaded))
+        self.windows = {kind: DoubleBuffer(*allocations[kind], device) for kind in offloaded}
         self.flat: dict[str, Tensor] = {}
         self.tensors: dict[str, list[Tensor]] = {}
-        for kind, (spans, entries) in rooms.items():
-            if kind in away:
+        for kind, (spans, entries) in allocations.items():
+            if kind in offloaded:
                 self.flat[kind], self.tensors[kind] = self.windows[kind].host, self.windows[kind].views
                 continue
             self.flat[kind] = torch.zeros(entries, dtype=torch.float32, device=device)
             self.tensors[kind] = [self.flat[kind][start:end] for start, end in spans]
 
     def kept(self, kind: str) -> list[Tensor]:
-        """The tensors where they are kept, on the host where offloaded; up to date."""
+        """Return the stored tensors, up to date; on the host if offloaded."""
         if kind not in self.windows:
             return self.tensors[kind]
         self.finish()
@@ -46,14 +53,20 @@ class Storage:
         return [window.host[start:end] for start, end in window.spans]
 
     def finish(self) -> None:
-        """Waits until what is offloaded lies in host memory."""
+        """Wait until host memory contains the current values of offloaded state."""
         for window in self.windows.values():
             window.finish()
 
-    def walk(self, kinds: Sequence[str], part: Stretch, parts: Sequence[Stretch], changed: bool) -> Iterator[Stretch]:
-        """The part's tensors [first, end), those at a time whose offloaded state is on the device.
+    def walk(
+        self, kinds: Sequence[str], part: TensorRange, parts: Sequence[TensorRange], changed: bool
+    ) -> Iterator[TensorRange]:
+        """Yield ranges of tensors [first, end) of `part` whose offloaded state is on the device.
 
-        kinds: what the pass works on. parts: all that it will go through, in order. changed: whether it writes.
+        Args:
+            kinds: Kinds of state that the pass uses.
+            part: Range of tensors to iterate over.
+            parts: All ranges that the pass will process, in order.
+            changed: True if the pass writes the state.
         """
         windows = [self.windows[kind] for kind in kinds if kind in self.windows]
         if not windows:

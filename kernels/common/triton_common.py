@@ -1,14 +1,14 @@
-"""What the Triton kernels share: the pointer table, tiles, and the bits of a mask.
+"""Shared parts of the Triton kernels: pointer table, tiles, bits of a mask, and the AdamS update.
 
-A launch covers many tensors. Program i works on tile i of a list, three int32 a tile: tensor, first block, blocks.
-A tile is ROWS blocks of BLOCK entries of one tensor, held as [ROWS, BYTES, 8]: the last axis runs over the bits of a
-mask's byte, and BYTES is the next power of two of BLOCK / 8. Where the entries lie stands in the table, a row of int64
-a tensor. EASY tiles are whole and their storage is 16-byte aligned, so that loads are wide; all others go in a launch
-of their own.
+A launch covers many tensors. Program i processes tile i of a list with three int32 per tile: tensor, first block,
+number of blocks. A tile has ROWS blocks of BLOCK entries of one tensor, as [ROWS, BYTES, 8]: the last axis is the bits
+of a mask's byte, and BYTES is BLOCK / 8, rounded up to a power of two. The pointer table has one row of int64 per
+tensor with the addresses of its data. With ALIGNED_TILE the tile is complete and its storage is aligned to 16 bytes, so
+that loads are wide; all other tiles use a separate launch.
 
-The entries of a mask are visited bit by bit (`lowest`), so that work on the payload is done by few lanes and not by
-all. Nothing depends on the width of a warp. `enable_fp_fusion` is off at every launch: a multiplication and an
-addition round twice, as they do in PyTorch.
+Kernels iterate over the set bits of each mask byte (`lowest`), so that only the entries of the payload are processed.
+No result depends on the warp size. `enable_fp_fusion` is off at every launch: a multiplication and an addition are
+rounded separately, as in PyTorch.
 """
 
 import triton
@@ -19,25 +19,25 @@ GRADIENT = tl.constexpr(0)  # address
 PARAMETER = tl.constexpr(1)  # address
 STATE = tl.constexpr(2)  # address
 SIZE = tl.constexpr(3)  # entries
-FIRST_BLOCK = tl.constexpr(4)  # in the masks; -1 for a tensor that is exchanged whole
+FIRST_BLOCK = tl.constexpr(4)  # in the masks; -1 for a tensor that is not sparsified
 PAYLOAD = tl.constexpr(5)  # position of its first entry in the payload
 PER_BLOCK = tl.constexpr(6)  # entries of a full block in the payload
-OUTSIDE = tl.constexpr(7)  # entries outside the mask in use
+OUTSIDE = tl.constexpr(7)  # entries outside the current mask
 ROW = tl.constexpr(8)  # entries of a row
-VISITED_ROWS = tl.constexpr(9)  # position of its first row in the rates of visits
-VISITED_COLUMNS = tl.constexpr(10)  # and of its first column
-START = tl.constexpr(11)  # its first entry in the tensor that it is a piece of
-COMMON = tl.constexpr(12)  # address, of pieces that this replica owns
-MASTER = tl.constexpr(13)  # address, likewise
+VISITED_ROWS = tl.constexpr(9)  # position of its first row in the visit rates
+VISITED_COLUMNS = tl.constexpr(10)  # position of its first column
+START = tl.constexpr(11)  # its first entry in the whole tensor, for a slice of a tensor
+COMMON = tl.constexpr(12)  # address of the common buffer, for slices that this replica owns
+MASTER = tl.constexpr(13)  # address of the master weights, likewise
 WIDTH = tl.constexpr(14)
 
 
 def table_row(*values: int) -> tuple[int, ...]:
-    """A row of the pointer table; columns that the caller's kernels do not read are left out at the end."""
+    """Return a row of the pointer table. Trailing columns that the caller's kernels do not read may be omitted."""
     return *values, *(0,) * (WIDTH.value - len(values))
 
 
-# Columns of the rates, FP32.
+# Columns of the table of hyper-parameters, FP32.
 BETA1 = tl.constexpr(0)
 GRADIENT_RATE = tl.constexpr(1)  # (1 - beta1) * scale
 ONE_MINUS_BETA1 = tl.constexpr(2)
@@ -46,7 +46,7 @@ ONE_MINUS_BETA2 = tl.constexpr(4)
 EPS = tl.constexpr(5)
 LR = tl.constexpr(6)
 DECAY = tl.constexpr(7)  # lr * weight_decay
-COUNTED = tl.constexpr(8)  # 1 where the tensor counts in the norm, else 0
+COUNTED = tl.constexpr(8)  # 1 if the tensor is part of the gradient norm, else 0
 RATES = tl.constexpr(9)
 
 
@@ -70,7 +70,7 @@ def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED_TI
 
 @triton.jit
 def tile_of(tiles, table, BLOCK: tl.constexpr):
-    """Tensor, first block in it, first entry (int64), and entries of this program's tile."""
+    """Return tensor, first block, first entry (int64) and number of entries of this program's tile."""
     at = tiles + 3 * tl.program_id(0)
     tensor = tl.load(at)
     row = tl.load(at + 1)
@@ -81,7 +81,7 @@ def tile_of(tiles, table, BLOCK: tl.constexpr):
 
 @triton.jit
 def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr):
-    """Numbers of the tile's entries, int32 [ROWS, BYTES, 8], and which of them exist."""
+    """Return the indices of the tile's entries, int32 [ROWS, BYTES, 8], and a mask of those that exist."""
     byte = tl.arange(0, BYTES)[None, :, None]
     local = tl.arange(0, ROWS)[:, None, None] * BLOCK + byte * 8 + tl.arange(0, 8)[None, None, :]
     inside = (byte < BLOCK // 8) & (local >= 0)
@@ -92,7 +92,7 @@ def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile's bytes of a packed mask, int32 [ROWS, BYTES]; all ones unless `masked`, 0 where no entry is."""
+    """Load the tile's bytes of a packed mask, int32 [ROWS, BYTES]: all ones unless `masked`; 0 beyond the tensor."""
     line = tl.arange(0, ROWS)[:, None]
     byte = tl.arange(0, BYTES)[None, :]
     first = line * BLOCK + byte * 8
@@ -105,13 +105,13 @@ def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexp
 
 @triton.jit
 def spread(bits):
-    """bool [ROWS, BYTES, 8] from bytes, int32 [ROWS, BYTES]."""
+    """Unpack bytes, int32 [ROWS, BYTES], to bool [ROWS, BYTES, 8]."""
     return ((bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0
 
 
 @triton.jit
 def count_bits(bits):
-    """Set bits of each byte."""
+    """Return the number of set bits of each byte."""
     bits = bits - ((bits >> 1) & 0x55)
     bits = (bits & 0x33) + ((bits >> 2) & 0x33)
     return (bits + (bits >> 4)) & 0x0F
@@ -119,7 +119,7 @@ def count_bits(bits):
 
 @triton.jit
 def lowest(bits):
-    """Number of the lowest set bit of each byte; 0 for none."""
+    """Return the index of the lowest set bit of each byte; 0 if no bit is set."""
     low = bits & -bits
     return (
         ((low & 0xAA) != 0).to(tl.int32) + ((low & 0xCC) != 0).to(tl.int32) * 2 + ((low & 0xF0) != 0).to(tl.int32) * 4
@@ -127,10 +127,10 @@ def lowest(bits):
 
 
 @triton.jit
-def payload_places(table, tensor, row, used, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the tile's entries begin in the payload, int64 (), and from there those of each byte, int32 [ROWS, BYTES].
+def payload_positions(table, tensor, row, used, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the position of the tile in the payload, int64 (), and the relative one of each byte, int32 [ROWS, BYTES].
 
-    Every block sends PER_BLOCK entries.
+    Every block has PER_BLOCK entries in the payload.
     """
     per_block = cell(table, tensor, PER_BLOCK)
     base = cell(table, tensor, PAYLOAD) + row * per_block
@@ -153,9 +153,10 @@ def adams(
     unbias2,
     CLIP_MOMENT: tl.constexpr,
 ):
-    """AdamS: the new moment, and the step without the learning rate, from last step's moment and the gradient.
+    """Compute AdamS: the new first moment, and the update without the learning rate.
 
-    unbias1, unbias2: 1 / (1 - beta^t) of both moments. `clipped` is what the second moment sees.
+    before: first moment of the last step. clipped: clipped gradient, for the second moment, and with CLIP_MOMENT for
+    the first one. unbias1, unbias2: 1 / (1 - beta^t) of both moments.
     """
     second = before * before * beta2 + clipped * clipped * square_rate
     if CLIP_MOMENT:

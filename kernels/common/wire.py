@@ -1,9 +1,9 @@
-"""What a stretch of a message takes on the wire. Plain arithmetic: no torch."""
+"""Alignment of messages. Plain arithmetic: no torch."""
 
-# NCCL moves 16 bytes at a time where a stretch begins and ends at multiples of as many, and less where it does not.
+# NCCL transfers 16 bytes at a time if a buffer begins and ends at multiples of 16, and less otherwise.
 ALIGNED = 16
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Bytes of a stretch on the wire that says so many: filled up with zeros, so that the next one begins aligned."""
+    """Return `nbytes`, rounded up so that the data that follows is aligned. The padding is zeros."""
     return -(-nbytes // ALIGNED) * ALIGNED

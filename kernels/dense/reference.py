@@ -1,4 +1,4 @@
-"""Dense AdamS and the finite check in plain PyTorch: the specification, and what runs on a CPU."""
+"""Dense AdamS and the finite check in plain PyTorch: the specification, and the CPU implementation."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from kernels.common.gating import decay_, gated, known_false
 
 
 def finite(gradients: list[Tensor]) -> Tensor:
-    """bool (len(gradients),): whether each flat gradient is free of NaN and Inf. One read, no temporary."""
+    """Check flat gradients: bool (len(gradients),), false for a gradient with NaN or Inf. One read, no temporary."""
     one = torch.ones((), dtype=torch.bool, device=gradients[0].device)
-    verdicts = []
+    results = []
     for gradient in gradients:
         if gradient.numel() == 0:
-            verdicts.append(one)
+            results.append(one)
             continue
         low, high = gradient.aminmax()  # NaN propagates through both
-        verdicts.append(low.isfinite() & high.isfinite())
-    return torch.stack(verdicts)
+        results.append(low.isfinite() & high.isfinite())
+    return torch.stack(results)
 
 
 def adams_update_(
@@ -31,7 +31,11 @@ def adams_update_(
     bias_corrections: tuple[Tensor, Tensor],
     applied: Tensor,
 ) -> None:
-    """Dense AdamS: v = beta2 * m^2 + (1 - beta2) * g^2 from last step's m (AdamS paper, Algorithm 1)."""
+    """Update in place with dense AdamS (AdamS paper, Algorithm 1).
+
+    The second moment is v = beta2 * m^2 + (1 - beta2) * g^2 with the first moment m of the last step. All tensors are
+    FP32 (n,). applied: bool (); nothing is written if it is false.
+    """
     if known_false(applied):
         return
     beta1, beta2 = betas

@@ -8,7 +8,7 @@ from kernels.dense.reference import adams_update_
 
 
 class TorchAdams:
-    """Dense AdamS on `kernels.dense.reference`."""
+    """Dense AdamS with `kernels.dense.reference`."""
 
     def step(
         self,
@@ -19,12 +19,15 @@ class TorchAdams:
         steps: Tensor,
         applied: Tensor,
     ) -> None:
-        """One step.
+        """Update all parameters in place.
 
         Args:
-            parameters, moments: local shards, written; gradients: flat.
-            steps: float64 (len(parameters),), applied steps of each, this one included.
-            applied: bool (); false writes nothing.
+            parameters: Local shards, any floating-point dtype.
+            gradients: Flat, one per parameter.
+            moments: First moments, in the order of the parameters; written.
+            rates: Hyper-parameters of each parameter.
+            steps: float64 (len(parameters),), applied steps of each parameter, this one included.
+            applied: bool (); nothing is written if it is false.
         """
         for parameter, gradient, moment, r, step in zip(parameters, gradients, moments, rates, steps, strict=True):
             flat, flat_moment = Flat(parameter), Flat(moment)

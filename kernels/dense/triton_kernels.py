@@ -33,14 +33,14 @@ def finite_kernel(
     ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """bad[tensor] = 1 where one of its gradients is NaN or Inf; int32, zeros before."""
+    """Set bad[tensor] = 1, int32, if its gradient has NaN or Inf. `bad` is initially zero."""
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first + local, mask=inside, other=0.0)
     exponent = gradient.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    # Every program that stores here stores the same.
-    worst = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
-    tl.store(bad + tensor, 1, mask=worst == 0x7F800000)
+    # Several programs may store to one element; all of them store 1.
+    largest = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
+    tl.store(bad + tensor, 1, mask=largest == 0x7F800000)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def adams_kernel(
     DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
 ):
-    """Dense AdamS: reads gradient, moment and parameter, writes moment and parameter (20 bytes per FP32 parameter)."""
+    """Update parameters and moments with dense AdamS; 20 bytes of memory traffic per FP32 parameter."""
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)

@@ -10,12 +10,13 @@ from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense import triton_kernels
 
-# Entries of a tile and of each of its warps.
+# Entries per tile and per warp.
 _TILE, _WARP = 4096, 512
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def rates_row(r: Rates) -> tuple[float, ...]:
+    """Return a row of the table of hyper-parameters, in the columns of `triton_common`."""
     row = (
         r.beta1,
         (1.0 - r.beta1) * r.scale,
@@ -32,7 +33,7 @@ def rates_row(r: Rates) -> tuple[float, ...]:
 
 
 class Finite:
-    """Which of a list of gradients are free of NaN and Inf: bool (len(gradients),), in one read of them."""
+    """Check of gradients for NaN and Inf, as `reference.finite`, in one launch."""
 
     def __init__(self) -> None:
         self._tiles: TileSchedule | None = None
@@ -46,7 +47,7 @@ class Finite:
         table = self._table.set([table_row(g.data_ptr(), 0, 0, g.numel(), -1) for g in gradients])
         kinds = tuple((aligned(g), g.dtype) for g in gradients)
         bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
-        for listed, easy, dtype in tiles.lists(tuple(tiles.whole()), kinds):
+        for listed, full, dtype in tiles.lists(tuple(tiles.whole()), kinds):
             launching.launch(
                 triton_kernels.finite_kernel,
                 (len(listed),),
@@ -55,14 +56,14 @@ class Finite:
                 bad,
                 warps=tiles.warps,
                 **tiles.shape,
-                ALIGNED_TILE=easy,
+                ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
             )
         return bad == 0
 
 
 class TritonAdams:
-    """Dense AdamS."""
+    """Dense AdamS on a Triton kernel."""
 
     def __init__(self) -> None:
         self._tiles: TileSchedule | None = None
@@ -76,7 +77,7 @@ class TritonAdams:
         steps: Tensor,
         applied: Tensor,
     ) -> None:
-        """As `TorchAdams.step`."""
+        """Update all parameters in place; see `TorchAdams.step`."""
         if not parameters:
             return
         sizes, device = tuple(p.numel() for p in parameters), parameters[0].device
@@ -95,7 +96,7 @@ class TritonAdams:
         betas = self._betas.set([(r.beta1, r.beta2) for r in rates])
         corrections = (1.0 - betas ** steps.unsqueeze(1)).float()
         kinds = tuple((aligned(g, p, m), (p.dtype, g.dtype)) for g, p, m in columns)
-        for listed, easy, (dtype, gradient_dtype) in self._tiles.lists(tuple(self._tiles.whole()), kinds):
+        for listed, full, (dtype, gradient_dtype) in self._tiles.lists(tuple(self._tiles.whole()), kinds):
             launching.launch(
                 triton_kernels.adams_kernel,
                 (len(listed),),
@@ -106,7 +107,7 @@ class TritonAdams:
                 as_flag(applied),
                 warps=self._tiles.warps,
                 **self._tiles.shape,
-                ALIGNED_TILE=easy,
+                ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 GRADIENT_DTYPE=DTYPES[gradient_dtype],
             )

@@ -1,4 +1,4 @@
-"""How sparsified tensors are cut into blocks, and blocks into the runs that replicas own. Plain arithmetic."""
+"""Division of sparsified tensors into blocks, and of blocks into the runs that replicas own. Plain arithmetic."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def density_at(step: int, density: float, warmup_steps: int) -> float:
-    """d(step) = max(d, d^min(1, step / warmup_steps)): exponential from 1 to d (SCAPE paper, Section V-B1).
+    """Return the density of a step: max(d, d^min(1, step / warmup_steps)) (SCAPE paper, Section V-B1).
 
-    `step` counts attempted steps from 1. No warm-up when `warmup_steps` is 0.
+    It decreases exponentially from 1 to d. `step` counts attempted steps from 1. `warmup_steps` = 0: no warm-up.
     """
     if warmup_steps == 0:
         return density
@@ -22,20 +22,25 @@ def density_at(step: int, density: float, warmup_steps: int) -> float:
 
 
 def entries_per_block(density: float, block_size: int) -> int:
-    """k = max(1, round(density * block_size)), rounded half to even in float64."""
+    """Return k = max(1, round(density * block_size)), rounded half to even in float64."""
     return max(1, round(density * block_size))
 
 
 @dataclass(frozen=True)
 class OffsetCode:
-    """Where the parts of a block's code lie: `unary` bits, then `low` bits of each offset, zeros up to `nbytes` bytes.
+    """Elias-Fano code of the k ascending offsets of a block.
 
-    The code of Elias ("Efficient storage and retrieval by content and address of static files", 1974) and Fano ("On the
-    number of bits required to implement an associative memory", 1971), of k ascending offsets: the low bits of each lie
-    end to end, its high part in unary: the i-th sets bit (offset >> low) + i. Where the low bits are all of an offset,
-    nothing is unary. A block's code has a whole number of bytes, the same for all, so that each is decoded on its own.
-    At density 0.05 (51 of 1024) it takes 40 bytes (318 bits). There are 2^288.3 such sets, so no code of one length
-    takes less than 37; where 51 is a mean only, the entropy is 293 bits.
+    References: Elias, "Efficient storage and retrieval by content and address of static files", 1974; Fano, "On the
+    number of bits required to implement an associative memory", 1971. The low bits of all offsets are concatenated;
+    the high parts are coded in unary: offset i sets bit (offset >> low) + i. There is no unary part if `low` covers all
+    bits of an offset. All blocks have codes of the same whole number of bytes, so that each is decoded independently.
+    At density 0.05 (51 of 1024) a code has 40 bytes (318 bits). There are 2^288.3 such sets, so that a code of fixed
+    length needs at least 37 bytes; if 51 is only the mean, the entropy is 293 bits.
+
+    Attributes:
+        low: Low bits per offset.
+        unary: Bits of the unary part, which comes first.
+        nbytes: Bytes of a code, zero padding included.
     """
 
     low: int
@@ -45,7 +50,7 @@ class OffsetCode:
 
 @cache
 def offset_code(k: int, block_size: int) -> OffsetCode:
-    """The code of k offsets in a block in the fewest bytes; of those with the fewest low bits."""
+    """Return the shortest code of k offsets in a block; among equally short ones, that with the fewest low bits."""
 
     def code(low: int) -> OffsetCode:
         highest = (block_size - 1) >> low
@@ -56,15 +61,18 @@ def offset_code(k: int, block_size: int) -> OffsetCode:
 
 
 def offset_bytes(blocks: int, k: int, block_size: int) -> int:
-    """Bytes of the coded in-block offsets of `blocks` blocks with k entries each."""
+    """Return the bytes of the encoded in-block offsets of `blocks` blocks with k entries each."""
     return blocks * offset_code(k, block_size).nbytes
 
 
 @dataclass
 class Mask:
-    """Packed bits over all blocks, uint8 (replicas * run_blocks * block_size / 8,).
+    """Packed mask of all sparsified tensors.
 
-    density: what it was selected at, so that its count is known; at 1.0 it is all ones and `bits` not read.
+    Attributes:
+        bits: uint8 (replicas * run_blocks * block_size / 8,).
+        density: Density of the selection, which determines the number of set bits. At 1.0 all bits are set, and `bits`
+            is not read.
     """
 
     bits: "Tensor"
@@ -77,10 +85,15 @@ class Mask:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The sparsified tensors' local shards stand end to end, each padded to whole blocks.
+    """Blocks of the sparsified tensors' local shards, which are concatenated, each padded to whole blocks.
 
-    sizes: entries of each shard. A run is ceil(blocks / replicas) blocks; replica i owns the i-th, the last
-    may be shorter and trailing ones empty. Every replica of a shard computes the same layout.
+    A run is ceil(blocks / replicas) consecutive blocks. Replica i owns run i; the last run may be shorter, and trailing
+    runs may be empty. All replicas of a shard compute the same layout.
+
+    Attributes:
+        sizes: Entries of each shard.
+        block_size: Entries of a block.
+        replicas: Number of replicas.
     """
 
     sizes: tuple[int, ...]
@@ -89,7 +102,7 @@ class BlockLayout:
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Blocks of each tensor."""
+        """Number of blocks of each tensor."""
         return tuple(-(-n // self.block_size) for n in self.sizes)
 
     @cached_property
@@ -103,11 +116,11 @@ class BlockLayout:
 
     @cached_property
     def run_blocks(self) -> int:
-        """Blocks of a full run, the same for every replica: exchanged masks are padded to it."""
+        """Number of blocks of a full run. Exchanged masks are padded to it on every replica."""
         return -(-self.total_blocks // self.replicas)
 
     def owned(self, tensor: int, replica: int) -> tuple[int, int]:
-        """The entries [start, end) of `tensor` that lie in the run of `replica`; start == end for none."""
+        """Return the entries [start, end) of `tensor` in the run of `replica`; start == end if there are none."""
         first = self.first_block[tensor]
         start = max(first, replica * self.run_blocks)
         end = min(first + self.blocks[tensor], (replica + 1) * self.run_blocks)
@@ -116,12 +129,12 @@ class BlockLayout:
         return (start - first) * self.block_size, min((end - first) * self.block_size, self.sizes[tensor])
 
     def owners(self, tensor: int) -> range:
-        """The replicas in whose runs entries of `tensor` lie."""
+        """Return the replicas that own entries of `tensor`."""
         first, blocks = self.first_block[tensor], self.blocks[tensor]
         return range(first // self.run_blocks, (first + blocks - 1) // self.run_blocks + 1) if blocks else range(0)
 
     def nnz(self, tensor: int, density: float, selection: str) -> int:
-        """Entries of `tensor` that a mask of this density holds; exact, known without any communication."""
+        """Return the exact number of entries of `tensor` in a mask of this density, without communication."""
         n = self.sizes[tensor]
         if density >= 1.0:
             return n
@@ -137,12 +150,12 @@ class BlockLayout:
         return total
 
     def share(self, density: float) -> float:
-        """The density that a mask has in fact, selected in blocks."""
+        """Return the actual density of a mask that was selected in blocks."""
         tensors = range(len(self.sizes))
         return sum(self.nnz(i, density, "block") for i in tensors) / max(1, sum(self.sizes))
 
     def bits(self, mask: Mask, tensor: int) -> "Tensor | None":
-        """The packed bits of one tensor's blocks; None for all ones."""
+        """Return the packed bits of one tensor's blocks; None if all are set."""
         if mask.dense:
             return None
         block_bytes = self.block_size // 8
@@ -150,13 +163,13 @@ class BlockLayout:
         return mask.bits[first : first + self.blocks[tensor] * block_bytes]
 
     def mask_bytes(self) -> int:
-        """Bytes of a packed mask, the padding behind the last run included."""
+        """Return the bytes of a packed mask, including the padding of the last run."""
         return self.replicas * self.run_bytes
 
     def sends_offsets(self, density: float, selection: str) -> bool:
-        """Whether in-block offsets take fewer bytes on the wire than the bitmap; "tensor" knows the bitmap only.
+        """Return True if in-block offsets are shorter than the bitmap. The selection "tensor" supports only the bitmap.
 
-        A single replica sends nothing, and keeps to the bitmap.
+        A single replica sends nothing, and uses the bitmap.
         """
         if selection != "block" or density >= 1.0 or self.replicas == 1:
             return False
@@ -168,13 +181,13 @@ class BlockLayout:
         return self.run_blocks * self.block_size // 8
 
     def selection_bytes(self, density: float, selection: str) -> int:
-        """Bytes that tell of one replica's selection."""
+        """Return the bytes of one replica's encoded selection, without padding."""
         if density >= 1.0:
             return 0
         return self._offset_bytes(density) if self.sends_offsets(density, selection) else self.run_bytes
 
     def wire_bytes(self, density: float, selection: str) -> int:
-        """What they take on the wire: zeros come after them."""
+        """Return the bytes of one replica's selection as it is sent, including zero padding."""
         return padded_bytes(self.selection_bytes(density, selection))
 
     def _offset_bytes(self, density: float) -> int:

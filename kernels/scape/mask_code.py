@@ -1,4 +1,4 @@
-"""Masks as the coded offsets of their entries: the torch twin of the code that `blocks.OffsetCode` lays out."""
+"""Encoding of masks as in-block offsets (`blocks.OffsetCode`) in plain PyTorch: the specification of the kernels."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,10 @@ from kernels.scape.reference import pack_bits, set_positions, unpack_bits
 
 
 def encode_offsets(offsets: Tensor, block_size: int) -> Tensor:
-    """Codes in-block offsets, int64 (blocks, k), ascending in every block, where one may stand several times.
+    """Encode in-block offsets, int64 (blocks, k), ascending in every block and possibly repeated.
 
-    Returns uint8 (`offset_bytes(blocks, k, block_size)`,), bit j of byte i being bit 8 i + j.
+    Returns:
+        uint8 (offset_bytes(blocks, k, block_size),). Bit j of byte i is bit 8 i + j of the code.
     """
     blocks, k = offsets.shape
     code = offset_code(k, block_size)
@@ -23,13 +24,13 @@ def encode_offsets(offsets: Tensor, block_size: int) -> Tensor:
 
 
 def decode_offsets(coded: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
-    """The inverse of `encode_offsets`: int64 (blocks, k)."""
+    """Decode offsets to int64 (blocks, k); the inverse of `encode_offsets`."""
     code = offset_code(k, block_size)
     bits = unpack_bits(coded, 8 * coded.numel()).view(blocks, 8 * code.nbytes)
     offsets = torch.zeros(blocks, k, dtype=torch.int64, device=coded.device)
     if code.unary:
-        places = set_positions(bits[:, : code.unary].reshape(-1), blocks * k).view(blocks, k) % code.unary
-        offsets = (places - torch.arange(k, device=coded.device)) << code.low
+        positions = set_positions(bits[:, : code.unary].reshape(-1), blocks * k).view(blocks, k) % code.unary
+        offsets = (positions - torch.arange(k, device=coded.device)) << code.low
     for i in range(code.low):
         offsets |= bits[:, code.unary + i :: code.low][:, :k].long() << i
     return offsets

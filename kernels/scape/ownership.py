@@ -1,4 +1,4 @@
-"""Who owns which entries in the sharded form of SCAPE. Plain arithmetic."""
+"""Assignment of entries to owners in SCAPE with sharded updates. Plain arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from functools import cached_property
 from kernels.common.wire import ALIGNED
 from kernels.scape.blocks import BlockLayout
 
-# FP32 entries: buffers and their parts begin aligned.
+# FP32 entries to which slices of a buffer are aligned.
 _ALIGNED = ALIGNED // 4
-# So do rows on the wire, whose values may be BF16.
+# Entries to which rows of a payload are aligned; its values may be BF16.
 _ROW = ALIGNED // 2
 
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """Entries [start, end) of a tensor; they all belong to one replica."""
+    """Entries [start, end) of a tensor that one replica owns."""
 
     tensor: int
     start: int
@@ -24,12 +24,12 @@ class OwnedSlice:
 
 
 def slice_by_owner(tensors: BlockLayout) -> list[OwnedSlice]:
-    """The sparsified tensors, cut where the replicas' runs end; in order."""
+    """Split the sparsified tensors where the runs of the replicas end. Returns the slices in order."""
     return [OwnedSlice(i, *tensors.owned(i, r), r) for i in range(len(tensors.sizes)) for r in tensors.owners(i)]
 
 
 def assign_owners(sizes: Sequence[int], replicas: int) -> list[OwnedSlice]:
-    """Tensors that are sent whole, cut so that every replica owns as many entries (but the last); in order."""
+    """Split the tensors that are not sparsified into equal shares, one per replica; the last may be shorter."""
     share = max(1, -(-sum(sizes) // (replicas * _ALIGNED)) * _ALIGNED)
     pieces, before = [], 0
     for tensor, size in enumerate(sizes):
@@ -45,10 +45,12 @@ def assign_owners(sizes: Sequence[int], replicas: int) -> list[OwnedSlice]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Pieces as the passes see them: tensors of one owner each.
+    """Slices of tensors with one owner each, which the passes process as separate tensors.
 
-    tensors: the sparsified ones before they were cut; the pieces' blocks are numbered as theirs.
-    sparse: pieces of these. whole: pieces of what is sent whole, numbers of tensors starting anew.
+    Attributes:
+        tensors: Layout of the sparsified tensors before they were split. Slices have the same block numbers.
+        sparse: Slices of the sparsified tensors.
+        whole: Slices of the other tensors, whose indices start at zero.
     """
 
     tensors: BlockLayout
@@ -56,54 +58,60 @@ class Ownership:
     whole: tuple[OwnedSlice, ...]
 
     @staticmethod
-    def of(tensors: BlockLayout, whole_sizes: Sequence[int]) -> "Ownership":
-        whole = assign_owners(whole_sizes, tensors.replicas)
+    def of(tensors: BlockLayout, dense_sizes: Sequence[int]) -> "Ownership":
+        whole = assign_owners(dense_sizes, tensors.replicas)
         return Ownership(tensors, tuple(slice_by_owner(tensors)), tuple(whole))
 
     @cached_property
     def layout(self) -> BlockLayout:
-        """The pieces' blocks; runs are those of the tensors."""
+        """Blocks of the sparsified slices; the runs are those of the tensors."""
         sizes = tuple(piece.end - piece.start for piece in self.sparse)
         return BlockLayout(sizes, self.tensors.block_size, self.tensors.replicas)
 
     @cached_property
     def pieces(self) -> tuple[OwnedSlice, ...]:
+        """All slices, the sparsified ones first."""
         return self.sparse + self.whole
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
-        """Where each piece lies in its owner's buffers: blocks as in the run, then whole tensors, aligned."""
+    def buffer_offsets(self) -> tuple[int, ...]:
+        """First entry of each slice in its owner's buffers: blocks as in the run, then the other slices, aligned."""
         size, run = self.tensors.block_size, self.tensors.run_blocks
-        places = [(self.layout.first_block[i] - piece.owner * run) * size for i, piece in enumerate(self.sparse)]
+        offsets = [(self.layout.first_block[i] - piece.owner * run) * size for i, piece in enumerate(self.sparse)]
         ends = [run * size] * self.tensors.replicas
         for piece in self.whole:
-            places.append(ends[piece.owner])
+            offsets.append(ends[piece.owner])
             ends[piece.owner] += _aligned(piece.end - piece.start)
-        return tuple(places)
+        return tuple(offsets)
 
     @cached_property
     def share(self) -> int:
-        """Entries of the buffers that hold what a replica owns."""
+        """Entries of a buffer of a replica's owned entries."""
         whole = [0] * self.tensors.replicas
         for piece in self.whole:
             whole[piece.owner] += _aligned(piece.end - piece.start)
         return self.tensors.run_blocks * self.tensors.block_size + max(whole)
 
-    def rows(self, counts: Sequence[int], unit: int = 1) -> tuple[int, list[int]]:
-        """The length of a payload's row, one an owner, and where each piece's entries start in the payload.
+    def rows(self, counts: Sequence[int], multiple: int = 1) -> tuple[int, list[int]]:
+        """Lay out a payload with one row per owner.
 
-        unit: rows, and in them what is sent whole, begin at multiples of it.
+        Args:
+            counts: Payload entries of each slice.
+            multiple: Rows, and the slices that are not sparsified in them, begin at multiples of it.
+
+        Returns:
+            The length of a row, and the first payload entry of each slice.
         """
         ends = [0] * self.tensors.replicas
-        places = []
+        offsets = []
         for i, (piece, count) in enumerate(zip(self.pieces, counts, strict=True)):
             if i == len(self.sparse):
-                ends = [_aligned(end, unit) for end in ends]
-            places.append(ends[piece.owner])
+                ends = [_aligned(end, multiple) for end in ends]
+            offsets.append(ends[piece.owner])
             ends[piece.owner] += count
-        length = _aligned(_aligned(max(ends), _ROW), unit)
-        return length, [piece.owner * length + at for piece, at in zip(self.pieces, places, strict=True)]
+        length = _aligned(_aligned(max(ends), _ROW), multiple)
+        return length, [piece.owner * length + at for piece, at in zip(self.pieces, offsets, strict=True)]
 
 
-def _aligned(entries: int, unit: int = _ALIGNED) -> int:
-    return -(-entries // unit) * unit
+def _aligned(entries: int, multiple: int = _ALIGNED) -> int:
+    return -(-entries // multiple) * multiple

@@ -1,9 +1,11 @@
-"""The passes of an optimizer step over all tensors of a model: what PyTorch and Triton both provide.
+"""Passes of a SCAPE step over all tensors of a model: the common part of the PyTorch and Triton backends.
 
-A step is bound, then its parts are packed, their payload is averaged, `squares` is asked for, and `update` called. Part
-by part, so that one can be exchanged while the next is packed. Three things vary and are objects of their own: who
-updates (`updaters`), the storage of the payload (`step.BufferedPayload`, `step.InPlacePayload`) and of the state
-(`common.storage`).
+The caller binds a step, packs its chunks, averages their payload over the replicas, calls `squares` for the gradient
+norm, and then `update`. Packing chunk by chunk allows one chunk to be exchanged while the next one is packed. Three
+aspects are separate objects: the distribution of the update over the replicas (`updaters`), the storage of the payload
+(`step.BufferedPayload`, `step.InPlacePayload`), and the storage of the state (`common.storage`).
+
+Letters in the comments follow Algorithm 1 of the SCAPE paper; see `reference`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +23,13 @@ from kernels.scape.visits import Staleness, VisitRates
 
 
 class Updates(Protocol):
-    """How a backend computes what depends on who updates."""
+    """Passes of one backend that depend on the updater."""
 
     def pack(self, part: PayloadChunk) -> None:
         """See `ScapePasses.pack`."""
 
     def squares(self, part: PayloadChunk) -> list[Tensor]:
-        """Sums of squares of stretches of the tensors, FP32 (any number,), in an order that no cut changes."""
+        """Return partial sums of squares, FP32 (any number,), in an order that does not depend on the chunks."""
 
     def update(self, part: PayloadChunk) -> None:
         """See `ScapePasses.update`."""
@@ -36,23 +38,25 @@ class Updates(Protocol):
         """See `ScapePasses.write`."""
 
     def count_entering(self, visits: VisitRates) -> None:
-        """Newly entered entries of every row and column into `visits.counts`."""
+        """Count the newly entered entries of every row and column in `visits.counts`."""
 
 
 class ScapePasses:
-    """State, payload and passes of SCAPE on this rank's shards; sparsified tensors first, then those sent whole.
+    """State, payload and passes of SCAPE on this rank's shards: sparsified tensors first, then all others.
 
     Args:
-        updater: who updates, and so what the tensors of the passes are.
-        plan: what is selected, and how the payload goes.
-        offload: which of "state" and "master" lie in host memory.
-        staleness: how steps of newly entered entries are scaled; None for not at all.
+        updater: Distribution of the update over the replicas; determines the tensors of the passes.
+        plan: Selection, and layout of the payload.
+        device: Device of the tensors.
+        offload: Which of "state" and "master" are stored in host memory.
+        staleness: Scaling of the updates of newly entered entries; None for no scaling.
 
     Attributes:
-        payload, moment_on_mask, wire_residual: FP32, of the target density: what is exchanged, last step's moment of
-            the same entries, and what rounding lost of them in the last step.
-        visits: the rates at which the mask visits rows and columns, where steps are scaled by them.
-        lies: where the payload of the bound step lies.
+        payload: FP32, buffer of the exchanged entries at the target density.
+        moment_on_mask: FP32, first moment of the last step of the same entries.
+        wire_residual: FP32, quantization error of the last step's payload of the same entries.
+        visits: Rates at which rows and columns enter the mask; None without staleness.
+        payload_layout: Location of the payload of the bound step.
     """
 
     def __init__(
@@ -70,19 +74,23 @@ class ScapePasses:
         self._counts_at: tuple[float, list[int]] = (0.0, [])
         self._buffer: BufferedPayload | None = None
         if self.density < 1.0:
-            self._buffer = updater.in_buffer(self.payload_counts(self.density), plan)
+            self._buffer = updater.buffered_payload(self.payload_counts(self.density), plan)
         self.entries = self._buffer.entries if self._buffer else 0
-        self.storage = Storage(updater.rooms(), offload, device)
-        sizes = self.entries, self.entries if updater.takes_moment else 0, self.entries if plan.keeps_wire_error else 0
+        self.storage = Storage(updater.allocations(), offload, device)
+        sizes = (
+            self.entries,
+            self.entries if updater.stores_moment_on_mask else 0,
+            self.entries if plan.keeps_wire_error else 0,
+        )
         self.payload, self.moment_on_mask, self.wire_residual = (
             torch.zeros(n, dtype=torch.float32, device=device) for n in sizes
         )
         self.visits = None if staleness is None else VisitRates(updater.tensors.sizes, staleness.columns, device)
-        self.most_stale, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
+        self.max_staleness, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
         self.payload_layout: BufferedPayload | InPlacePayload = InPlacePayload.of([])
-        self.updates: Updates  # from who makes the passes
+        self.updates: Updates  # set by the function that creates the passes
 
-    # --------------------------------------------------------------------------------- what lies where
+    # ----------------------------------------------------------------------------- state and payload layout
 
     @property
     def states(self) -> list[Tensor]:
@@ -93,32 +101,35 @@ class ScapePasses:
         return self.storage.tensors["master"]
 
     def kept(self, kind: str) -> list[Tensor]:
-        """The tensors of "state" or "master" where they are kept, on the host where offloaded; up to date."""
+        """Return the stored tensors of "state" or "master", up to date; on the host if offloaded."""
         return self.storage.kept(kind)
 
     def finish(self) -> None:
-        """Waits until what is offloaded lies in host memory."""
+        """Wait until host memory contains the current values of offloaded state."""
         self.storage.finish()
 
     @property
     def compact(self) -> bool:
+        """True if the payload of the bound step is in the payload buffer."""
         return self.payload_layout.compact
 
     @property
     def parts(self) -> tuple[PayloadChunk, ...]:
-        """What the bound step goes by."""
+        """Chunks of the bound step, in the order in which they are packed."""
         return self.payload_layout.parts
 
     def payload_counts(self, density: float) -> list[int]:
-        """Entries of each tensor in the payload at this density."""
+        """Return the payload entries of each tensor at this density."""
         if self._counts_at[0] != density:
             sparse = [self.layout.nnz(i, density, self.selection) for i in range(self.sparsified)]
             self._counts_at = density, [*sparse, *self.sizes[self.sparsified :]]
         return self._counts_at[1]
 
     def at_target(self, mask: Mask) -> bool:
-        """Whether a payload on this mask goes in the buffer: it has the buffer's shape, and may be coded, as one on a
-        mask of all ones may not."""
+        """Return True if the payload of this mask uses the payload buffer.
+
+        Its size must be that of the buffer. An encoded payload of a mask with all bits set does not use the buffer.
+        """
         if self.plan.keeps_wire_error and mask.dense:
             return False
         return self._buffer is not None and (
@@ -126,66 +137,73 @@ class ScapePasses:
         )
 
     def wire_residual_of(self, tensor: int) -> Tensor:
-        """What is kept of one tensor, FP32 (payload entries,): of those of its entries that P has, in order."""
+        """Return the quantization errors of one tensor, FP32 (payload entries,): of its entries in P, in order."""
         assert self._buffer is not None
         start = self._buffer.positions[tensor]
         return self.wire_residual[start : start + self.payload_counts(self.density)[tensor]]
 
     def keep_wire_residual(self, part: PayloadChunk, wire_error: Tensor) -> None:
-        """Takes what rounding lost, FP32 (part.stop - part.start,), of an applied step for the next one to add."""
+        """Store the quantization error of a chunk, FP32 (part.stop - part.start,), for the next step, if applied."""
         own = self.wire_residual[part.start : part.stop]
         torch.where(self.step.applied, wire_error, own, out=own)
 
     # --------------------------------------------------------------------------------------- the passes
 
     def bind(self, step: PassInputs) -> None:
-        """Takes the step that follows; `release` lets go of its tensors."""
+        """Set the inputs of the next passes. `release` drops the references to their tensors."""
         self.step = step
         self.gradients = step.gradients
         self.counts = self.payload_counts(step.in_use.density)
         buffered = self._buffer is not None and self.at_target(step.in_use)
         self.payload_layout = self._buffer if self._buffer is not None and buffered else InPlacePayload.of(self.counts)
-        # Whether rounding lost something in the step before, on its mask.
+        # True if `wire_residual` has quantization errors of the last step, on its mask.
         self.carrying = self.wire_residual.numel() > 0 and self.at_target(step.previous)
-        # Newly entered entries then count as zeros in the selection.
-        self.skips_new = self.keeps < 1.0 and self.compact and step.masked
+        # Newly entered entries then count as zero in the selection.
+        self.excludes_new = self.keeps < 1.0 and self.compact and step.masked
         self.stale: VisitRates | None = None
 
     def release(self) -> None:
-        """Lets go of the step's tensors: a gradient that was kept would be there twice in the next backward pass."""
+        """Drop the references to the step's tensors, so that the next backward pass does not hold gradients twice."""
         del self.step, self.gradients
 
     def pack(self, part: PayloadChunk) -> None:
-        """mt into payload and residual, and the selection in this rank's run of the next mask; parts in their order."""
+        """Split mt into payload and residual, and select this rank's run of the next mask. Call it in chunk order."""
         for some in self._walk(part, "pack"):
             self.updates.pack(some)
 
     def selected(self) -> Tensor | None:
-        """After all parts are packed: what was selected, for the wire.
+        """Return the encoded selection after all chunks are packed.
 
-        Returns uint8, one stretch of `layout.wire_bytes` a run; None where there is nothing to tell.
+        Returns:
+            uint8, `layout.wire_bytes` per run; None if nothing was selected.
         """
         raise NotImplementedError
 
     def received_selections(self, received: Tensor, density: float) -> Tensor:
-        """What all runs tell of their selections, one behind the other: a copy where zeros come after each."""
+        """Return the selections of all runs without padding, concatenated; a copy if there was padding."""
         used = self.layout.selection_bytes(density, self.selection)
         runs = received.view(self.layout.replicas, -1)
         return received if runs.shape[1] == used else runs[:, :used].reshape(-1)
 
     def pieces(self) -> Any:
-        """The payload that is in place, for an exchange in chunks."""
+        """Return the payload that is in place, as flat tensors or a `topology.chunks.Source`."""
         raise NotImplementedError
 
     def squares(self, part: PayloadChunk) -> Tensor:
-        """FP64 (): sum of squares of the synchronised gradient, from the averaged payload. Call it once a part."""
-        # One sum over all, so that it does not depend on how many tensors are at hand at a time.
+        """Return the sum of squares of the synchronized gradient, FP64 (), from the averaged payload.
+
+        Call it once for each chunk.
+        """
+        # One sum over all partial sums, so that it does not depend on the number of tensors on the device at a time.
         sums = [partial for some in self._walk(part, "squares") for partial in self.updates.squares(some)]
         none = torch.zeros(1, dtype=torch.float32, device=self.device)
         return torch.cat([none, *sums]).sum(dtype=torch.float64)
 
     def update(self, part: PayloadChunk) -> None:
-        """The AdamS step on A, weight decay everywhere, after `squares`. An owner's new values replace the payload."""
+        """Apply the AdamS update on A and weight decay everywhere, after `squares`.
+
+        With sharded updates the owner's new values replace the payload.
+        """
         if part.first == 0:
             self.updater.begin_update(self.step)
             self.stale = self._visit_rates()
@@ -193,56 +211,56 @@ class ScapePasses:
             self.updates.update(some)
 
     def write(self, own_only: bool = False) -> None:
-        """The owners' values on A, weight decay everywhere else.
+        """Write the owners' values on A, and apply weight decay everywhere else.
 
-        own_only: in this replica's own pieces, for a dry run, where no others' values arrive.
+        own_only: only in the slices that this replica owns, for a dry run without received values.
         """
         self.updates.write(own_only)
 
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
-        """previous = in_use, in_use = the mask that the runs' `received` selections make.
+        """Set previous = in_use, and in_use = the mask of the received selections.
 
-        received: uint8, `layout.wire_bytes(density)` of every replica; None for a mask of all ones.
+        received: uint8, `layout.wire_bytes(density)` of every replica; None for a mask with all bits set.
         """
         raise NotImplementedError
 
     def start_master(self, parameters: list[Tensor]) -> None:
-        """Copies the parameters, in the order of `sizes`, into the master, where there is one."""
+        """Copy the parameters, in the order of `sizes`, into the master weights, if there are any."""
         self.updater.start_master(self.kept("master"), parameters)
 
     def _visit_rates(self) -> VisitRates | None:
-        """The rates at which the mask visits rows and columns, renewed; None where the step does not need them."""
+        """Update and return the visit rates; None if the step does not need them."""
         if self.visits is None or not self.step.masked:
             return None
         self.updates.count_entering(self.visits)
-        self.visits.learn(self.step.applied)
+        self.visits.accumulate(self.step.applied)
         return self.visits
 
     def _walk(self, part: PayloadChunk, name: str) -> Iterator[PayloadChunk]:
-        """The part's tensors, those at a time whose offloaded state is on the device."""
+        """Yield sub-chunks of `part` whose offloaded state is on the device."""
         # With a payload buffer the norm needs no state.
-        kinds = () if name == "squares" and self.compact else self.updater.touched[name]
+        kinds = () if name == "squares" and self.compact else self.updater.state_kinds[name]
         parts = [(p.first, p.end) for p in self.parts]
         for first, end in self.storage.walk(kinds, (part.first, part.end), parts, changed=name != "squares"):
             yield replace(part, first=first, end=end)
 
 
-# ------------------------------------------------------- all parts, where nothing is exchanged between them
+# ------------------------------------------------- all chunks, if nothing is exchanged between them
 
 
 def pack_all(passes: ScapePasses) -> Tensor | None:
-    """Packs, and gives what was selected."""
+    """Pack all chunks and return the encoded selection."""
     for part in passes.parts:
         passes.pack(part)
     return passes.selected()
 
 
 def squares_all(passes: ScapePasses) -> Tensor:
-    """FP64 (): the sum of `squares`."""
+    """Return the sum of `squares` of all chunks, FP64 ()."""
     return torch.stack([passes.squares(part) for part in passes.parts]).sum()
 
 
 def update_all(passes: ScapePasses) -> None:
-    """Updates."""
+    """Update all chunks."""
     for part in passes.parts:
         passes.update(part)

@@ -1,14 +1,14 @@
-"""The passes of a SCAPE step in plain PyTorch: the specification, and what runs on a CPU.
+"""The passes of a SCAPE step in plain PyTorch: the specification, and the CPU implementation.
 
-Every function works on one tensor's local shard, flattened. Names follow Algorithm 1 of the SCAPE paper:
-m first moment, mt the replica's new moment with its residual (error feedback) added, A the mask in use,
-P the mask that was in use one step before.
+Every function processes the flattened local shard of one tensor. Letters follow Algorithm 1 of the SCAPE paper: m is
+the first moment, mt the replica's new moment with its residual (error feedback) added, A the current mask, and P the
+mask of the previous step.
 
-Masks are packed bits, entry i in bit i % 8 of byte i // 8; `None` stands for a mask of all ones. Shards are
-padded to whole blocks, so a mask may be longer than the n entries it describes; what lies behind is not read.
+Masks are packed bits, entry i in bit i % 8 of byte i // 8; `None` stands for a mask with all bits set. Shards are
+padded to whole blocks, so a mask may be longer than the n entries of a shard; the excess bits are not read.
 
-One buffer `state` holds m on A and the residual off A. Their supports are disjoint after every step, so
-nothing is lost, and SCAPE costs no more state than AdamS does.
+One buffer `state` holds m on A and the residual off A. Their supports are disjoint after every step, so one buffer
+suffices, and SCAPE needs no more state than AdamS.
 """
 
 import torch
@@ -21,39 +21,39 @@ from kernels.scape.visits import MIN_VISIT_RATE
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Packs bool (8*b,) into uint8 (b,)."""
-    # The product moves bit 0 of byte i of a word, for every i, to bit 56 + i, with no carries.
+    """Pack bool (8*b,) into uint8 (b,)."""
+    # The product moves bit 0 of byte i of a word to bit 56 + i, for every i, without carries.
     words = bits.view(torch.uint8).view(torch.int64)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Unpacks the first `count` bits of uint8 (b,) into bool (count,)."""
-    # Eight copies of a byte, of which the i-th keeps its bit i.
+    """Unpack the first `count` bits of uint8 (b,) into bool (count,)."""
+    # Eight copies of each byte; copy i keeps only bit i.
     words = packed.to(torch.int64) * 0x0101010101010101
     words &= 0x8040201008040201 - (1 << 64)  # as a signed number
     return (words.view(torch.uint8) != 0)[:count]
 
 
 def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
-    """Ascending int64 positions (nnz,) of the set bits among the first `count`.
+    """Return the ascending int64 positions (nnz,) of the set bits among the first `count`.
 
-    `nnz` is known to the host from the layout, so that no device has to be asked for it.
+    The host computes `nnz` from the layout, so that no synchronization with the device is needed.
     """
     return set_positions(unpack_bits(mask, count), nnz)
 
 
 def set_positions(bits: Tensor, nnz: int) -> Tensor:
-    """Ascending int64 positions (nnz,) of what is set in bool (n,)."""
-    if bits.is_cpu:  # nonzero_static is several times slower there, and a CPU has nothing to wait for
+    """Return the ascending int64 positions (nnz,) of the true entries of bool (n,)."""
+    if bits.is_cpu:  # nonzero_static is several times slower there, and a CPU needs no synchronization
         return bits.nonzero().view(-1)
     return torch.nonzero_static(bits, size=nnz).view(-1)
 
 
 def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
-    """Packed mask of whole blocks, uint8 (blocks * block_size / 8,), from offsets (blocks, k).
+    """Return the packed mask of whole blocks, uint8 (blocks * block_size / 8,), of in-block offsets (blocks, k).
 
-    An offset that stands there twice sets its bit once.
+    Repeated offsets set the same bit.
     """
     bits = torch.zeros(offsets.shape[0], block_size, dtype=torch.bool, device=offsets.device)
     return pack_bits(bits.scatter_(1, offsets, True).view(-1))
@@ -63,9 +63,9 @@ def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
 
 
 def _order_keys(values: Tensor) -> Tensor:
-    """int64 keys whose order is |value| first, then lower position; values FP32 (rows, length).
+    """Return int64 keys that order FP32 (rows, length) by |value|, and equal ones by lower position.
 
-    The bits of a non-negative float order as the integer does, and the low half breaks ties.
+    The bits of non-negative floats are ordered as integers; the low half of a key breaks ties.
     """
     length = values.shape[1]
     position = torch.arange(length - 1, -1, -1, device=values.device)
@@ -73,15 +73,15 @@ def _order_keys(values: Tensor) -> Tensor:
 
 
 def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
-    """In-block offsets of the k largest |values| of each block; ties go to the lower index.
+    """Return the in-block offsets of the k largest |values| of each block; ties go to the lower index.
 
     Args:
-        values: FP32 (n,), finite; the last block may be short, and then the missing entries are never chosen.
-        k: entries per block, 1 <= k <= block_size.
+        values: FP32 (n,), finite. The last block may be short; missing entries are never selected.
+        k: Entries per block, 1 <= k <= block_size.
 
     Returns:
-        int64 (ceil(n / block_size), k), ascending. A block with fewer than k real entries gives them all and repeats
-        the last of them, so that the shape is static.
+        int64 (ceil(n / block_size), k), ascending. A block with fewer than k entries selects all of them and repeats
+        the last one, so that the shape is static.
     """
     n = values.numel()
     blocks = -(-n // block_size)
@@ -92,31 +92,32 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
         keys[-1, tail:] = -1
     offsets = keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
     if tail < k:
-        offsets[-1].clamp_(max=tail - 1)  # what is missing stands last
+        offsets[-1].clamp_(max=tail - 1)  # missing entries have the largest offsets
     return offsets
 
 
 def select_largest(values: Tensor, k: int) -> Tensor:
-    """bool (n,): where the k largest |values| of FP32 (n,) are; ties go to the lower index, NaN is above all.
+    """Return bool (n,): true for the k largest |values| of FP32 (n,); ties go to the lower index, NaN is the largest.
 
-    The keys of `select_rows` would take 28 bytes an entry, here of a whole tensor; this takes less than half of that.
+    This uses less than half of the memory of the keys of `select_rows`, 28 bytes per entry, for a whole tensor.
     """
-    magnitudes = values.abs().view(torch.int32)  # as numbers of the same order
-    least = magnitudes.topk(k, sorted=False).values.min()
-    found, equal = magnitudes > least, magnitudes == least
-    return found | (equal & (equal.cumsum(0, dtype=torch.int32) <= k - found.sum()))
+    magnitudes = values.abs().view(torch.int32)  # the bits have the same order
+    threshold = magnitudes.topk(k, sorted=False).values.min()
+    above, equal = magnitudes > threshold, magnitudes == threshold
+    return above | (equal & (equal.cumsum(0, dtype=torch.int32) <= k - above.sum()))
 
 
 def select_rows(values: Tensor, k: int, real: Tensor | None = None) -> Tensor:
-    """Ascending int64 places (rows, k) of the k largest |values| of each row; ties go to the lower place.
+    """Return the ascending int64 indices (rows, k) of the k largest |values| of each row; ties go to the lower index.
 
     Args:
         values: FP32 (rows, length), finite; k is at most the length.
-        real: bool (rows, length); what is not real is chosen where a row has fewer than k real entries. None for all.
+        real: bool (rows, length), false for padding, which is selected only in rows with fewer than k real entries.
+            None if all entries are real.
     """
     keys = _order_keys(values)
     if real is not None:
-        keys = torch.where(real, keys, keys - (1 << 62))  # below all that are real, and in the same order
+        keys = torch.where(real, keys, keys - (1 << 62))  # below all real entries, in the same order
     return keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
 
 
@@ -124,11 +125,13 @@ def select_rows(values: Tensor, k: int, real: Tensor | None = None) -> Tensor:
 
 
 def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: float, scale: float) -> None:
-    """g += errors / ((1 - beta1) * scale) on P: what rounding the last payload lost enters the new moment as it is.
+    """Add g += errors / ((1 - beta1) * scale) on P, so that the new moment contains the errors with weight 1.
+
+    The errors are the quantization errors of the last payload.
 
     Args:
         gradient: FP32 (n,), written.
-        indices: positions of P, int64 (nnz(P),); None for all.
+        indices: Positions of P, int64 (nnz(P),); None for all.
         errors: FP32 (nnz(P),), in units of mt.
     """
     added = errors / ((1.0 - beta1) * scale)
@@ -139,12 +142,12 @@ def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: floa
 
 
 def new_moment_(gradient: Tensor, state: Tensor, previous: Tensor | None, beta1: float, scale: float) -> None:
-    """mt = where(P, beta1 * m, residual) + (1 - beta1) * scale * g, written over `gradient` (FP32, (n,))."""
+    """Write mt = where(P, beta1 * m, residual) + (1 - beta1) * scale * g to `gradient`, FP32 (n,)."""
     if previous is None:
-        carried = state * beta1
+        retained = state * beta1
     else:
-        carried = torch.where(unpack_bits(previous, state.numel()), state * beta1, state)
-    gradient.mul_((1.0 - beta1) * scale).add_(carried)
+        retained = torch.where(unpack_bits(previous, state.numel()), state * beta1, state)
+    gradient.mul_((1.0 - beta1) * scale).add_(retained)
 
 
 def pack_(
@@ -156,16 +159,16 @@ def pack_(
     last: Tensor | None,
     applied: Tensor,
 ) -> None:
-    """payload = mt on A; state = residual off A, last step's m on A (0 where A is newly set).
+    """Set payload = mt on A, and state = mt off A (the residual) and m of the last step on A (0 for new entries).
 
     Args:
         moment: mt, FP32 (n,).
-        state: FP32 (n,), written unless `applied` is false.
-        indices: positions of A, int64 (nnz(A),); None for all.
-        previous: packed P.
-        payload: FP32 (nnz(A),); may be the storage of `moment` itself (its first nnz entries).
-        last: FP32 (nnz(A),), receives last step's m on A too; or None.
-        applied: bool (), false where some rank's gradient is not finite; then payload and last are undefined.
+        state: FP32 (n,), written if `applied`.
+        indices: Positions of A, int64 (nnz(A),); None for all.
+        previous: Packed P.
+        payload: FP32 (nnz(A),); may be the first nnz(A) entries of `moment`.
+        last: FP32 (nnz(A),), also receives m of the last step on A; or None.
+        applied: bool (), false if a gradient of any rank is not finite; payload and last are then undefined.
     """
     if known_false(applied):
         return
@@ -188,22 +191,23 @@ def pack_(
 
 
 def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
-    """gh = (b - beta1 * q) / (1 - beta1), written over the averaged payload b; q is last step's m on A."""
+    """Replace the averaged payload b by gh = (b - beta1 * q) / (1 - beta1); q is m of the last step on A."""
     payload.sub_(last_moment, alpha=beta1).div_(1.0 - beta1)
 
 
 def entering(indices: Tensor, previous: Tensor, n: int) -> Tensor:
-    """bool (nnz(A),): which of the positions of A are not in P."""
+    """Return bool (nnz(A),): true for the positions of A that are not in P."""
     return ~unpack_bits(previous, n).index_select(0, indices)
 
 
 def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Newly entered entries of each row and column of a tensor.
+    """Count the newly entered entries of each row and column of a tensor.
 
     Args:
-        indices: positions of A, int64 (nnz(A),).
-        previous: packed P.
-        rows, columns: int32 (rows,) and (columns,), written.
+        indices: Positions of A, int64 (nnz(A),).
+        previous: Packed P.
+        rows: int32 (rows,), written.
+        columns: int32 (columns,), written.
     """
     width = max(1, columns.numel())
     fresh = entering(indices, previous, rows.numel() * width).int()
@@ -214,23 +218,24 @@ def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Te
 def staleness(
     indices: Tensor, outside: int, fresh: Tensor, max_staleness: float, relative: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """For how many steps each entry of A would have been outside the mask if it entered now, in the mean: FP32.
+    """Estimate for each entry of A the number of steps that it was outside the mask, if it entered now. Returns FP32.
 
     Args:
-        indices: their positions in the tensor, int64.
-        outside: entries of the tensor that are not in A.
-        fresh: int64 (), how many of A are newly entered.
-        max_staleness, relative: see `update_`.
+        indices: Positions in the tensor, int64.
+        outside: Number of entries of the tensor that are not in A.
+        fresh: int64 (), number of newly entered entries of A.
+        max_staleness: See `update_`.
+        relative: See `update_`.
     """
     mean = (outside / fresh.float()).clamp(1.0, max_staleness)  # Little's law
     rows, columns = relative
     width = max(1, columns.numel())
-    often = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
-    return (mean / often.clamp(min=MIN_VISIT_RATE)).clamp(1.0, max_staleness)
+    rate = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
+    return (mean / rate.clamp(min=MIN_VISIT_RATE)).clamp(1.0, max_staleness)
 
 
 def scaled(step: Tensor, moment: Tensor, fresh: Tensor, factor: Tensor, keeps: float) -> tuple[Tensor, Tensor]:
-    """Step and moment, where `fresh` multiplied by the factor and cut to the share that is kept."""
+    """Return step and moment; where `fresh`, the step is multiplied by `factor` and the moment by `keeps`."""
     cut = torch.where(fresh, moment * keeps, moment) if keeps < 1.0 else moment
     return torch.where(fresh, step * factor, step), cut
 
@@ -244,7 +249,7 @@ def adams(
     clip_moment: bool,
     bias_corrections: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """AdamS on the mask: the new moment, and the step without the learning rate; arguments as `update_`."""
+    """Compute AdamS on the mask: the new moment, and the step without the learning rate. Args as in `update_`."""
     beta1, beta2 = betas
     clipped = gradient * clip
     second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
@@ -272,22 +277,25 @@ def update_(
     relative: tuple[Tensor, Tensor] | None = None,
     keeps: float = 1.0,
 ) -> None:
-    """The AdamS update on A, weight decay everywhere; writes `parameter` and `state` unless not `applied`.
+    """Apply the AdamS update on A and weight decay everywhere, in place, if `applied`.
 
     Args:
-        parameter: FP32 (n,); None where another replica of this process writes it.
-        gradient: gh on A before clipping, FP32 (nnz(A),); consumed.
-        state: FP32 (n,), holds last step's m on A and receives the new one.
-        last: last step's m on A, FP32 (nnz(A),); None to take it from `state`.
-        indices: positions of A, int64 (nnz(A),); None for all.
-        previous: packed P.
-        clip: FP32 (), factor on gh. `clip_moment` false is the paper's printed form: v alone sees it.
-        bias_corrections: (1 - beta1^t, 1 - beta2^t), t counting applied steps.
-        relative: rates at which the mask visits rows and columns, FP32 (rows,) and (columns,), over their mean
-            (`VisitRates`). With it the step of entries of A outside P is scaled by their staleness: those of a row and
-            column that are visited more often have been outside for less long.
-        max_staleness: upper clamp of that factor.
-        keeps: share of the moment that entries keep whose step was scaled.
+        parameter: FP32 (n,); None if another replica of this process writes it.
+        gradient: gh on A before clipping, FP32 (nnz(A),); overwritten.
+        state: FP32 (n,), contains m of the last step on A and receives the new one.
+        last: m of the last step on A, FP32 (nnz(A),); None to read it from `state`.
+        indices: Positions of A, int64 (nnz(A),); None for all.
+        previous: Packed P.
+        lr, betas, eps, weight_decay: As in AdamW.
+        clip: FP32 (), clip factor of gh.
+        clip_moment: Apply the factor to both moments; false: to the second moment only, as printed in the paper.
+        bias_corrections: (1 - beta1^t, 1 - beta2^t); t counts applied steps.
+        applied: bool (); nothing is written if it is false.
+        max_staleness: Upper limit of the staleness.
+        relative: Rates at which rows and columns enter the mask, FP32 (rows,) and (columns,), relative to their mean
+            (`VisitRates`). With it, steps of entries of A outside P are multiplied by their staleness, which is lower
+            for rows and columns that enter the mask more often. None for no scaling.
+        keeps: Factor on the moment of entries whose step was scaled.
     """
     if known_false(applied):
         return
@@ -309,6 +317,6 @@ def update_(
     if indices is None:
         state.copy_(gated(applied, moment, state))
     else:
-        if not applied.is_cpu:  # what `pack_` has left there: `last` is 0 where A is newly set
+        if not applied.is_cpu:  # keep the values of `pack_`: `last` is 0 for new entries of A
             moment = gated(applied, moment, state.index_select(0, indices))
         state.scatter_(0, indices, moment)

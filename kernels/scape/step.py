@@ -1,4 +1,4 @@
-"""What the passes of a step are given, and where its payload lies."""
+"""Inputs of the passes of a step, and the layout of its payload."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,17 @@ from kernels.scape.blocks import Mask
 class PassInputs:
     """Tensors of a step, in the order of the passes' `sizes`, and its scalars.
 
-    parameters: local shards, any floating-point dtype; written by `update`. With a master, copies of it.
-    gradients: flat and contiguous; their storage is scratch space from here on.
-    in_use, previous: A and P.
-    next_density: of the mask to select.
-    applied: bool (); false leaves all that lasts as it is, and payload and selection undefined.
-    steps: float64 (), applied steps, this one included; read by `update`, as the following are.
-    clip: FP32 (), factor on the synchronised gradient.
-    clip_moment: whether the first moment sees it, too; false is the paper's printed form.
+    Attributes:
+        parameters: Local shards, any floating-point dtype; written by `update`. With master weights, copies of these.
+        gradients: Flat and contiguous; their storage is used as scratch space.
+        rates: Hyper-parameters of each tensor.
+        in_use: The current mask, A.
+        previous: The mask of the previous step, P.
+        next_density: Density of the mask that this step selects.
+        applied: bool (). If false, no state changes, and payload and selection are undefined.
+        steps: float64 (), applied steps, this one included. This and the following are read by `update`.
+        clip: FP32 (), clip factor of the synchronized gradient.
+        clip_moment: Apply the factor to the first moment too; false is the form printed in the paper.
     """
 
     parameters: list[Tensor]
@@ -38,15 +41,15 @@ class PassInputs:
 
     @property
     def masked(self) -> bool:
-        """Whether neither of the masks is all ones."""
+        """True if neither mask has all bits set."""
         return not (self.in_use.dense or self.previous.dense)
 
 
 @dataclass(frozen=True)
 class PayloadChunk:
-    """Tensors [first, end) of the model, and the stretch [start, stop) of the payload buffer that is theirs.
+    """Tensors [first, end) of the model, and their slice [start, stop) of the payload buffer.
 
-    padding: what of the stretch is no tensor's, (start, stop) each.
+    padding: (start, stop) of the ranges of the slice that belong to no tensor.
     """
 
     first: int
@@ -61,16 +64,16 @@ class PayloadChunk:
 
 @dataclass(frozen=True)
 class PayloadPlan:
-    """What is selected, and how the payload goes.
+    """Selection of the mask, and division of the payload into chunks.
 
-    selection: "block" or "tensor".
-    density: the target density, for which there is a payload buffer.
-    replica: whose run to select in; None selects in all of them (a dry run, where nobody else does).
-    chunk_entries: the payload goes in parts of about so many entries; 0 for one part.
-    granularity: each part's stretch is padded to a multiple of so many entries.
-    unit: entries that are coded together: tensors that are sent whole, whose values are of another size, begin at a
-        multiple of it.
-    carries: keep what coding the payload loses, FP32 per entry, and add it to the next new moment.
+    Attributes:
+        selection: "block" or "tensor".
+        density: Target density, for which a payload buffer exists.
+        replica: Replica whose run is selected; None selects in all runs (a dry run, without other replicas).
+        chunk_entries: Approximate entries of a chunk; 0 for a single chunk.
+        chunk_multiple: Each chunk is padded to a multiple of this number of entries.
+        size_multiple: Tensors that are not sparsified begin at a multiple of it, the block size of the codec.
+        keeps_wire_error: Store the quantization error of the payload, FP32 per entry, and add it to the next moment.
     """
 
     selection: str
@@ -84,10 +87,11 @@ class PayloadPlan:
 
 @dataclass(frozen=True)
 class BufferedPayload:
-    """The payload lies in a buffer of its own: at the target density, part by part, so that one part can be exchanged
-    while the next is packed.
+    """Payload in a separate buffer, at the target density. One chunk can be exchanged while the next one is packed.
 
-    positions: where each tensor's entries start.
+    Attributes:
+        parts: Chunks of the payload.
+        positions: First payload entry of each tensor.
     """
 
     compact: ClassVar[bool] = True
@@ -96,16 +100,17 @@ class BufferedPayload:
 
     @property
     def entries(self) -> int:
+        """Size of the buffer."""
         return self.parts[-1].stop
 
     @staticmethod
     def of(counts: Sequence[int], sparsified: int, plan: PayloadPlan) -> "BufferedPayload":
-        """Of tensors with so many entries each, `sparsified` ones first: one behind the other, none cut."""
+        """Return the layout for tensors with `counts` payload entries each, the `sparsified` ones first."""
         chunks = max(1, round(sum(counts) / plan.chunk_entries)) if plan.chunk_entries else 1
         parts: list[PayloadChunk] = []
         positions: list[int] = []
         padding: list[tuple[int, int]] = []
-        first = start = stop = taken = 0
+        first = start = stop = assigned = 0
 
         def pad(multiple: int) -> int:
             end = -(-stop // multiple) * multiple
@@ -118,9 +123,9 @@ class BufferedPayload:
                 stop = pad(plan.size_multiple)
             positions.append(stop)
             stop += count
-            taken += count
-            # A part ends where its share of the whole is reached.
-            if i + 1 == len(counts) or taken * chunks >= sum(counts) * (len(parts) + 1):
+            assigned += count
+            # A chunk ends when its share of all entries is reached.
+            if i + 1 == len(counts) or assigned * chunks >= sum(counts) * (len(parts) + 1):
                 stop = pad(plan.chunk_multiple)
                 parts.append(PayloadChunk(first, i + 1, start, stop, tuple(padding)))
                 first, start = i + 1, stop
@@ -130,8 +135,10 @@ class BufferedPayload:
 
 @dataclass(frozen=True)
 class InPlacePayload:
-    """The payload of a denser mask lies in the gradients' own storage, all of it one part: nothing of the model's size
-    is ever allocated. Last step's moment on it lies in the state."""
+    """Payload of a mask that is denser than the target, in the storage of the gradients, as a single chunk.
+
+    This avoids an allocation of the size of the model. The moment of the last step is read from the state.
+    """
 
     compact: ClassVar[bool] = False
     parts: tuple[PayloadChunk, ...]
@@ -139,4 +146,5 @@ class InPlacePayload:
 
     @staticmethod
     def of(counts: Sequence[int]) -> "InPlacePayload":
+        """Return the layout for tensors with `counts` payload entries each."""
         return InPlacePayload((PayloadChunk(0, len(counts), 0, 0),), [0, *accumulate(counts)][:-1])

@@ -1,4 +1,4 @@
-"""The passes in plain PyTorch, tensor by tensor: what runs on a CPU."""
+"""SCAPE passes in plain PyTorch, tensor by tensor: the CPU implementation."""
 
 from functools import cache
 
@@ -12,53 +12,49 @@ from kernels.scape.mask_code import decode_offsets, encode_offsets
 from kernels.scape.passes import ScapePasses
 from kernels.scape.step import PassInputs
 
-# Blocks that are selected or coded at a time; bounds the temporaries.
+# Blocks that are selected or encoded at a time; limits the size of temporaries.
 _ROWS = 4096
 
 
 class TorchPasses(ScapePasses):
-    """`ScapePasses` on `kernels.scape.reference`. What is public besides is for `torch_updates`,
-    which makes them."""
+    """`ScapePasses` with `kernels.scape.reference`. Additional public members are for `torch_updates`."""
 
     def bind(self, step: PassInputs) -> None:
         super().bind(step)
         self.gradients = [g.float() for g in step.gradients]
-        # Positions are kept where they are few; while the mask is nearly dense they are made again.
-        self.indices = cache(self._find) if self.compact else self._find
+        # Positions are cached at the target density, and recomputed for denser masks, where they are many.
+        self.indices = cache(self._positions) if self.compact else self._positions
         if self.compact:
             self.payloads: list[Tensor] = self.split(self.payload)
         else:
             self.payloads = [g[:n] for g, n in zip(self.gradients, self.counts, strict=True)]
-        self._chosen = self._room_for_selection(step.next_density)
+        self._selection = self._allocate_selection(step.next_density)
 
     def release(self) -> None:
         super().release()
         del self.payloads, self.indices
 
     def split(self, buffer: Tensor) -> list[Tensor]:
-        """The stretch of each tensor in a buffer of the payload's shape."""
+        """Return the slice of each tensor in a buffer of the payload's shape."""
         return [buffer[start : start + n] for start, n in zip(self.payload_layout.positions, self.counts, strict=True)]
 
     def carry(self, tensor: int) -> None:
-        """What rounding lost of the last payload enters the gradient."""
+        """Add the quantization error of the last payload to the gradient."""
         if not (self.compact and self.carrying):
             return
         held, rates = self.bits(self.step.previous, tensor), self.step.rates[tensor]
-        where = None if held is None else reference.mask_indices(held, self.sizes[tensor], self.counts[tensor])
-        reference.carry_(self.gradients[tensor], where, self.wire_residual_of(tensor), rates.beta1, rates.scale)
+        indices = None if held is None else reference.mask_indices(held, self.sizes[tensor], self.counts[tensor])
+        reference.carry_(self.gradients[tensor], indices, self.wire_residual_of(tensor), rates.beta1, rates.scale)
 
     def selected(self) -> Tensor | None:
-        if not self._chosen:
+        if not self._selection:
             return None
-        received_selections, layout, density = self._chosen, self.layout, self.step.next_density
+        runs, layout, density = self._selection, self.layout, self.step.next_density
         if layout.sends_offsets(density, self.selection):
             size = layout.block_size
-            received_selections = [
-                torch.cat([encode_offsets(rows.long(), size) for rows in run.split(_ROWS)])
-                for run in received_selections
-            ]
-        room = layout.wire_bytes(density, self.selection)
-        return torch.cat([pad(run, (0, room - run.numel())) for run in received_selections])
+            runs = [torch.cat([encode_offsets(rows.long(), size) for rows in run.split(_ROWS)]) for run in runs]
+        nbytes = layout.wire_bytes(density, self.selection)
+        return torch.cat([pad(run, (0, nbytes - run.numel())) for run in runs])
 
     def pieces(self) -> list[Tensor]:
         return list(self.payloads)
@@ -69,15 +65,15 @@ class TorchPasses(ScapePasses):
             in_use.copy_(self._decode(received, density))
 
     def bits(self, mask: Mask, tensor: int) -> Tensor | None:
-        """A tensor's packed bits; None for all ones."""
+        """Return a tensor's packed bits of a mask; None if all are set."""
         return self.layout.bits(mask, tensor) if tensor < self.sparsified else None
 
-    def _find(self, tensor: int) -> Tensor | None:
+    def _positions(self, tensor: int) -> Tensor | None:
         bits = self.bits(self.step.in_use, tensor)
         return None if bits is None else reference.mask_indices(bits, self.sizes[tensor], self.counts[tensor])
 
-    def _room_for_selection(self, density: float) -> list[Tensor]:
-        """Zeros for what is selected, one tensor a run: int16 offsets (run_blocks, k), or uint8 bits."""
+    def _allocate_selection(self, density: float) -> list[Tensor]:
+        """Allocate the selection of each run, zeros: int16 offsets (run_blocks, k), or uint8 bits."""
         layout = self.layout
         if density >= 1.0 or layout.total_blocks == 0:
             return []
@@ -87,43 +83,44 @@ class TorchPasses(ScapePasses):
         return [torch.zeros(layout.run_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.runs)]
 
     def select(self, tensor: int, common: Tensor | None = None) -> None:
-        """Selects in the parts of a tensor's mt, which lies over the gradient, that are of this rank's run.
+        """Select entries of a tensor's mt, which replaced the gradient, in this rank's runs.
 
-        common: FP32 (n,), what mt has besides, of a piece that lies in the run as a whole.
+        common: FP32 (n,), common part of mt, for a slice that is entirely in the run.
         """
         if tensor >= self.sparsified:
             return
         layout, size, density = self.layout, self.layout.block_size, self.step.next_density
-        for run, chosen in enumerate(self._chosen):
+        for run, selection in enumerate(self._selection):
             replica = self.first_run + run
             start, end = layout.owned(tensor, replica)
             if start == end:
                 continue
             moment = self.gradients[tensor][start:end]
-            own = self._without_new(moment if common is None else moment + common, tensor, start)
+            values = self._exclude_new(moment if common is None else moment + common, tensor, start)
             first = layout.first_block[tensor] + start // size - replica * layout.run_blocks
             if self.selection == "tensor":
-                bits = torch.zeros(-(-own.numel() // size) * size, dtype=torch.bool, device=self.device)
-                bits[: own.numel()] = reference.select_largest(own, entries_per_block(density, own.numel()))
+                bits = torch.zeros(-(-values.numel() // size) * size, dtype=torch.bool, device=self.device)
+                bits[: values.numel()] = reference.select_largest(values, entries_per_block(density, values.numel()))
                 packed = reference.pack_bits(bits)
-                chosen[first * size // 8 :][: packed.numel()] = packed
+                selection[first * size // 8 :][: packed.numel()] = packed
                 continue
             k = entries_per_block(density, size)
-            for i, values in enumerate(own.split(_ROWS * size)):
-                row, offsets = first + i * _ROWS, reference.select_blocks(values, k, size)
-                if chosen.dtype == torch.int16:
-                    chosen[row : row + offsets.shape[0]] = offsets
+            for i, some in enumerate(values.split(_ROWS * size)):
+                row, offsets = first + i * _ROWS, reference.select_blocks(some, k, size)
+                if selection.dtype == torch.int16:
+                    selection[row : row + offsets.shape[0]] = offsets
                 else:
                     packed = reference.offsets_to_mask(offsets, size)
-                    chosen[row * size // 8 :][: packed.numel()] = packed
+                    selection[row * size // 8 :][: packed.numel()] = packed
 
-    def _without_new(self, moment: Tensor, tensor: int, start: int) -> Tensor:
-        if not self.skips_new:
+    def _exclude_new(self, moment: Tensor, tensor: int, start: int) -> Tensor:
+        """Return mt with zeros for newly entered entries, if the step excludes them from the selection."""
+        if not self.excludes_new:
             return moment
         used, held = (self.bits(mask, tensor) for mask in (self.step.in_use, self.step.previous))
         assert used is not None and held is not None
-        spent = reference.unpack_bits((used & ~held)[start // 8 :], moment.numel())
-        return torch.where(spent, 0.0, moment)
+        fresh = reference.unpack_bits((used & ~held)[start // 8 :], moment.numel())
+        return torch.where(fresh, 0.0, moment)
 
     def _decode(self, received: Tensor, density: float) -> Tensor:
         layout, received = self.layout, self.received_selections(received, density)

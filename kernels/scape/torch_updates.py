@@ -1,4 +1,4 @@
-"""What of the PyTorch passes depends on who updates: `reference.py` and `reference_owner.py` say what they do."""
+"""PyTorch passes that depend on the updater; specified by `reference.py` and `reference_owner.py`."""
 
 from typing import Any
 
@@ -17,29 +17,29 @@ from kernels.scape.visits import VisitRates
 def torch_passes(
     updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
 ) -> TorchPasses:
-    """The passes of a step in PyTorch; arguments are those of `ScapePasses`."""
+    """Return the passes of a step in PyTorch. Arguments are those of `ScapePasses`."""
     passes = TorchPasses(updater, plan, device, **options)
     passes.updates = TorchOwner(passes, updater) if isinstance(updater, ShardedUpdate) else TorchReplicated(passes)
     return passes
 
 
 class TorchReplicated:
-    """Every replica updates all entries."""
+    """Passes of `ReplicatedUpdate`: every replica updates all entries."""
 
     def __init__(self, passes: TorchPasses) -> None:
         self._passes = passes
 
     def pack(self, part: PayloadChunk) -> None:
         p = self._passes
-        taken = p.split(p.moment_on_mask) if p.compact else None
+        moments = p.split(p.moment_on_mask) if p.compact else None
         for i in range(part.first, part.end):
             gradient, state, rates = p.gradients[i], p.states[i], p.step.rates[i]
             held = p.bits(p.step.previous, i)
             p.carry(i)
             reference.new_moment_(gradient, state, held, rates.beta1, rates.scale)
             p.select(i)
-            into = None if taken is None else taken[i]
-            reference.pack_(gradient, state, p.indices(i), held, p.payloads[i], into, p.step.applied)
+            last = None if moments is None else moments[i]
+            reference.pack_(gradient, state, p.indices(i), held, p.payloads[i], last, p.step.applied)
 
     def squares(self, part: PayloadChunk) -> list[Tensor]:
         p, sums = self._passes, []
@@ -70,7 +70,7 @@ class TorchReplicated:
                 clip_moment=step.clip_moment,
                 bias_corrections=(1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps),
                 applied=step.applied,
-                max_staleness=p.most_stale,
+                max_staleness=p.max_staleness,
                 relative=p.stale.of(p.stale.relative, i) if p.stale is not None and sparse else None,
                 keeps=p.keeps,
             )
@@ -78,7 +78,7 @@ class TorchReplicated:
                 parameter.store()
 
     def write(self, own_only: bool) -> None:
-        """Nothing is left to write."""
+        """Do nothing: `update` wrote all parameters."""
 
     def count_entering(self, visits: VisitRates) -> None:
         p = self._passes
@@ -94,7 +94,7 @@ class TorchReplicated:
         return Flat(p.step.parameters[tensor], p.masters[tensor] if p.masters else None)
 
     def _last_moment(self, tensor: int) -> Tensor:
-        """On A: beside the payload, or in the state."""
+        """Return m of the last step on A, from the buffer next to the payload or from the state."""
         p = self._passes
         if p.compact:
             start = p.payload_layout.positions[tensor]
@@ -104,7 +104,7 @@ class TorchReplicated:
 
 
 class TorchOwner:
-    """Each entry's owner updates it for all."""
+    """Passes of `ShardedUpdate`: each entry's owner updates it for all replicas."""
 
     def __init__(self, passes: TorchPasses, owner: ShardedUpdate) -> None:
         self._passes, self._owner = passes, owner
@@ -120,12 +120,12 @@ class TorchOwner:
                 continue
             state, held = p.states[i], p.bits(step.previous, i)
             reference.new_moment_(gradient, state, held, rates.beta1, rates.scale)
-            if not owner.owns(i):  # selected in all the same in a dry run
+            if not owner.owns(i):  # a dry run selects in these slices too
                 p.select(i)
                 reference.pack_(gradient, state, p.indices(i), held, p.payloads[i], None, step.applied)
                 continue
             common = owner.share_of(owner.common, i)
-            p.select(i, reference_owner.carried(common, held, rates.beta1))
+            p.select(i, reference_owner.common_part(common, held, rates.beta1))
             reference.pack_(gradient, state, p.indices(i), held, p.payloads[i], None, step.applied)
             reference_owner.keep_common_(common, held, p.bits(step.in_use, i), rates.beta1, step.applied)
 
@@ -147,13 +147,13 @@ class TorchOwner:
             corrections = (1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps)
             last, _ = self._last_of(i)
             betas = rates.beta1, rates.beta2
-            moment, change = reference.adams(payload, last, betas, rates.eps, step.clip, step.clip_moment, corrections)
+            moment, update = reference.adams(payload, last, betas, rates.eps, step.clip, step.clip_moment, corrections)
             held = p.bits(step.previous, i)
             if p.stale is not None and indices is not None and held is not None:
                 fresh = reference.entering(indices, held, p.sizes[i])
                 factor = self._staleness(i, indices, p.stale)
-                change, moment = reference.scaled(change, moment, fresh, factor, p.keeps)
-            values = self._decayed(i, indices).sub_(change * rates.lr)
+                update, moment = reference.scaled(update, moment, fresh, factor, p.keeps)
+            values = self._decayed(i, indices).sub_(update * rates.lr)
             if p.masters:
                 reference_owner.write_(p.masters[i], indices, values, step.applied)
             reference_owner.write_(owner.share_of(owner.common, i), indices, moment, step.applied)
@@ -162,7 +162,7 @@ class TorchOwner:
                 payload.div_(owner.scales[i])
             if owner.sends_changes:
                 copy = Flat(step.parameters[i]).flat
-                payload.sub_(reference_owner.held_by_all(copy, indices, rates.lr * rates.weight_decay))
+                payload.sub_(reference_owner.decayed_copy(copy, indices, rates.lr * rates.weight_decay))
 
     def write(self, own_only: bool) -> None:
         p, owner, step = self._passes, self._owner, self._passes.step
@@ -173,7 +173,7 @@ class TorchOwner:
             rates, parameter, indices, new = step.rates[i], Flat(step.parameters[i]), p.indices(i), values[i].float()
             rate = rates.lr * rates.weight_decay
             if owner.sends_changes:
-                new = new + reference_owner.held_by_all(parameter.flat, indices, rate)
+                new = new + reference_owner.decayed_copy(parameter.flat, indices, rate)
             if not owner.scales.numel():
                 decay_(parameter.flat, rate, step.applied)
             reference_owner.write_(parameter.flat, indices, new, step.applied)
@@ -187,13 +187,13 @@ class TorchOwner:
             columns.copy_(fresh.sum(0))
 
     def _last_of(self, piece: int) -> tuple[Tensor, Tensor]:
-        """Of its entries in A: last step's m, and the common residual that is released."""
+        """Return m of the last step and the common residual of a slice's entries in A; see `reference_owner`."""
         p, owner = self._passes, self._owner
         held = p.bits(p.step.previous, piece)
         return reference_owner.last_moment(owner.share_of(owner.common, piece), p.indices(piece), held)
 
     def _decayed(self, piece: int, indices: Tensor | None) -> Tensor:
-        """The piece's parameters on A, decayed; the master is decayed everywhere, parameters are by `write`."""
+        """Return the decayed parameters of a slice on A. Decays the whole master; `write` decays parameters."""
         p, step = self._passes, self._passes.step
         rate = step.rates[piece].lr * step.rates[piece].weight_decay
         if p.masters:
@@ -210,10 +210,10 @@ class TorchOwner:
         outside = tensors.sizes[own.tensor] - tensors.nnz(own.tensor, p.step.in_use.density, p.selection)
         fresh = self._entering(own.tensor).sum()
         relative = visits.of(visits.relative, own.tensor)
-        return reference.staleness(indices + own.start, outside, fresh, p.most_stale, relative)
+        return reference.staleness(indices + own.start, outside, fresh, p.max_staleness, relative)
 
     def _entering(self, tensor: int) -> Tensor:
-        """bool (n,): what is in A and not in P, of a whole sparsified tensor."""
+        """Return bool (n,) of a whole sparsified tensor: true for the entries in A and not in P."""
         step, tensors = self._passes.step, self._owner.tensors
         used, held = (tensors.bits(mask, tensor) for mask in (step.in_use, step.previous))
         assert used is not None and held is not None

@@ -1,7 +1,9 @@
-"""The streaming passes of a SCAPE step as Triton kernels; `reference.py` specifies them.
+"""Streaming passes of a SCAPE step as Triton kernels; specified by `reference.py`.
 
-Bytes per parameter: `pack` reads gradient and state and writes the state (12), `update` reads and writes the parameter
-(8); masks, payload and the moment on the mask come on top.
+Memory traffic per parameter: `pack` reads gradient and state and writes the state (12 bytes); `update` reads and writes
+the parameter (8 bytes). Masks, payload and the moment on the mask are extra.
+
+In all kernels `used` are the bits of A, `held` those of P, and `was_held` is true for entries in P.
 """
 
 import triton
@@ -32,18 +34,18 @@ from kernels.common.triton_common import (
     entries,
     lowest,
     mask_bytes,
-    payload_places,
+    payload_positions,
     pointer,
     rate,
     spread,
     tile_of,
 )
-from kernels.scape.triton_select import choose_in_blocks, store_bitmap, store_offsets, to_bytes
+from kernels.scape.triton_select import select_in_blocks, store_bitmap, store_offsets, to_bytes
 
 
 @triton.jit
 def masks_of_tile(table, tensor, row):
-    """First block of the tile in the masks, and whether the tensor has a mask at all."""
+    """Return the first block of the tile in the masks, and whether the tensor is sparsified."""
     first = cell(table, tensor, FIRST_BLOCK)
     return first + row, first >= 0
 
@@ -60,7 +62,7 @@ def pack_kernel(
     payload,
     last,
     fresh_counts,
-    chosen,
+    selection,
     k,
     own_block,
     applied,
@@ -75,12 +77,12 @@ def pack_kernel(
     HAS_LAST: tl.constexpr,
     HAS_COMMON: tl.constexpr,
 ):
-    """New moment, payload, last step's moment on it, residual, and the next mask of owned blocks, in one pass.
+    """Compute the new moment, payload, moment of the last step, residual, and the selection, in one pass.
 
-    COMPACT: mt on A goes to `payload`, last step's m there to `last`; else mt goes over the gradient, FP32.
-    SKIP_NEW: newly entered entries count as zeros in the selection. SELECT: "none", "bitmap" (uint8, the bits of the
-    own run) or "offsets" (int16 (owned blocks, k)), written to `chosen`. HAS_LAST: there is a `last`. HAS_COMMON: what
-    all replicas leave out of mt lies in a buffer of its own, counts in the selection, and is kept off A.
+    COMPACT: write mt on A to `payload`, and m of the last step on A to `last`; otherwise mt replaces the gradient.
+    SKIP_NEW: newly entered entries count as zero in the selection. SELECT: "none", "bitmap" (uint8, bits of the own
+    run) or "offsets" (int16 (owned blocks, k)), written to `selection`. HAS_LAST: `last` exists. HAS_COMMON: there is a
+    common buffer; it is added to mt for the selection, and updated off A.
     """
     if tl.load(applied) == 0:
         return
@@ -99,7 +101,7 @@ def pack_kernel(
     if sparse:
         tl.atomic_add(fresh_counts + tensor, tl.sum(count_bits(used & ~held)), sem="relaxed")
     if COMPACT:
-        base, to = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, to = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
@@ -110,14 +112,14 @@ def pack_kernel(
             at = at_byte + lowest(bits)
             before = tl.load(states + at, mask=some, other=0.0)
             was_held = (held & (bits & -bits)) != 0
-            carried = tl.where(was_held, before * beta1, before)
-            moment = tl.load(gradients + at, mask=some, other=0.0).to(tl.float32) * gradient_rate + carried
+            retained = tl.where(was_held, before * beta1, before)
+            moment = tl.load(gradients + at, mask=some, other=0.0).to(tl.float32) * gradient_rate + retained
             tl.store(payload + to, moment, mask=some)
             if HAS_LAST:
                 tl.store(last + to, tl.where(was_held, before, 0.0), mask=some)
             bits = bits & (bits - 1)
             to += 1
-        tl.debug_barrier()  # the state is written below, by other threads than those that read it here
+        tl.debug_barrier()  # other threads write the state below
 
     was_held = spread(held)
     moment = gradient * gradient_rate + tl.where(was_held, state * beta1, state)
@@ -128,18 +130,18 @@ def pack_kernel(
     if HAS_COMMON:
         commons = pointer(table, tensor, COMMON, tl.float32, ALIGNED_TILE) + first
         common = tl.load(commons + local, mask=inside, other=0.0)
-        carried = tl.where(was_held, common * beta1, common)
-        tl.store(commons + local, tl.where(spread(used), common, carried), mask=inside)
-        moment += carried
+        common_part = tl.where(was_held, common * beta1, common)
+        tl.store(commons + local, tl.where(spread(used), common, common_part), mask=inside)
+        moment += common_part
     if SKIP_NEW:
         moment = tl.where(spread(used & ~held), 0.0, moment)
     if SELECT != "none":
         keys = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-        bits = to_bytes(choose_in_blocks(tl.reshape(keys, (ROWS, BYTES * 8)), k), ROWS, BYTES)
+        bits = to_bytes(select_in_blocks(tl.reshape(keys, (ROWS, BYTES * 8)), k), ROWS, BYTES)
         if SELECT == "bitmap":
-            store_bitmap(chosen, bits, block - own_block, left, ROWS, BYTES, BLOCK)
+            store_bitmap(selection, bits, block - own_block, left, ROWS, BYTES, BLOCK)
         else:
-            store_offsets(chosen, bits, block - own_block, left, k, ROWS, BYTES, BLOCK)
+            store_offsets(selection, bits, block - own_block, left, k, ROWS, BYTES, BLOCK)
 
 
 @triton.jit(do_not_specialize=["previous_masked"])
@@ -154,12 +156,12 @@ def carry_kernel(
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """g += error / ((1 - beta1) * scale) on P, FP32: what rounding the last payload lost."""
+    """Add the quantization errors of the last payload: g += error / ((1 - beta1) * scale) on P, FP32."""
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     block, sparse = masks_of_tile(table, tensor, row)
     masked = sparse & (previous_masked != 0)
     bits = mask_bytes(previous, block, left, masked, ROWS, BYTES, BLOCK)
-    base, position = payload_places(table, tensor, row, bits, ROWS, BLOCK)
+    base, position = payload_positions(table, tensor, row, bits, ROWS, BLOCK)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first
     errors += base
     gradient_rate = rate(rates, tensor, GRADIENT_RATE)
@@ -178,21 +180,22 @@ def carry_kernel(
 
 @triton.jit
 def squares_kernel(tiles, rates, payload, last, partial, TILE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
-    """partial[i] = sum over a stretch of the compact payload of gh^2, gh = (b - beta1*q) / (1 - beta1).
+    """Set partial[i] = sum of gh^2 over a tile of the payload buffer, with gh = (b - beta1*q) / (1 - beta1).
 
-    Tiles, int64: tensor, position in the payload, entries. EASY: all have TILE entries from a multiple of 4 on.
+    A tile has three int64: tensor, position in the payload, entries. ALIGNED_TILE: all tiles have TILE entries and
+    begin at a multiple of 4.
     """
     at = tiles + 3 * tl.program_id(0)
     tensor = tl.load(at)
     position = tl.load(at + 1)
-    lanes = tl.arange(0, TILE)
+    offsets = tl.arange(0, TILE)
     if ALIGNED_TILE:
         position = tl.multiple_of(position, 4)
-        inside = lanes >= 0
+        inside = offsets >= 0
     else:
-        inside = lanes < tl.load(at + 2)
-    mean = tl.load(payload + position + lanes, mask=inside, other=0.0)
-    before = tl.load(last + position + lanes, mask=inside, other=0.0)
+        inside = offsets < tl.load(at + 2)
+    mean = tl.load(payload + position + offsets, mask=inside, other=0.0)
+    before = tl.load(last + position + offsets, mask=inside, other=0.0)
     gh = (mean - before * rate(rates, tensor, BETA1)) / rate(rates, tensor, ONE_MINUS_BETA1)
     tl.store(partial + tl.program_id(0), tl.sum(gh * gh) * rate(rates, tensor, COUNTED))
 
@@ -212,9 +215,9 @@ def squares_in_place_kernel(
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same where the mean of mt lies in the gradients' storage and last step's m in the state.
+    """Compute `squares_kernel` with the mean of mt in the gradients' storage and m of the last step in the state.
 
-    All tiles are taken alike: the order of summation must not depend on how a replica's gradients are aligned.
+    All tiles use the same code: the order of summation must not depend on the alignment of a replica's gradients.
     """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, False)
@@ -228,25 +231,26 @@ def squares_in_place_kernel(
 
 @triton.jit
 def mean_of_tensor(table, tensor, fresh_counts, max_staleness):
-    """The tensor's mean staleness, by Little's law."""
+    """Return the tensor's mean staleness, by Little's law."""
     entering = tl.maximum(tl.load(fresh_counts + tensor), 1).to(tl.float32)
     return tl.minimum(tl.maximum(cell(table, tensor, OUTSIDE).to(tl.float32) / entering, 1.0), max_staleness)
 
 
 @triton.jit
-def staleness(table, tensor, relative, mean, max_staleness, first, local, here, MIN_VISIT_RATE: tl.constexpr):
-    """By how often the mask visits an entry's row and column, from the tensor's mean; `here` says which are wanted.
+def staleness(table, tensor, relative, mean, max_staleness, first, local, wanted, MIN_VISIT_RATE: tl.constexpr):
+    """Return the staleness of entries: the tensor's mean, divided by the relative visit rates of row and column.
 
-    first: the tile's first entry in the tensor, int64 (); local: numbers of entries behind it.
+    first: first entry of the tile in the tensor, int64 (). local: indices of the entries relative to it. wanted: mask
+    of the entries whose staleness is used.
     """
     columns = cell(table, tensor, ROW)
     column = (first % columns).to(tl.int32) + local
     row = column // columns.to(tl.int32)
     column -= row * columns.to(tl.int32)
     rows = relative + cell(table, tensor, VISITED_ROWS) + first // columns
-    often = tl.load(rows + row, mask=here, other=1.0)
-    often = often * tl.load(relative + cell(table, tensor, VISITED_COLUMNS) + column, mask=here, other=1.0)
-    return tl.minimum(tl.maximum(mean / tl.maximum(often, MIN_VISIT_RATE), 1.0), max_staleness)
+    frequency = tl.load(rows + row, mask=wanted, other=1.0)
+    frequency = frequency * tl.load(relative + cell(table, tensor, VISITED_COLUMNS) + column, mask=wanted, other=1.0)
+    return tl.minimum(tl.maximum(mean / tl.maximum(frequency, MIN_VISIT_RATE), 1.0), max_staleness)
 
 
 @triton.jit
@@ -264,7 +268,7 @@ def scaled(
     MOMENT_SHARE: tl.constexpr,
     MIN_VISIT_RATE: tl.constexpr,
 ):
-    """Step and moment, where `newly` scaled by the staleness and cut to the share that is kept."""
+    """Return step and moment; where `newly`, multiplied by the staleness and by MOMENT_SHARE, respectively."""
     factor = staleness(table, tensor, relative, mean_staleness, max_staleness, first, local, newly, MIN_VISIT_RATE)
     step = tl.where(newly, step * factor, step)
     if MOMENT_SHARE < 1:
@@ -301,12 +305,11 @@ def update_kernel(
     MIN_VISIT_RATE: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
-    """The AdamS step on A, weight decay everywhere; the new moment goes into the state on A.
+    """Apply the AdamS update on A and weight decay everywhere; the new moment on A is written to the state.
 
-    WRITES: whether new values go into the parameters; another replica of the process may do that.
-
-    SCALED: by staleness, see `relative`. KEEPS: share of the moment that entries keep whose step was scaled. Where not
-    COMPACT, the mean of mt lies in the gradients' storage (FP32) and last step's m in the state.
+    WRITES: write the parameters; false if another replica of the process does. SCALED: multiply the steps of newly
+    entered entries by their staleness, and their moments by MOMENT_SHARE. Without COMPACT the mean of mt is in the
+    gradients' storage (FP32), and m of the last step in the state.
     """
     if tl.load(applied) == 0:
         return
@@ -332,8 +335,8 @@ def update_kernel(
     if COMPACT:
         if WRITES:
             tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
-            tl.debug_barrier()  # the entries of the mask are changed below, by other threads
-        base, at_payload = payload_places(table, tensor, row, used, ROWS, BLOCK)
+            tl.debug_barrier()  # other threads write the entries of the mask below
+        base, at_payload = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         last += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8

@@ -1,4 +1,4 @@
-"""Masks on the wire and in turn, and payloads that have no buffer of their own: Triton kernels."""
+"""Triton kernels that encode, decode, rotate and count masks, and that copy payloads without a separate buffer."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from kernels.common.triton_common import (
     entries,
     lowest,
     mask_bytes,
-    payload_places,
+    payload_positions,
     pointer,
     spread,
     tile_of,
@@ -19,39 +19,39 @@ from kernels.common.triton_common import (
 
 
 @triton.jit
-def code_at(block, run_blocks, room, code_bytes):
-    """Where a block's code, int64, begins on the wire: runs of so many blocks have `room` bytes each."""
-    run = block.to(tl.int32) // run_blocks  # there are fewer than 2^31 of them, and 64 bits take far longer
-    return run.to(tl.int64) * room + (block.to(tl.int32) - run * run_blocks).to(tl.int64) * code_bytes
+def code_at(block, run_blocks, run_bytes, code_bytes):
+    """Return the first byte of a block's code, int64. Runs of `run_blocks` blocks have `run_bytes` bytes each."""
+    run = block.to(tl.int32) // run_blocks  # fewer than 2^31 blocks; a 64-bit division is far slower
+    return run.to(tl.int64) * run_bytes + (block.to(tl.int32) - run * run_blocks).to(tl.int64) * code_bytes
 
 
-@triton.jit(do_not_specialize=["count", "run_blocks", "room", "k", "code_bytes", "unary", "low"])
-def encode_offsets_kernel(offsets, wire, count, run_blocks, room, k, code_bytes, unary, low, TILE: tl.constexpr):
-    """Codes `count` ascending offsets, int16, k a block, into zeros in whole 32-bit words; see `blocks.OffsetCode`."""
+@triton.jit(do_not_specialize=["count", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
+def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr):
+    """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`."""
     number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = number < count
     block = number // k
     rank = number - block * k
     offset = tl.load(offsets + number, mask=inside, other=0).to(tl.int32)
     words = wire.to(tl.pointer_type(tl.int32))
-    start = code_at(block, run_blocks, room, code_bytes) * 8
+    start = code_at(block, run_blocks, run_bytes, code_bytes) * 8
     at = start + (offset >> low) + rank
     tl.atomic_or(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
     at = start + unary + rank * low
     end = at + low
-    # The low bits may straddle two words.
+    # The low bits may extend over two words.
     bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
     tl.atomic_or(words + (at >> 5), bits.to(tl.int32), mask=inside & (at < end), sem="relaxed")
     tl.atomic_or(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["blocks", "run_blocks", "room", "k", "code_bytes", "unary", "low"])
+@triton.jit(do_not_specialize=["blocks", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
 def decode_offsets_kernel(
     wire,
     mask,
     blocks,
     run_blocks,
-    room,
+    run_bytes,
     k,
     code_bytes,
     unary,
@@ -60,11 +60,11 @@ def decode_offsets_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Sets the bits that the blocks' codes name in a mask of zeros. Programs: ROWS blocks, with BYTES of unary bits."""
+    """Decode offsets into a mask of zeros. A program decodes ROWS blocks, with BYTES bytes of unary bits each."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     byte = tl.arange(0, BYTES)[None, :]
-    first = wire + code_at(block, run_blocks, room, code_bytes)
-    # Where nothing is unary all high parts are zero: k bits that are set.
+    first = wire + code_at(block, run_blocks, run_bytes, code_bytes)
+    # Without a unary part all high parts are zero, which corresponds to k set bits.
     left = tl.where(unary > 0, unary, k) - byte * 8
     bits = tl.load(first + byte, mask=(block < blocks) & (byte * 8 < unary), other=255).to(tl.int32)
     bits = tl.where(block < blocks, bits & ((1 << tl.minimum(tl.maximum(left, 0), 8)) - 1), 0)
@@ -89,35 +89,35 @@ def decode_offsets_kernel(
 
 
 @triton.jit
-def rotate_kernel(arrived, in_use, previous, size, HAS_BITS: tl.constexpr, TILE: tl.constexpr):
-    """previous = in_use, and in_use = what arrived (zeros without HAS_BITS)."""
+def rotate_kernel(received, in_use, previous, size, HAS_BITS: tl.constexpr, TILE: tl.constexpr):
+    """Set previous = in_use, and in_use = the received bits (zeros without HAS_BITS)."""
     byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = byte < size
     tl.store(previous + byte, tl.load(in_use + byte, mask=inside, other=0), mask=inside)
     new = tl.zeros((TILE,), dtype=tl.uint8)
     if HAS_BITS:
-        new = tl.load(arrived + byte, mask=inside, other=0)
+        new = tl.load(received + byte, mask=inside, other=0)
     tl.store(in_use + byte, new, mask=inside)
 
 
 @triton.jit
 def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Adds the newly entered entries of each row and column to `counts`, int32.
+    """Add the newly entered entries of each row and column to `counts`, int32.
 
-    Tiles, int64: byte of the masks where it begins, bytes of a row, rows and bytes that are left from there, positions
-    of its first row and column in `counts`. ROWS: at most 255, as columns are added up four to a word.
+    A tile has six int64: its first byte in the masks, bytes of a row, remaining rows and bytes, and the positions of
+    its first row and column in `counts`. ROWS is at most 255, because four columns are summed in one 32-bit word.
     """
     at = tiles + 6 * tl.program_id(0)
     start, width, height, left = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     row, byte = tl.arange(0, ROWS), tl.arange(0, BYTES)
     inside = (row[:, None] < height) & (byte[None, :] < left)
-    place = start + row[:, None] * width + byte[None, :]
-    used = tl.load(in_use + place, mask=inside, other=0).to(tl.int32)
-    entering = used & ~tl.load(previous + place, mask=inside, other=0).to(tl.int32)
+    at_byte = start + row[:, None] * width + byte[None, :]
+    used = tl.load(in_use + at_byte, mask=inside, other=0).to(tl.int32)
+    entering = used & ~tl.load(previous + at_byte, mask=inside, other=0).to(tl.int32)
     tl.atomic_add(counts + tl.load(at + 4) + row, tl.sum(count_bits(entering), 1), mask=row < height, sem="relaxed")
     first = counts + tl.load(at + 5) + byte * 8
     for half in tl.static_range(2):
-        # Bit i of a nibble goes to the lowest bit of byte i.
+        # Moves bit i of a nibble to the lowest bit of byte i.
         bits = (((entering >> (4 * half)) & 15) * 0x00204081) & 0x01010101
         sums = tl.sum(bits, 0)
         for i in tl.static_range(4):
@@ -141,12 +141,12 @@ def move_kernel(
     BLOCK: tl.constexpr,
     TO_CHUNK: tl.constexpr,
 ):
-    """Copies payload entries [chunk_first, chunk_first + chunk_entries) between the gradients' storage and `chunk`."""
+    """Copy payload entries [chunk_first, chunk_first + chunk_entries) between the gradients' storage and `chunk`."""
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     block, masked = cell(table, tensor, FIRST_BLOCK), in_use_masked != 0
     masked = masked & (block >= 0)
     bits = mask_bytes(in_use, block + row, left, masked, ROWS, BYTES, BLOCK)
-    base, to = payload_places(table, tensor, row, bits, ROWS, BLOCK)
+    base, to = payload_positions(table, tensor, row, bits, ROWS, BLOCK)
     base -= chunk_first
     if (base >= chunk_entries) | (base + tl.max(to + count_bits(bits)) <= 0):
         return

@@ -1,7 +1,7 @@
-"""What the owner of entries does in the sharded form of SCAPE as Triton kernels; `reference_owner.py` specifies it.
+"""Updates by the owner of entries, for SCAPE with sharded updates, as Triton kernels; see `reference_owner.py`.
 
-The mean of what was sent, then the synchronised gradient, then the new values lie in the owner's row of the payload
-where COMPACT, else in the gradients' storage, at the entries themselves.
+The mean of the payloads is replaced by the synchronized gradient, and that by the new values. With COMPACT they are in
+the owner's row of the payload, otherwise in the gradients' storage, at the positions of the entries.
 """
 
 import triton
@@ -27,7 +27,7 @@ from kernels.common.triton_common import (
     entries,
     lowest,
     mask_bytes,
-    payload_places,
+    payload_positions,
     pointer,
     rate,
     spread,
@@ -37,8 +37,8 @@ from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled
 
 
 @triton.jit
-def _released(common, was_held, mean, to_gradient):
-    """gh: beta1 * q, which all replicas left out, cancels where the moment was held; else the residual comes back."""
+def _synchronized_gradient(common, was_held, mean, to_gradient):
+    """Return gh: beta1 * q, which no replica sent, cancels for entries in P; for others the residual is added."""
     return (mean + tl.where(was_held, 0.0, common)) * to_gradient
 
 
@@ -58,9 +58,9 @@ def owned_gradient_kernel(
     BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):
-    """gh on A over the mean of what was sent; partial[i] = the sum of its squares in a tile.
+    """Replace the mean of the payloads by gh on A; partial[i] = the sum of its squares in a tile.
 
-    All tiles are taken alike, as the order of summation must not depend on how tensors are aligned.
+    All tiles use the same code: the order of summation must not depend on the alignment of tensors.
     """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     block, sparse = masks_of_tile(table, tensor, row)
@@ -71,7 +71,7 @@ def owned_gradient_kernel(
     to_gradient = 1.0 / rate(rates, tensor, ONE_MINUS_BETA1)
     counted = rate(rates, tensor, COUNTED)
     if COMPACT:
-        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
@@ -81,7 +81,7 @@ def owned_gradient_kernel(
             some = bits != 0
             common = tl.load(commons + at_byte + lowest(bits), mask=some, other=0.0)
             mean = tl.load(payload + position, mask=some, other=0.0)
-            gh = _released(common, (held & (bits & -bits)) != 0, mean, to_gradient)
+            gh = _synchronized_gradient(common, (held & (bits & -bits)) != 0, mean, to_gradient)
             tl.store(payload + position, gh, mask=some)
             squares += gh * gh
             bits = bits & (bits - 1)
@@ -92,7 +92,7 @@ def owned_gradient_kernel(
         means = pointer(table, tensor, GRADIENT, tl.float32, False) + first
         common = tl.load(commons + local, mask=inside, other=0.0)
         mean = tl.load(means + local, mask=inside, other=0.0)
-        gh = tl.where(spread(used), _released(common, spread(held), mean, to_gradient), 0.0)
+        gh = tl.where(spread(used), _synchronized_gradient(common, spread(held), mean, to_gradient), 0.0)
         tl.store(means + local, gh, mask=inside & spread(used))
         tl.store(partial + tl.program_id(0), tl.sum(gh * gh) * counted)
 
@@ -126,10 +126,11 @@ def owned_update_kernel(
     MIN_VISIT_RATE: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
-    """New moments into the common buffer, and new values over gh. SCALED and KEEPS as in `update_kernel`.
+    """Write new moments to the common buffer, and replace gh by the new values.
 
-    HAS_MASTER: the parameters are those of the master, FP32, which decays everywhere; else what `write_kernel` decays.
-    CHANGES: what is stored over gh is by how much they differ from the decayed copies that all replicas hold.
+    HAS_MASTER: update the FP32 master weights, which decay everywhere; otherwise start from the parameters, which
+    `write_kernel` decays. CHANGES: replace gh by the difference between the new values and the decayed parameters.
+    SCALED and MOMENT_SHARE: as in `update_kernel`.
     """
     if tl.load(applied) == 0:
         return
@@ -153,12 +154,12 @@ def owned_update_kernel(
         if COMPACT:
             master = tl.load(parameters + local, mask=inside, other=0.0)
             tl.store(parameters + local, master - master * decay, mask=inside)
-            tl.debug_barrier()  # the entries of the mask are changed below, by other threads
+            tl.debug_barrier()  # other threads write the entries of the mask below
     else:
         parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     copies = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     if COMPACT:
-        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         payload += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))
@@ -192,11 +193,11 @@ def owned_update_kernel(
             if not HAS_MASTER:
                 value -= value * decay
             value -= step * lr
-            told = value
+            sent = value
             if CHANGES:
                 copy = tl.load(copies + at, mask=some, other=0.0).to(tl.float32)
-                told = value - (copy - copy * decay)
-            tl.store(payload + position, told, mask=some)
+                sent = value - (copy - copy * decay)
+            tl.store(payload + position, sent, mask=some)
             tl.store(commons + at, moment, mask=some)
             if HAS_MASTER:
                 tl.store(parameters + at, value, mask=some)
@@ -229,11 +230,11 @@ def owned_update_kernel(
         value = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         value = value - value * decay
         changed_value = value - step * lr
-        told = changed_value
+        sent = changed_value
         if CHANGES:
             copy = tl.load(copies + local, mask=inside, other=0.0).to(tl.float32)
-            told = changed_value - (copy - copy * decay)
-        tl.store(gradients + local, told, mask=inside & changed)
+            sent = changed_value - (copy - copy * decay)
+        tl.store(gradients + local, sent, mask=inside & changed)
         tl.store(commons + local, moment, mask=inside & changed)
         if HAS_MASTER:
             tl.store(parameters + local, tl.where(changed, changed_value, value), mask=inside)
@@ -259,9 +260,10 @@ def write_kernel(
     DECAYS: tl.constexpr,
     CHANGES: tl.constexpr,
 ):
-    """On A the owners' values, from `wire`, FP32 or BF16, where COMPACT; off A weight decay, where DECAYS.
+    """Write the owners' values on A, and with DECAYS apply weight decay off A.
 
-    CHANGES: what arrives is added to the decayed copy.
+    COMPACT: values are in `wire`, FP32 or BF16, otherwise in the gradients' storage. CHANGES: values are differences
+    from the decayed parameters.
     """
     if tl.load(applied) == 0:
         return
@@ -277,7 +279,7 @@ def write_kernel(
         decayed = parameter - parameter * decay
         tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
     if COMPACT:
-        base, position = payload_places(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         wire += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
         bits, left_over = used, tl.max(count_bits(used))

@@ -1,4 +1,4 @@
-"""SCAPE's passes as Triton kernels, a few launches for all tensors of a model. Nothing here waits for the device."""
+"""SCAPE passes on Triton kernels: a few launches for all tensors of a model, without synchronization."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -18,30 +18,30 @@ from kernels.scape.passes import ScapePasses, Updates
 from kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
-# Entries of a tile and for each of its warps. Many entries a thread spread a program's fixed cost, which pays where
-# only the mask's entries are worked on, and spills where all are. Selection wants a block in few warps: they agree
-# fastest.
+# Entries per tile and per warp. Many entries per thread amortize the fixed cost of a program if only the entries of the
+# mask are processed, and cause register spills if all are. Selection is fastest with few warps per block, because its
+# reductions synchronize them.
 COMPACT_TILE, COMPACT_WARP = 4096, 1024
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
-_FLAT = 4096
-_CODED = 512  # bytes of unary bits that a program decodes
+_FLAT = 4096  # entries per program of kernels over flat buffers
+_CODED = 512  # bytes of unary bits that one program decodes
 
 
 class TritonUpdates(Updates, Protocol):
     """`Updates` of this backend."""
 
     def columns(self, i: int) -> tuple[int, ...]:
-        """The table's columns of a tensor from OUTSIDE on."""
+        """Return the columns of a tensor in the pointer table, from OUTSIDE on."""
 
     def kinds(self) -> tuple[tuple[bool, torch.dtype], ...]:
-        """Of every tensor: whether what its update touches is aligned, and the parameter's dtype."""
+        """Return for every tensor whether all data of its update is aligned, and the parameter's dtype."""
 
 
 class TritonPasses(ScapePasses):
-    """`ScapePasses` on the kernels of `triton_kernels` and `triton_masks`; selection in blocks only.
+    """`ScapePasses` with the kernels of `triton_kernels` and `triton_masks`. Supports selection in blocks only.
 
-    What is public besides is for `triton_updates`, which makes them.
+    Additional public members are for `triton_updates`.
     """
 
     updates: TritonUpdates
@@ -49,7 +49,7 @@ class TritonPasses(ScapePasses):
     def __init__(
         self, updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
     ) -> None:
-        assert plan.selection == "block"  # the paper's runs in PyTorch
+        assert plan.selection == "block"  # the selection "tensor" runs in PyTorch
         super().__init__(updater, plan, device, **options)
         count, size = len(self.sizes), self.layout.block_size
         self._table = DeviceTable(count, WIDTH.value, torch.int64, device)
@@ -57,7 +57,7 @@ class TritonPasses(ScapePasses):
         self._betas = DeviceTable(count, 2, torch.float64, device)
         self.stream = TileSchedule(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
         self._wide = TileSchedule(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
-        self._choose = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
+        self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.tiles = self.stream
         self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
@@ -68,7 +68,7 @@ class TritonPasses(ScapePasses):
         self._within: dict[tuple[PayloadChunk, tuple[Range, ...]], tuple[Range, ...]] = {}
 
     def _split(self, start: int, end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """The blocks [start, end) of the masks as ranges of tensors, and all others."""
+        """Return the blocks [start, end) of the masks as ranges of tensors, and all other blocks."""
         own: list[Range] = []
         others: list[Range] = []
         for tensor, _, blocks in self.all:
@@ -82,7 +82,7 @@ class TritonPasses(ScapePasses):
         return tuple(r for r in own if r[1] < r[2]), tuple(r for r in others if r[1] < r[2])
 
     def within(self, part: PayloadChunk, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-        """Those of the ranges that are of the part's tensors."""
+        """Return the ranges of the tensors of a chunk."""
         if (part, ranges) not in self._within:
             self._within[part, ranges] = tuple(r for r in ranges if r[0] in part)
         return self._within[part, ranges]
@@ -92,9 +92,9 @@ class TritonPasses(ScapePasses):
     def bind(self, step: PassInputs) -> None:
         super().bind(step)
         if not self.compact or self.carrying:
-            # mt, or what is carried over, is kept in FP32 where the gradient was: one of another dtype is copied.
+            # mt, or the quantization error, is added to the gradients' storage in FP32: other dtypes are copied.
             self.gradients = [g.float() for g in step.gradients]
-        through_master = self.updater.steps_on_master and self.masters
+        through_master = self.updater.updates_master and self.masters
         self.writable = Writable(step.parameters, self.masters if through_master else None)
         layout, flat = self.layout, self.writable.flat
         k = layout.block_size if step.in_use.dense else entries_per_block(step.in_use.density, layout.block_size)
@@ -120,21 +120,21 @@ class TritonPasses(ScapePasses):
         self.parameter_kinds = self.updates.kinds()
         self.fresh.zero_()
         self.tiles = self._wide if self.compact else self.stream
-        self._chosen = self._room_for_selection(step.next_density)
+        self._selection = self._allocate_selection(step.next_density)
 
     def release(self) -> None:
         super().release()
         del self.writable
 
     def selected(self) -> Tensor | None:
-        if self._chosen is None:
+        if self._selection is None:
             return None
-        if self._chosen.dtype == torch.int16:
-            return self._encode(self._chosen)
-        room = self.layout.wire_bytes(self.step.next_density, self.selection)
-        if room == self.layout.run_bytes:
-            return self._chosen
-        return pad(self._chosen.view(self.runs, -1), (0, room - self.layout.run_bytes)).view(-1)
+        if self._selection.dtype == torch.int16:
+            return self._encode(self._selection)
+        nbytes = self.layout.wire_bytes(self.step.next_density, self.selection)
+        if nbytes == self.layout.run_bytes:
+            return self._selection
+        return pad(self._selection.view(self.runs, -1), (0, nbytes - self.layout.run_bytes)).view(-1)
 
     def pieces(self) -> "list[Tensor] | _Entries":
         return self.gradients if self.step.in_use.dense else _Entries(self)
@@ -158,7 +158,7 @@ class TritonPasses(ScapePasses):
             assert received is not None
             k = entries_per_block(density, layout.block_size)
             code = offset_code(k, layout.block_size)
-            # Bytes of the bits that tell the entries from each other, as a power of two.
+            # Bytes of the unary part, as a power of two.
             width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()
             rows = max(1, _CODED // width)
             launching.launch(
@@ -190,7 +190,7 @@ class TritonPasses(ScapePasses):
         payload: Tensor | None = None,
         **constants: Any,
     ) -> None:
-        """Runs a kernel on a list of tiles. All that work on the masks begin with the same arguments."""
+        """Launch a kernel on a list of tiles. All kernels on masks have the same first arguments."""
         in_use, previous = self.step.in_use, self.step.previous
         launching.launch(
             kernel,
@@ -210,41 +210,41 @@ class TritonPasses(ScapePasses):
         )
 
     def corrections(self) -> Tensor:
-        """1 - beta^t of both moments, FP32 (tensors, 2)."""
+        """Return the bias corrections 1 - beta^t of both moments, FP32 (tensors, 2)."""
         return (1.0 - self._betas.values**self.step.steps).float()
 
     def pack_blocks(self, ranges: tuple[Range, ...], select: bool = False, common: bool = False) -> None:
-        """The pack kernel over blocks of sparsified tensors, and of those that are sent whole, with their selection.
+        """Launch the pack kernel over ranges of blocks.
 
-        common: what all replicas leave out of mt lies in a buffer of its own.
+        select: also select the next mask in these blocks. common: the common buffer is part of mt.
         """
-        form, k, tiles, chosen = "none", 0, self.tiles, self.fresh
-        if select and self._chosen is not None:
-            form = "offsets" if self._chosen.dtype == torch.int16 else "bitmap"
+        form, k, tiles, selection = "none", 0, self.tiles, self.fresh
+        if select and self._selection is not None:
+            form = "offsets" if self._selection.dtype == torch.int16 else "bitmap"
             k = entries_per_block(self.step.next_density, self.layout.block_size)
-            tiles, chosen = self._choose, self._chosen
-        for listed, easy, dtype in tiles.lists(ranges, self._gradient_kinds):
+            tiles, selection = self._select_tiles, self._selection
+        for listed, full, dtype in tiles.lists(ranges, self._gradient_kinds):
             self.launch(
                 triton_kernels.pack_kernel,
                 tiles,
                 listed,
                 self.moment_on_mask,
                 self.fresh,
-                chosen,
+                selection,
                 k,
                 self._own_block,
                 as_flag(self.step.applied),
-                ALIGNED_TILE=easy,
+                ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
-                SKIP_NEW=self.skips_new and form != "none",
+                SKIP_NEW=self.excludes_new and form != "none",
                 SELECT=form,
                 HAS_LAST=self.moment_on_mask.numel() > 0,
                 HAS_COMMON=common,
             )
 
     def carry(self, part: PayloadChunk) -> None:
-        """What rounding lost of the last payload enters the gradients."""
+        """Add the quantization error of the last payload to the gradients."""
         if not (self.compact and self.carrying):
             return
         for listed, _, _ in self._wide.lists(self.within(part, self.all), self.any_kinds):
@@ -261,10 +261,10 @@ class TritonPasses(ScapePasses):
                 **self._wide.shape,
             )
 
-    def squares_of_stretches(self, whole: Tensor, rest: Tensor) -> list[Tensor]:
-        """Sums of squares of the synchronised gradient over stretches of the payload buffer, see `tile_payload`."""
+    def squares_of_tiles(self, whole: Tensor, rest: Tensor) -> list[Tensor]:
+        """Return the sums of squares of the synchronized gradient over tiles of the payload; see `tile_payload`."""
         sums = []
-        for easy, listed in ((True, whole), (False, rest)):
+        for full, listed in ((True, whole), (False, rest)):
             partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
             launching.launch(
                 triton_kernels.squares_kernel,
@@ -276,32 +276,32 @@ class TritonPasses(ScapePasses):
                 partial,
                 warps=4,
                 TILE=_FLAT,
-                ALIGNED_TILE=easy,
+                ALIGNED_TILE=full,
             )
             sums.append(partial)
         return sums
 
     # -------------------------------------------------------------------------------------- internals
 
-    def _room_for_selection(self, density: float) -> Tensor | None:
-        """Int16 offsets (owned blocks, k), or uint8 bits; None where nothing is selected."""
+    def _allocate_selection(self, density: float) -> Tensor | None:
+        """Allocate the selection: int16 offsets (owned blocks, k), or uint8 bits; None if nothing is selected."""
         layout = self.layout
         if density >= 1.0 or layout.total_blocks == 0:
             return None
         if layout.sends_offsets(density, self.selection):
             shape = self.runs * layout.run_blocks, entries_per_block(density, layout.block_size)
             return torch.zeros(shape, dtype=torch.int16, device=self.device)
-        # The same at every step: a single replica's next mask lies there.
+        # The same buffer in every step; for a single replica it contains the next mask.
         size = self.runs * layout.run_bytes
         if self._wire.numel() != size:
             self._wire = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._wire
 
     def _encode(self, offsets: Tensor) -> Tensor:
-        """The offsets of the runs, int16 (blocks, k), coded for the wire."""
+        """Encode the offsets of the runs, int16 (blocks, k)."""
         k, layout = offsets.shape[1], self.layout
-        code, room = offset_code(k, layout.block_size), layout.wire_bytes(self.step.next_density, self.selection)
-        wire = torch.zeros(self.runs * room, dtype=torch.uint8, device=self.device)
+        code, nbytes = offset_code(k, layout.block_size), layout.wire_bytes(self.step.next_density, self.selection)
+        wire = torch.zeros(self.runs * nbytes, dtype=torch.uint8, device=self.device)
         launching.launch(
             triton_masks.encode_offsets_kernel,
             (-(-offsets.numel() // 1024),),
@@ -309,7 +309,7 @@ class TritonPasses(ScapePasses):
             wire,
             offsets.numel(),
             layout.run_blocks,
-            room,
+            nbytes,
             k,
             code.nbytes,
             code.unary,
@@ -320,7 +320,7 @@ class TritonPasses(ScapePasses):
         return wire
 
     def tile_payload(self, part: PayloadChunk) -> tuple[Tensor, Tensor]:
-        """Stretches of the payload within one tensor: those of _FLAT entries from a multiple of 4 on, and the rest."""
+        """Return the tiles of a chunk: those of _FLAT entries that begin at a multiple of 4, and all others."""
         whole, rest = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)]
         for i in range(part.first, part.end):
             start = self.payload_layout.positions[i]
@@ -336,7 +336,7 @@ class TritonPasses(ScapePasses):
 
 
 class _Entries:
-    """The payload in the gradients' storage, copied to and from chunks of an exchange."""
+    """`topology.chunks.Source` of a payload in the gradients' storage."""
 
     def __init__(self, passes: TritonPasses) -> None:
         self._passes = passes
@@ -345,19 +345,19 @@ class _Entries:
         tiles = [-(-end // passes.stream.rows) for _, _, end in passes.all]
         self._first_tile = [0, *accumulate(tiles)]
         self._per_block = entries_per_block(passes.step.in_use.density, passes.layout.block_size)
-        # All tiles, tensor by tensor.
+        # All tiles, in tensor order.
         ((self._tiles, _, _),) = passes.stream.lists(passes.all, passes.any_kinds)
 
     def fill(self, chunk: Tensor, first: int) -> None:
-        """chunk = payload[first : first + len(chunk)]."""
+        """Copy payload[first : first + len(chunk)] to `chunk`."""
         self._move(chunk, first, True)
 
-    def land(self, chunk: Tensor, first: int) -> None:
-        """payload[first : first + len(chunk)] = chunk."""
+    def store(self, chunk: Tensor, first: int) -> None:
+        """Copy `chunk` to payload[first : first + len(chunk)]."""
         self._move(chunk, first, False)
 
     def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
-        begin, end = self._tiles_of(first), self._tiles_of(first + chunk.numel() - 1)
+        begin, end = self._tile_of(first), self._tile_of(first + chunk.numel() - 1)
         listed = self._tiles[begin.start : end.stop]
         self._passes.launch(
             triton_masks.move_kernel,
@@ -369,8 +369,8 @@ class _Entries:
             TO_CHUNK=to_chunk,
         )
 
-    def _tiles_of(self, position: int) -> range:
-        """The tile that has this entry of the payload."""
+    def _tile_of(self, position: int) -> range:
+        """Return the tile that contains this payload entry, as a range of length one."""
         p = self._passes
         tensor = bisect_right(self._ends, position)
         tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])

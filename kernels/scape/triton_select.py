@@ -1,4 +1,4 @@
-"""Exact top-k of every block without sorting, in registers."""
+"""Exact top-k of every block in registers, without sorting."""
 
 import triton
 import triton.language as tl
@@ -7,14 +7,14 @@ from kernels.common.triton_common import count_bits, lowest
 
 
 @triton.jit
-def choose_in_blocks(keys, k):
-    """bool [ROWS, COLUMNS]: the k largest keys of each row, ties to the lower index.
+def select_in_blocks(keys, k):
+    """Return bool [ROWS, COLUMNS]: true for the k largest keys of each row; ties go to the lower index.
 
-    keys: int32, the bits of |value|; -1 where there is no entry, and those are never chosen. A row with fewer than k
-    entries gives them all.
+    keys: int32, the bits of |value|; -1 for missing entries, which are never selected. A row with fewer than k entries
+    selects all of them.
 
-    Bisection for a threshold: `low` is one that at least `wanted` keys reach, `high` one that fewer do. It ends when
-    exactly the wanted number reach `low`, or when both are neighbours: then those at `low` are ties.
+    Bisection for a threshold: at least `wanted` keys are >= `low`, and fewer are >= `high`. It ends when exactly
+    `wanted` keys are >= `low`, or when `low` and `high` are neighbors: keys equal to `low` are then ties.
     """
     entries = tl.sum((keys >= 0).to(tl.int32), 1)
     wanted = tl.minimum(entries, k)
@@ -22,18 +22,18 @@ def choose_in_blocks(keys, k):
     low = tl.zeros_like(high)
     reached = entries
     above = tl.zeros_like(high)
-    # The wanted keys mostly lie within two binary orders of the largest: that is tried first.
+    # Most wanted keys are within a factor of four of the largest one, so this threshold is tried first.
     middle = tl.maximum(high - (1 << 24), 0)
-    unsettled = (high - low > 1) & (reached != wanted)
-    while tl.max(unsettled.to(tl.int32)) > 0:
+    unfinished = (high - low > 1) & (reached != wanted)
+    while tl.max(unfinished.to(tl.int32)) > 0:
         count = tl.sum((keys >= middle[:, None]).to(tl.int32), 1)
         enough = count >= wanted
-        low = tl.where(unsettled & enough, middle, low)
-        reached = tl.where(unsettled & enough, count, reached)
-        high = tl.where(unsettled & ~enough, middle, high)
-        above = tl.where(unsettled & ~enough, count, above)
+        low = tl.where(unfinished & enough, middle, low)
+        reached = tl.where(unfinished & enough, count, reached)
+        high = tl.where(unfinished & ~enough, middle, high)
+        above = tl.where(unfinished & ~enough, count, above)
         middle = low + (high - low) // 2
-        unsettled = (high - low > 1) & (reached != wanted)
+        unfinished = (high - low > 1) & (reached != wanted)
     sure = keys >= high[:, None]
     ties = (keys >= low[:, None]) & ~sure
     order = tl.cumsum(ties.to(tl.int32), 1)
@@ -42,13 +42,13 @@ def choose_in_blocks(keys, k):
 
 @triton.jit
 def to_bytes(bits, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """int32 [ROWS, BYTES] from bool [ROWS, 8 * BYTES]."""
+    """Pack bool [ROWS, 8 * BYTES] into the bytes of a mask, int32 [ROWS, BYTES]."""
     return tl.sum(tl.reshape(bits.to(tl.int32), (ROWS, BYTES, 8)) << tl.arange(0, 8)[None, None, :], 2)
 
 
 @triton.jit
 def store_bitmap(bitmap, bits, line, left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes bytes [ROWS, BYTES] as blocks `line` and following."""
+    """Store bytes [ROWS, BYTES] of a mask as blocks `line` and following."""
     rows, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
     at = bitmap + line.to(tl.int64) * (BLOCK // 8) + rows * (BLOCK // 8) + byte
     tl.store(at, bits.to(tl.uint8), mask=(byte < BLOCK // 8) & (rows * BLOCK < left))
@@ -56,14 +56,14 @@ def store_bitmap(bitmap, bits, line, left, ROWS: tl.constexpr, BYTES: tl.constex
 
 @triton.jit
 def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the numbers of the set bits in ascending order, int16 (blocks, k).
+    """Store the indices of the set bits in ascending order, int16 (blocks, k).
 
-    A row with fewer than k has all of its entries; it repeats the last.
+    A row with fewer than k set bits repeats the last one.
     """
     rows, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
     counts = count_bits(bits)
     at = offsets + (line + rows).to(tl.int64) * k
-    place = tl.cumsum(counts, 1) - counts
+    position = tl.cumsum(counts, 1) - counts
     total = tl.sum(counts, 1)[:, None]
     first = 0
     while first < k:
@@ -74,6 +74,6 @@ def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.co
     left_over = tl.max(counts)
     while left_over > 0:
         left_over -= 1
-        tl.store(at + place, (byte * 8 + lowest(bits)).to(tl.int16), mask=bits != 0)
+        tl.store(at + position, (byte * 8 + lowest(bits)).to(tl.int16), mask=bits != 0)
         bits = bits & (bits - 1)
-        place += 1
+        position += 1

@@ -1,4 +1,4 @@
-"""What of the Triton passes depends on who updates: launches of the kernels that `reference` files specify."""
+"""Triton passes that depend on the updater."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from kernels.scape.visits import MIN_VISIT_RATE, VisitRates
 def triton_passes(
     updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
 ) -> TritonPasses:
-    """The passes of a step on Triton kernels; arguments are those of `ScapePasses`."""
+    """Return the passes of a step on Triton kernels. Arguments are those of `ScapePasses`."""
     passes = TritonPasses(updater, plan, device, **options)
     passes.updates = TritonOwner(passes, updater) if isinstance(updater, ShardedUpdate) else TritonReplicated(passes)
     return passes
 
 
 class _TritonUpdates:
-    """What both have in common."""
+    """Common part of both updaters."""
 
     def __init__(self, passes: TritonPasses) -> None:
         self._passes = passes
@@ -38,19 +38,19 @@ class _TritonUpdates:
         self._entering(p.step.in_use, p.step.previous)
 
     def _axes(self, tensor: int) -> tuple[int, int, int]:
-        """The table's columns ROW, VISITED_ROWS and VISITED_COLUMNS of a sparsified tensor."""
+        """Return the columns ROW, VISITED_ROWS and VISITED_COLUMNS of a sparsified tensor in the pointer table."""
         visits = self._passes.visits
         if visits is None:
             return 1, 0, 0
-        rows, columns = visits.places[2 * tensor : 2 * tensor + 2]
+        rows, columns = visits.starts[2 * tensor : 2 * tensor + 2]
         return visits.columns[tensor], rows, columns
 
     def _update(self, kernel: Any, ranges: tuple[Range, ...], *between: Tensor, **constants: Any) -> None:
-        """Launches an update kernel. between: its arguments from the corrections to the counts of fresh entries."""
+        """Launch an update kernel. between: its arguments after `corrections`, up to `fresh_counts`."""
         p, step = self._passes, self._passes.step
         relative = p.fresh if p.stale is None else p.stale.relative
         corrections = p.corrections()
-        for listed, easy, dtype in p.tiles.lists(ranges, p.parameter_kinds):
+        for listed, full, dtype in p.tiles.lists(ranges, p.parameter_kinds):
             p.launch(
                 kernel,
                 p.tiles,
@@ -58,10 +58,10 @@ class _TritonUpdates:
                 corrections,
                 *between,
                 relative,
-                p.most_stale,
+                p.max_staleness,
                 step.clip,
                 as_flag(step.applied),
-                ALIGNED_TILE=easy,
+                ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 COMPACT=p.compact,
                 SCALED=p.stale is not None,
@@ -73,11 +73,11 @@ class _TritonUpdates:
 
 
 class TritonReplicated(_TritonUpdates):
-    """Every replica updates all entries."""
+    """Passes of `ReplicatedUpdate`: every replica updates all entries."""
 
     def __init__(self, passes: TritonPasses) -> None:
         super().__init__(passes)
-        self._stretches: dict[PayloadChunk, tuple[Tensor, Tensor]] = {}
+        self._payload_tiles: dict[PayloadChunk, tuple[Tensor, Tensor]] = {}
 
     def columns(self, i: int) -> tuple[int, ...]:
         p = self._passes
@@ -85,7 +85,7 @@ class TritonReplicated(_TritonUpdates):
 
     def kinds(self) -> tuple[tuple[bool, torch.dtype], ...]:
         p = self._passes
-        # In place `update` reads the payload where the gradients are.
+        # An in-place payload is read from the gradients' storage.
         columns = zip(p.writable.flat, p.states, p.states if p.compact else p.gradients, strict=True)
         return tuple((aligned(q, s, r), q.dtype) for q, s, r in columns)
 
@@ -98,9 +98,9 @@ class TritonReplicated(_TritonUpdates):
     def squares(self, part: PayloadChunk) -> list[Tensor]:
         p = self._passes
         if p.compact:
-            if part not in self._stretches:
-                self._stretches[part] = p.tile_payload(part)
-            return p.squares_of_stretches(*self._stretches[part])
+            if part not in self._payload_tiles:
+                self._payload_tiles[part] = p.tile_payload(part)
+            return p.squares_of_tiles(*self._payload_tiles[part])
         sums = []
         for listed, _, _ in p.stream.lists(p.within(part, p.all), p.any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=p.device)
@@ -116,23 +116,23 @@ class TritonReplicated(_TritonUpdates):
             p.writable.store(range(part.first, part.end))
 
     def write(self, own_only: bool) -> None:
-        """Nothing is left to write."""
+        """Do nothing: `update` wrote all parameters."""
 
 
 class TritonOwner(_TritonUpdates):
-    """Each entry's owner updates it for all."""
+    """Passes of `ShardedUpdate`: each entry's owner updates it for all replicas."""
 
     def __init__(self, passes: TritonPasses, owner: ShardedUpdate) -> None:
         super().__init__(passes)
         self._owner = owner
         sparse = owner.ownership.sparse
         self._tensor = to_device(torch.tensor([piece.tensor for piece in sparse], dtype=torch.int64), passes.device)
-        self._mine = tuple(r for r in passes.all if owner.owns(r[0]))
-        # A dry run selects in others' pieces, too.
-        self._selected_mine = tuple(r for r in passes.own if owner.owns(r[0]))
+        self._owned = tuple(r for r in passes.all if owner.owns(r[0]))
+        # A dry run also selects in the slices of other owners.
+        self._selected_owned = tuple(r for r in passes.own if owner.owns(r[0]))
         self._selected_others = tuple(r for r in passes.own if not owner.owns(r[0]))
         self._packed_others = tuple(r for r in passes.others if r[0] < passes.sparsified)
-        self._packed_mine = tuple(r for r in self._packed_others if owner.owns(r[0]))
+        self._packed_owned = tuple(r for r in self._packed_others if owner.owns(r[0]))
         self._packed_others = tuple(r for r in self._packed_others if not owner.owns(r[0]))
 
     def columns(self, i: int) -> tuple[int, ...]:
@@ -151,15 +151,15 @@ class TritonOwner(_TritonUpdates):
         p.carry(part)
         self._pack_whole(range(max(part.first, p.sparsified), part.end))
         for ranges, select, common in (
-            (self._selected_mine, True, True),
-            (self._packed_mine, False, True),
+            (self._selected_owned, True, True),
+            (self._packed_owned, False, True),
             (self._selected_others, True, False),
             (self._packed_others, False, False),
         ):
             p.pack_blocks(p.within(part, ranges), select=select, common=common)
 
     def _pack_whole(self, tensors: range) -> None:
-        """Tensors that are sent whole have no residual."""
+        """Pack tensors that are not sparsified, which have no residual."""
         p = self._passes
         gradients = [p.gradients[i].float() for i in tensors]
         if not gradients:
@@ -172,7 +172,7 @@ class TritonOwner(_TritonUpdates):
 
     def squares(self, part: PayloadChunk) -> list[Tensor]:
         p, sums = self._passes, []
-        for listed, _, _ in p.tiles.lists(self._mine, p.any_kinds):
+        for listed, _, _ in p.tiles.lists(self._owned, p.any_kinds):
             partial = torch.empty(len(listed), dtype=torch.float32, device=p.device)
             p.launch(triton_owner.owned_gradient_kernel, p.tiles, listed, partial, COMPACT=p.compact)
             sums.append(partial)
@@ -181,11 +181,11 @@ class TritonOwner(_TritonUpdates):
     def update(self, part: PayloadChunk) -> None:
         p, owner, fresh = self._passes, self._owner, self._passes.fresh
         if p.stale is not None:
-            # Pieces were counted; staleness is that of the tensor.
+            # Entries were counted by slice, but the staleness is that of the whole tensor.
             sums = torch.zeros(len(owner.tensors.sizes), dtype=torch.int32, device=p.device)
             sums.index_add_(0, self._tensor, fresh[: p.sparsified])
             fresh = torch.cat((sums[self._tensor], fresh[p.sparsified :]))
-        ranges = p.within(part, self._mine)
+        ranges = p.within(part, self._owned)
         master = bool(p.masters)
         self._update(triton_owner.owned_update_kernel, ranges, fresh, HAS_MASTER=master, CHANGES=owner.sends_changes)
         for i in owner.own if owner.scales.numel() else ():
@@ -196,14 +196,14 @@ class TritonOwner(_TritonUpdates):
         p, owner = self._passes, self._owner
         if not owner.writes:
             return
-        for listed, easy, dtype in p.tiles.lists(self._mine if own_only else p.all, p.parameter_kinds):
+        for listed, full, dtype in p.tiles.lists(self._owned if own_only else p.all, p.parameter_kinds):
             p.launch(
                 triton_owner.write_kernel,
                 p.tiles,
                 listed,
                 as_flag(p.step.applied),
                 payload=owner.wire(p.payload),
-                ALIGNED_TILE=easy,
+                ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 COMPACT=p.compact,
                 DECAYS=owner.scales.numel() == 0,
@@ -213,12 +213,12 @@ class TritonOwner(_TritonUpdates):
 
     def kinds(self) -> tuple[tuple[bool, torch.dtype], ...]:
         p = self._passes
-        # In place the owner's kernels read the gradients' storage.
+        # An in-place payload is read from the gradients' storage.
         read = p.writable.flat if p.compact else p.gradients
         return tuple((aligned(q, r), q.dtype) for q, r in zip(p.writable.flat, read, strict=True))
 
     def _values(self, piece: int) -> Tensor:
-        """FP32 storage, in which all payload entries of a piece lie."""
+        """Return the FP32 storage of all payload entries of a slice."""
         p = self._passes
         if not p.compact:
             return p.gradients[piece]

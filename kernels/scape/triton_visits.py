@@ -1,4 +1,4 @@
-"""What enters each row and column of the tensors, counted from the packed masks in one launch."""
+"""Count of the entries that enter each row and column, from the packed masks, in one launch."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from kernels.scape import reference, triton_masks
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.visits import VisitRates
 
-# A tile of `entering_kernel`: at most 255 rows, whose sums fit a byte.
+# Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte.
 _ROWS, _BYTES = 64, 128
 
 
 class EnteringCount:
-    """Fills `visits.counts`.
+    """Sets `visits.counts`.
 
-    Rows that begin inside a byte of the mask are left to PyTorch, tensor by tensor.
+    Tensors whose rows begin inside a byte of the mask are counted by PyTorch, one by one.
     """
 
     def __init__(self, layout: BlockLayout, visits: VisitRates) -> None:
@@ -29,7 +29,7 @@ class EnteringCount:
             start = layout.first_block[i] * layout.block_size // 8
             for row in range(0, height, _ROWS):
                 for byte in range(0, width, _BYTES):
-                    first, second = visits.places[2 * i] + row, visits.places[2 * i + 1] + 8 * byte
+                    first, second = visits.starts[2 * i] + row, visits.starts[2 * i + 1] + 8 * byte
                     rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
         self._tiles = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), visits.counts.device)
 

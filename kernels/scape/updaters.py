@@ -1,7 +1,7 @@
-"""Who updates the parameters: every replica all of them, or each entry's owner for all.
+"""Distribution of the update over the replicas: every replica updates all entries, or each entry has an owner.
 
-What an updater is asked: which tensors the passes work on, where their state lies, and what of it is shared. How its
-passes are computed is said by `torch_updates` and `triton_updates`.
+An updater defines the tensors of the passes, their state and its layout. `torch_updates` and `triton_updates` implement
+its passes.
 """
 
 from collections.abc import Sequence
@@ -18,85 +18,87 @@ from kernels.scape.blocks import BlockLayout
 from kernels.scape.ownership import Ownership
 from kernels.scape.step import BufferedPayload, PassInputs, PayloadChunk, PayloadPlan
 
-# A scale of weights that has become smaller is made larger, long before what it divides leaves the range of BF16.
-LEAST_SCALE = 2.0**-16
+# Scales below this limit are renormalized, long before the scaled weights leave the range of BF16.
+MIN_WEIGHT_SCALE = 2.0**-16
 
 
 class ReplicatedUpdate:
-    """Every replica holds the moment and computes the same update for itself (SCAPE paper, Algorithm 1).
+    """Every replica holds the moments and computes the same update (SCAPE paper, Algorithm 1).
 
     Args:
-        layout: the sparsified tensors in blocks.
-        whole_sizes: entries of those that are sent whole, which follow them.
-        has_master: parameters are kept in FP32 in the state, and those bound are copies in a narrower dtype.
-        writes: whether new values go into the parameters bound; not where another replica of this process writes them.
+        layout: Blocks of the sparsified tensors.
+        dense_sizes: Entries of the other tensors, which follow the sparsified ones.
+        has_master: The state contains FP32 master weights; the bound parameters are copies in a narrower dtype.
+        writes: Write new values to the bound parameters; false if another replica of this process writes them.
     """
 
-    # What each pass works on of what may be offloaded.
-    touched: ClassVar[dict[str, tuple[str, ...]]] = {
+    # Kinds of state that each pass uses, among those that can be offloaded.
+    state_kinds: ClassVar[dict[str, tuple[str, ...]]] = {
         "pack": ("state",),
         "squares": ("state",),
         "update": ("state", "master"),
     }
-    # Whether last step's moment on the mask is taken beside the payload.
-    takes_moment = True
-    # Whether the master stands in for the parameters, which become copies of it.
-    steps_on_master = True
+    # True if the moment of the last step on the mask is stored next to the payload.
+    stores_moment_on_mask = True
+    # True if the passes update the master weights instead of the parameters.
+    updates_master = True
 
     def __init__(
-        self, layout: BlockLayout, whole_sizes: Sequence[int], has_master: bool = False, writes: bool = True
+        self, layout: BlockLayout, dense_sizes: Sequence[int], has_master: bool = False, writes: bool = True
     ) -> None:
         self.layout = self.tensors = layout
-        self.sizes = (*layout.sizes, *whole_sizes)
+        self.sizes = (*layout.sizes, *dense_sizes)
         self.has_master, self.writes = has_master and writes, writes
 
-    def rooms(self) -> dict[str, StateAllocation]:
-        """Where state lies: padded to blocks, or to 16 bytes, so that all tensors are aligned."""
+    def allocations(self) -> dict[str, StateAllocation]:
+        """Return the layout of each kind of state, padded to blocks or to 16 bytes so that all tensors are aligned."""
         whole = [-(-n // 4) * 4 for n in self.sizes[len(self.layout.sizes) :]]
-        room = _room([*_padded(self.layout), *whole], self.sizes)
-        return {"state": room, "master": room if self.has_master else ([], 0)}
+        allocation = _allocate([*_padded(self.layout), *whole], self.sizes)
+        return {"state": allocation, "master": allocation if self.has_master else ([], 0)}
 
-    def in_buffer(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
-        """Where the payload of the target density lies."""
+    def buffered_payload(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
+        """Return the layout of the payload buffer of the target density."""
         return BufferedPayload.of(counts, len(self.layout.sizes), plan)
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
-        """Copies the parameters into the master, where there is one."""
+        """Copy the parameters into the master weights, if there are any."""
         for master, parameter in zip(masters, parameters, strict=bool(masters)):
             master.copy_(parameter.reshape(-1))
 
     def begin_update(self, step: PassInputs) -> None:
-        """Before the passes of an update."""
+        """Prepare the passes of an update."""
 
 
 class ShardedUpdate:
-    """The owner of entries updates them and sends the new values to all (Algorithm 2 of the paper).
+    """The owner of an entry updates it and sends the new value to all replicas (Algorithm 2 of the paper).
 
-    The tensors of the passes are pieces, of one owner each. A replica's state is its own residual off A, zero on A;
-    whole tensors have none. Of what it owns there are besides, FP32 (ownership.share,):
+    The tensors of the passes are slices with one owner each. A replica's state is its local residual off A, zero on A;
+    tensors that are not sparsified have none. For the entries that it owns, FP32 (ownership.share,), a replica also has
 
-    common: first moment on A, the part of the residual that is the same on all replicas off A.
-    master: parameters, where values travel in BF16 or all replicas hold scaled copies; else empty.
+    - `common`: the first moment on A, and off A the part of the residual that is equal on all replicas;
+    - a master: FP32 weights, if values are sent in BF16, encoded, or scaled; else empty.
 
-    The payload at the target density is a matrix with a row an owner.
+    The payload at the target density is a matrix with one row per owner.
 
     Args:
-        owner: whose pieces are this rank's.
-        rounds_values: values travel in BF16 at the target density; their owner keeps them in FP32.
-        sends_changes: what travels is by how much the owner's FP32 values differ from the decayed copies that all
-            replicas hold. So what a code loses of it is not lost: it is part of the next difference.
-        scaled: the parameters bound are not the weights w but w / scales, in BF16, see `begin_update`.
-        writes: as of `ReplicatedUpdate`.
+        ownership: Slices and their owners.
+        owner: Replica of this rank.
+        device: Device of the tensors.
+        rounds_values: Send values in BF16 at the target density; the owner keeps them in FP32.
+        sends_changes: Send the difference between the owner's FP32 values and the decayed parameters of the replicas.
+            The quantization error of a difference is then part of the next difference.
+        scaled: The bound parameters are w / scales in BF16 instead of the weights w; see `begin_update`.
+        writes: As in `ReplicatedUpdate`.
 
     Attributes:
-        own: numbers of the pieces that are this rank's.
-        scales: float64 (pieces,), equal on all replicas and for all pieces of a tensor. Empty if not `scaled`.
+        own: Indices of the slices that this rank owns.
+        scales: float64 (slices,), equal on all replicas and for all slices of a tensor. Empty if not `scaled`.
     """
 
-    # An owner's moments are n / N numbers and stay on the device; norm and update need no residual.
-    touched: ClassVar[dict[str, tuple[str, ...]]] = {"pack": ("state",), "squares": (), "update": ("master",)}
-    takes_moment = False  # it is the owner's, in `common`
-    steps_on_master = False
+    # The state of an owner has n / N entries and stays on the device; norm and update need no residual.
+    state_kinds: ClassVar[dict[str, tuple[str, ...]]] = {"pack": ("state",), "squares": (), "update": ("master",)}
+    stores_moment_on_mask = False  # the owner has it in `common`
+    updates_master = False
 
     def __init__(
         self,
@@ -118,65 +120,71 @@ class ShardedUpdate:
         self.common = torch.zeros(ownership.share, dtype=torch.float32, device=device)
         count = len(ownership.pieces) if scaled else 0
         self.scales = torch.ones(count, dtype=torch.float64, device=device)
-        self._left_by_decay = DeviceTable(count, 1, torch.float64, device)
-        self._least_scale = 1.0
-        self._padding_at: Tensor | None = None
+        self._decay_factors = DeviceTable(count, 1, torch.float64, device)
+        self._min_scale = 1.0
+        self._padding_indices: Tensor | None = None
 
-    def rooms(self) -> dict[str, StateAllocation]:
-        state = _room([*_padded(self.layout), *(0 for _ in self.ownership.whole)], self.sizes)
+    def allocations(self) -> dict[str, StateAllocation]:
+        """Return the layout of each kind of state."""
+        state = _allocate([*_padded(self.layout), *(0 for _ in self.ownership.whole)], self.sizes)
         spans, end = [], 0
-        for i, place in enumerate(self.ownership.places):
-            start, end = (place, place + self.sizes[i]) if self.owns(i) else (end, end)
+        for i, first in enumerate(self.ownership.buffer_offsets):
+            start, end = (first, first + self.sizes[i]) if self.owns(i) else (end, end)
             spans.append((start, end))
         return {"state": state, "master": (spans, self.ownership.share) if self.has_master else ([], 0)}
 
-    def in_buffer(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
+    def buffered_payload(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
+        """Return the layout of the payload buffer of the target density."""
         length, positions = self.ownership.rows(counts, plan.size_multiple)
         return BufferedPayload((PayloadChunk(0, len(self.sizes), 0, self.layout.replicas * length),), positions)
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
+        """Copy the parameters of owned slices into the master weights, if there are any."""
         for i in self.own if masters else ():
             values = parameters[i].reshape(-1).float()
             masters[i].copy_(values * self.scales[i].float() if self.scales.numel() else values)
 
     def begin_update(self, step: PassInputs) -> None:
-        """Weight decay of the step, where parameters are scaled; unless it is not applied.
+        """Apply the weight decay of the step to the scales, if parameters are scaled and the step is applied.
 
-        A weight w off the mask changes by decay alone, w *= 1 - lr * wd, which is less than half a unit of BF16's last
-        place: rounded to BF16 step by step it would not decay at all. So what is kept is w / scale, rounded once, when
-        the entry was last on the mask; the decay of all entries is that of the scale, exact to FP64. However long an
-        entry waits, its error stays that of one rounding. A scale that has become small moves into the numbers by a
-        power of two, which rounds nothing.
+        A weight w off the mask changes only by decay, w *= 1 - lr * wd. This is less than half a unit in the last place
+        of BF16, so that a weight that is rounded to BF16 in every step would never change. Parameters therefore contain
+        w / scale, rounded once when the entry was last on the mask, and the decay is applied to the scale, in FP64. The
+        error is that of one rounding, however long an entry stays off the mask. Small scales are renormalized: they are
+        divided, and the parameters multiplied, by a power of two, which is exact.
         """
         if not self.scales.numel():
             return
-        if self._least_scale < LEAST_SCALE:
+        if self._min_scale < MIN_WEIGHT_SCALE:
             powers = torch.exp2(torch.frexp(self.scales).exponent.double())
             for parameter, power in zip(step.parameters if self.writes else (), powers, strict=self.writes):
                 parameter.mul_(power)
             self.scales.div_(powers)
-            self._least_scale = 0.5
-        left = [1.0 - r.lr * r.weight_decay for r in step.rates]
-        # What the host can tell without asking whether steps were applied: scales are this at least.
-        self._least_scale *= min(left)
-        decay = self._left_by_decay.set([(value,) for value in left]).view(-1)
+            self._min_scale = 0.5
+        factors = [1.0 - r.lr * r.weight_decay for r in step.rates]
+        # A lower bound of the scales that needs no synchronization: it assumes that every step was applied.
+        self._min_scale *= min(factors)
+        decay = self._decay_factors.set([(value,) for value in factors]).view(-1)
         self.scales.mul_(torch.where(step.applied, decay, 1.0))
 
     def load_scales(self, scales: Tensor) -> None:
-        """Takes back `scales`."""
+        """Set `scales` to loaded values."""
         self.scales.copy_(scales)
-        self._least_scale = 1.0 if in_dry_run() else min([1.0, *scales.tolist()])
+        self._min_scale = 1.0 if in_dry_run() else min([1.0, *scales.tolist()])
 
     def owns(self, piece: int) -> bool:
+        """Return True if this rank owns the slice."""
         return self.ownership.pieces[piece].owner == self.owner
 
     def share_of(self, buffer: Tensor, piece: int) -> Tensor:
-        """The stretch of an owned piece in a buffer of this replica's share."""
-        return buffer[self.ownership.places[piece] :][: self.sizes[piece]]
+        """Return an owned slice in a buffer of this replica's owned entries."""
+        return buffer[self.ownership.buffer_offsets[piece] :][: self.sizes[piece]]
 
     def stretches(self, counts: Sequence[int], first: int, end: int) -> list[list[tuple[int, int]]]:
-        """Where every owner's entries of pieces [first, end) lie in a payload that is in place: (first entry, length),
-        in order."""
+        """Return every owner's ranges in a payload that is in place, for slices [first, end).
+
+        Ranges are (first entry, length), in order.
+        """
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.replicas)]
         start = sum(counts[:first])
         for piece, count in zip(self.ownership.pieces[first:end], counts[first:end], strict=True):
@@ -190,27 +198,27 @@ class ShardedUpdate:
 
     @property
     def longest_row(self) -> int:
-        """Entries of the replica that owns most."""
+        """Largest number of entries that one replica owns."""
         owned = [0] * self.layout.replicas
         for piece in self.ownership.pieces:
             owned[piece.owner] += piece.end - piece.start
         return max(owned)
 
     def clear_padding(self, payload: Tensor, positions: Sequence[int], counts: Sequence[int]) -> None:
-        """Zeros behind every row of the payload buffer, where masks have lain."""
-        if self._padding_at is None:
+        """Set the padding of every row of the payload buffer to zero."""
+        if self._padding_indices is None:
             padding = torch.ones(payload.numel(), dtype=torch.bool)
             for start, count in zip(positions, counts, strict=True):
                 padding[start : start + count] = False
-            self._padding_at = to_device(padding.nonzero().view(-1), self.device)
-        payload.index_fill_(0, self._padding_at, 0.0)
+            self._padding_indices = to_device(padding.nonzero().view(-1), self.device)
+        payload.index_fill_(0, self._padding_indices, 0.0)
 
     def wire(self, payload: Tensor) -> Tensor:
-        """After `update`, in the payload buffer: room for the values of all owners, FP32 or BF16 (replicas * row,)."""
+        """Return the payload buffer as the buffer of all owners' new values, FP32 or BF16 (replicas * row,)."""
         return payload.view(torch.bfloat16)[: payload.numel()] if self.rounds_values else payload
 
     def values(self, payload: Tensor) -> Tensor:
-        """This rank's values, of the dtype of the wire."""
+        """Return this rank's new values after `update`, in the dtype in which they are sent."""
         return payload.view(self.layout.replicas, -1)[self.owner].to(self.wire(payload).dtype)
 
 
@@ -218,7 +226,7 @@ def _padded(layout: BlockLayout) -> list[int]:
     return [blocks * layout.block_size for blocks in layout.blocks]
 
 
-def _room(rooms: Sequence[int], sizes: Sequence[int]) -> StateAllocation:
-    """Tensors of these sizes in rooms of theirs, one behind the other."""
-    starts = [0, *accumulate(rooms)]
-    return [(a, a + min(n, room)) for a, n, room in zip(starts, sizes, rooms, strict=False)], starts[-1]
+def _allocate(padded: Sequence[int], sizes: Sequence[int]) -> StateAllocation:
+    """Concatenate tensors of `sizes` entries, each padded to an entry of `padded`."""
+    starts = [0, *accumulate(padded)]
+    return [(a, a + min(n, limit)) for a, n, limit in zip(starts, sizes, padded, strict=False)], starts[-1]

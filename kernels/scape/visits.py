@@ -1,9 +1,9 @@
-"""How often the mask visits the rows and columns of a tensor: the staleness of entries, at no age per entry.
+"""Rates at which rows and columns of a tensor enter the mask, to estimate the staleness of entries without their age.
 
-Little's law gives the mean time that entries spend outside the mask from the number that enters per step. Entries
-differ: an input that is rarely active has small gradients in its whole column, so that its entries grow staler. The
-rate at which entry (r, c) enters is estimated as rate[r] * rate[c] / rate of the tensor, the rank-1 form in which
-Adafactor (Shazeer and Stern 2018, Section 3) keeps second moments. It costs rows + columns numbers a tensor.
+By Little's law, the number of entries that enter per step gives the mean time that entries spend outside the mask.
+Entries differ: an input that is rarely active has small gradients in its whole column, so that its entries stay outside
+for longer. The rate at which entry (r, c) enters is estimated as rate[r] * rate[c] / rate of the tensor, the rank-1
+form of the second moments of Adafactor (Shazeer and Stern 2018, Section 3). It needs rows + columns numbers per tensor.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,21 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Of the means over steps: the last five count most.
+# Decay rate of the exponential moving average over steps; the time constant is five steps.
 SMOOTHING = 0.8
-# No entry is taken to enter less often than this, against its tensor's mean.
+# Lower limit of the estimated rate of an entry, relative to the mean of its tensor.
 MIN_VISIT_RATE = 1e-3
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """How the steps of entries that enter the mask are scaled by the time that they were outside.
+    """Scaling of the update of an entry that enters the mask by the time that it was outside.
 
-    columns: length of the sparsified tensors' rows.
-    most: upper limit of the factor.
-    keeps: share of its moment that such an entry keeps after the step. Below 1, at the target density, it is not
-        selected for the next mask either, unless nothing else is left: its mt, large as it is, is about to be spent.
+    Attributes:
+        columns: Row length of each sparsified tensor.
+        most: Upper limit of the factor.
+        keeps: Factor on the moment of such an entry after the step. Below 1, at the target density, the entry is also
+            excluded from the next mask if enough other entries exist: its large mt is consumed by this step.
     """
 
     columns: tuple[int, ...]
@@ -35,44 +36,46 @@ class Staleness:
 
 
 class VisitRates:
-    """Newly entered entries per step of every row and column, smoothed; the same on all replicas to the last bit.
+    """Moving average of the newly entered entries per step of every row and column; bitwise equal on all replicas.
 
     Args:
-        sizes: entries of each sparsified tensor's local shard.
-        columns: length of its rows; a shard of several dimensions counts as (first, all others).
+        sizes: Entries of each sparsified tensor's local shard.
+        columns: Row length of each shard; one of several dimensions counts as a matrix (first dimension, all others).
+        device: Device of the tensors.
 
     Attributes:
-        rates: FP32 (rows and columns of all tensors, then one for each tensor,): the means; the state.
-        relative: FP32 (rows and columns of all tensors,): rate over that of the tensor's average row or column.
-        counts: int32, likewise: what entered in this step, to be filled before `learn`.
+        rates: FP32 (rows and columns of all tensors, then one entry per tensor,): the averages; the saved state.
+        relative: FP32 (rows and columns of all tensors,): rates relative to the tensor's mean row or column.
+        counts: int32, of the same shape: entries that entered in this step. Set it before `accumulate`.
+        starts: First index of the rows, then of the columns, of every tensor in these tensors; ends with their size.
     """
 
     def __init__(self, sizes: Sequence[int], columns: Sequence[int], device: torch.device) -> None:
         self.columns = tuple(columns)
         self.rows = tuple(n // c for n, c in zip(sizes, columns, strict=True))
         lengths = [length for pair in zip(self.rows, self.columns, strict=True) for length in pair]
-        self.places = (0, *accumulate(lengths))  # of rows and columns in turn
+        self.starts = (0, *accumulate(lengths))
         axes = torch.tensor(lengths, dtype=torch.int64)
-        # The size is given for a dry run's sake: fake tensors have no values to add up.
-        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.places[-1])
+        # `output_size` is needed in a dry run, because fake tensors have no values.
+        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.starts[-1])
         self._axis, self._axis_lengths = axis.to(device, torch.int32), axes.to(device, torch.float32)
-        self.counts = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
-        self.rates = torch.zeros(self.places[-1] + len(self.rows), dtype=torch.float32, device=device)
-        self.relative = torch.ones(self.places[-1], dtype=torch.float32, device=device)
+        self.counts = torch.zeros(self.starts[-1], dtype=torch.int32, device=device)
+        self.rates = torch.zeros(self.starts[-1] + len(self.rows), dtype=torch.float32, device=device)
+        self.relative = torch.ones(self.starts[-1], dtype=torch.float32, device=device)
 
     def of(self, values: Tensor, tensor: int) -> tuple[Tensor, Tensor]:
-        """The tensor's rows and columns of `counts`, `rates` or `relative`."""
-        rows, columns, end = self.places[2 * tensor : 2 * tensor + 3]
+        """Return the entries of a tensor's rows and columns in `counts`, `rates` or `relative`."""
+        rows, columns, end = self.starts[2 * tensor : 2 * tensor + 3]
         return values[rows:columns], values[columns:end]
 
-    def learn(self, applied: Tensor) -> None:
-        """Takes `counts` into `rates`, unless not `applied`, and renews `relative`.
+    def accumulate(self, applied: Tensor) -> None:
+        """Update `rates` with `counts`, if `applied`, and then `relative`.
 
-        Sums are of integers: the result does not depend on their order.
+        Sums are over integers, so that the result does not depend on their order.
         """
         totals = torch.zeros_like(self._axis_lengths, dtype=torch.int32).index_add_(0, self._axis, self.counts)
         new = self.rates * SMOOTHING + torch.cat((self.counts, totals[::2])) * (1.0 - SMOOTHING)
         self.rates.copy_(torch.where(applied, new, self.rates))
-        axes, tensors = self.rates.split((self.places[-1], len(self.rows)))
+        axes, tensors = self.rates.split((self.starts[-1], len(self.rows)))
         mean = (tensors.repeat_interleave(2) / self._axis_lengths).index_select(0, self._axis)
         self.relative.copy_(torch.where(mean > 0, axes / mean, 1.0))

@@ -1,7 +1,7 @@
-"""TAGC's passes in plain PyTorch: the specification, and what runs on a CPU.
+"""TAGC passes in plain PyTorch: the specification, and the CPU implementation.
 
-Entries go in blocks of 1024; of a short last block the rest counts as zeros. Bits are packed, entry i in bit i % 8 of
-byte i // 8, in whole blocks: uint8 (blocks * 128,).
+Entries are divided into blocks of 1024; a short last block is padded with zeros. Bitmaps are packed, entry i in bit
+i % 8 of byte i // 8, and have whole blocks: uint8 (blocks * 128,). The index is the bitmap that all ranks share.
 """
 
 import torch
@@ -13,50 +13,51 @@ from kernels.scape.reference import offsets_to_mask, pack_bits, select_rows, unp
 from kernels.tagc.formats import BLOCK
 from kernels.tagc.sketch import Sketch
 
-ROUNDS = 64  # of peeling, at most
+ROUNDS = 64  # maximum rounds of peeling
 
 
 def select(x: Tensor, k: int) -> Tensor:
-    """Bits of the k largest |x| of each block; ties go to the lower index. x: FP32 (n,)."""
+    """Return the bitmap of the k largest |x| of each block; ties go to the lower index. x: FP32 (n,)."""
     return offsets_to_mask(select_rows(in_blocks(x), k), BLOCK)
 
 
 def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> None:
-    """What travels at the places of the index; x is left with what does not. x + what travels is x before, bit by bit.
+    """Move the entries of x at the index to a packed payload. Every entry is in exactly one of both, unchanged.
 
     Args:
-        x: FP32 (n,), written.
-        index: bits that all ranks have. At most `capacity` of a block travel, the first ones.
-        own: bits of what this rank sends there; the index itself to send all that it has.
-        out: FP32 (blocks, capacity), written: a block's values in ascending order of their places, then zeros.
+        x: FP32 (n,); sent entries are set to zero.
+        index: Bitmap of all ranks. The first `capacity` entries of each block are packed.
+        own: Bitmap of the entries that this rank sends; `index` itself to send all of them.
+        capacity: Packed entries of a block.
+        out: FP32 (blocks, capacity), written: the values of a block in ascending order of their indices, then zeros.
     """
-    travels, place = places(index, capacity)
-    sent = travels if own is index else travels & unpack_bits(own, travels.numel()).view(travels.shape)
+    packed, position = packed_positions(index, capacity)
+    sent = packed if own is index else packed & unpack_bits(own, packed.numel()).view(packed.shape)
     values = in_blocks(x)
-    # One slot more, which takes what stays.
+    # One additional slot receives the entries that are not packed.
     slots = out.new_zeros(out.shape[0], capacity + 1)
-    slots.scatter_(1, torch.where(travels, place, capacity), torch.where(sent, values, 0.0))
+    slots.scatter_(1, torch.where(packed, position, capacity), torch.where(sent, values, 0.0))
     out.copy_(slots[:, :capacity])
     x.copy_(torch.where(sent, 0.0, values).view(-1)[: x.numel()])
 
 
 def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:
-    """out, FP32 (n,): the sum in rank order of what travelled, at its places; zero elsewhere.
+    """Write the sum of packed payloads to `out`, FP32 (n,), at the index, and zero elsewhere.
 
-    packed: FP32 (ranks, blocks, capacity), as `pack` makes them.
+    packed: FP32 (ranks, blocks, capacity), payloads of `pack`, which are added in rank order.
     """
     total = torch.zeros_like(packed[0])
     for values in packed:
         total += values
-    travels, place = places(index, packed.shape[2])
-    found = torch.where(travels, total.gather(1, place.clamp_(max=packed.shape[2] - 1)), 0.0)
-    out.copy_(found.view(-1)[: out.numel()])
+    valid, position = packed_positions(index, packed.shape[2])
+    values = torch.where(valid, total.gather(1, position.clamp_(max=packed.shape[2] - 1)), 0.0)
+    out.copy_(values.view(-1)[: out.numel()])
 
 
 def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
-    """out, FP32 (rows, 1024): cells of a count sketch of x where `own` is set; added in the order of the blocks.
+    """Write a count sketch of the entries of x in the bitmap `own` to `out`, FP32 (rows, 1024).
 
-    x: FP32 (blocks * 1024,).
+    x: FP32 (blocks * 1024,); blocks are added in order.
     """
     values = torch.where(unpack_bits(own, x.numel()), x, 0.0).view(-1, BLOCK)
     out.zero_()
@@ -65,57 +66,69 @@ def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
 
 
 def solvable(bits: Tensor, sketch: Sketch) -> Tensor:
-    """Bits of what peeling will find of a sketch of the entries whose `bits` are set. It depends on these alone."""
+    """Return the bitmap of the entries that peeling recovers from a sketch of the entries in `bits`.
+
+    It depends on `bits` and the sketch only, not on the values.
+    """
     state = states_of(bits)
     _peel(state, None, None, sketch)
     return pack_bits((state > 1).view(-1))
 
 
 def unfold(cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Tensor) -> None:
-    """out, FP32 (blocks * 1024,): what a sketch of the entries whose `bits` are set says of them; zero elsewhere.
+    """Recover the entries in `bits` from their sketch, to `out`, FP32 (blocks * 1024,); zero elsewhere.
 
     Args:
-        cells: FP32 (rows, 1024); consumed.
-        estimate: of what peeling leaves over, the median of its three cells; else zero.
+        cells: FP32 (rows, 1024), the sketch; overwritten.
+        bits: Bitmap of the entries in the sketch.
+        sketch: Layout of the sketch.
+        estimate: Set entries that peeling cannot recover to the median of their three cells; otherwise to zero.
+        out: Written.
     """
-    state, found = states_of(bits), out.zero_().view(-1, BLOCK)
-    _peel(state, cells, found, sketch)
+    state, values = states_of(bits), out.zero_().view(-1, BLOCK)
+    _peel(state, cells, values, sketch)
     if estimate:
         median = estimates(cells, sketch)
-        found.copy_(torch.where(state == 1, median, found))
+        values.copy_(torch.where(state == 1, median, values))
 
 
-# ------------------------------------------------------------------------------------------------------- parts
+# ----------------------------------------------------------------------------------------------------- helpers
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """(blocks, 1024) of x (n,): a view of it where it can."""
+    """Return x (n,) as (blocks, 1024), a view if no padding is needed."""
     return pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
-def places(index: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """bool and int64 (blocks, 1024): which entries travel, and where among their block's."""
+def packed_positions(index: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return for every entry whether it is packed, bool, and its position in its block, int64 (blocks, 1024)."""
     bits = unpack_bits(index, 8 * index.numel()).view(-1, BLOCK)
-    place = bits.cumsum(1).sub_(1)
-    return bits & (place < capacity), place.clamp_(min=0)
+    position = bits.cumsum(1).sub_(1)
+    return bits & (position < capacity), position.clamp_(min=0)
 
 
 def states_of(bits: Tensor) -> Tensor:
-    """uint8 (blocks, 1024): 0 for what is not in the sketch, 1 for what is; later 2 found in this round, 3 before."""
+    """Return the initial states of peeling, uint8 (blocks, 1024): 0 not in the sketch, 1 in the sketch.
+
+    Peeling sets 2 for entries that were recovered in the current round, and 3 in an earlier one.
+    """
     return unpack_bits(bits, 8 * bits.numel()).view(torch.uint8).view(-1, BLOCK)
 
 
 def estimates(cells: Tensor, sketch: Sketch) -> Tensor:
-    """FP32 (blocks, 1024): the median of the three cells of every entry."""
+    """Return the median of the three cells of every entry, FP32 (blocks, 1024)."""
     a, b, c = (cells.index_select(0, rows) * signs for rows, signs in sketch.each_hash())
     return torch.maximum(torch.minimum(a, b), torch.minimum(torch.maximum(a, b), c))
 
 
-def _peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Sketch) -> None:
-    """Rounds of: what is alone in one of its cells is read there, and taken out of all three.
+def _peel(state: Tensor, cells: Tensor | None, values: Tensor | None, sketch: Sketch) -> None:
+    """Recover entries in rounds: read those that are alone in one of their cells, and subtract them from all three.
 
-    state: as `states_of`, written. cells: FP32 (rows, 1024), written; None for the order alone. found: FP32
-    (blocks, 1024), receives values.
+    Args:
+        state: As in `states_of`, written.
+        cells: FP32 (rows, 1024), written; None to update only the states.
+        values: FP32 (blocks, 1024), receives the recovered values.
+        sketch: Layout of the sketch.
     """
     count = torch.zeros(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
     for block, sign in sketch.each_member():
@@ -127,12 +140,12 @@ def _peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Ske
             alone = left & (count.index_select(0, rows) == 1)
             state.masked_fill_(alone, 2)
             left &= ~alone
-            if cells is not None and found is not None:
-                found.copy_(torch.where(alone, cells.index_select(0, rows) * signs, found))
+            if cells is not None and values is not None:
+                values.copy_(torch.where(alone, cells.index_select(0, rows) * signs, values))
         if state.is_cpu and not in_dry_run() and not (state == 2).any():
             return
         for block, sign in sketch.each_member():
-            taken = (state.index_select(0, block) == 2) & (sign != 0)
-            count -= taken.int()
-            if cells is not None and found is not None:
-                cells -= torch.where(taken, found.index_select(0, block) * sign, 0.0)
+            removed = (state.index_select(0, block) == 2) & (sign != 0)
+            count -= removed.int()
+            if cells is not None and values is not None:
+                cells -= torch.where(removed, values.index_select(0, block) * sign, 0.0)

@@ -1,4 +1,4 @@
-"""The functions of `reference.py` on Triton kernels. Nothing here waits for the device."""
+"""The functions of `reference.py` on Triton kernels, without synchronization."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from kernels.tagc.sketch import Sketch
 
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
 _WARPS = 8  # 512 entries each
-_ROW_WARPS = 4  # of a program that has one row
+_ROW_WARPS = 4  # of a program for one row
 
 
 def select(x: Tensor, k: int) -> Tensor:
-    """As `reference.select`, of a contiguous tensor."""
+    """Select as `reference.select`; the tensor is contiguous."""
     assert x.is_contiguous()
     blocks = -(-x.numel() // BLOCK)
     bits = torch.empty(blocks * BITMAP, dtype=torch.uint8, device=x.device)
@@ -25,7 +25,7 @@ def select(x: Tensor, k: int) -> Tensor:
 
 
 def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> None:
-    """As `reference.pack`, of contiguous tensors."""
+    """Pack as `reference.pack`; tensors are contiguous."""
     assert x.is_contiguous() and out.is_contiguous()
     blocks = out.shape[0]
     sizes = x.numel(), blocks, capacity
@@ -33,7 +33,7 @@ def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> N
 
 
 def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:
-    """As `reference.expand`, of contiguous tensors."""
+    """Expand as `reference.expand`; tensors are contiguous."""
     assert packed.is_contiguous() and out.is_contiguous()
     ranks, blocks, capacity = packed.shape
     sizes = out.numel(), blocks, ranks, capacity
@@ -41,20 +41,20 @@ def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
-    """As `reference.fold`, of contiguous tensors."""
+    """Compute a sketch as `reference.fold`; tensors are contiguous."""
     assert x.is_contiguous() and out.is_contiguous()
     _by_rows(triton_kernels.fold_kernel, sketch, x, own, sketch.members, out)
 
 
 def solvable(bits: Tensor, sketch: Sketch) -> Tensor:
-    """As `reference.solvable`."""
+    """Return the recoverable entries as `reference.solvable`."""
     state = states_of(bits)
     _peel(state, None, None, sketch)
     return pack_bits((state > 1).view(-1))
 
 
 def unfold(cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Tensor) -> None:
-    """As `reference.unfold`, of contiguous tensors."""
+    """Recover entries as `reference.unfold`; tensors are contiguous."""
     assert cells.is_contiguous() and out.is_contiguous()
     state, found = states_of(bits), out.zero_().view(-1, BLOCK)
     _peel(state, cells, found, sketch)
@@ -63,26 +63,26 @@ def unfold(cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Ten
 
 
 def _peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Sketch) -> None:
-    """As `reference._peel`; always so many rounds, as the host does not know when nothing is left."""
+    """Peel as `reference._peel`, always with the maximum number of rounds, because the host does not see the states."""
     counts = torch.empty(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
     _by_rows(triton_kernels.count_kernel, sketch, state, sketch.members, counts)
-    # Without values their places are taken by what is there anyway.
-    cells, found, values = (counts, counts, False) if cells is None or found is None else (cells, found, True)
+    # Without values `counts` is a placeholder for these arguments.
+    cells, found, has_values = (counts, counts, False) if cells is None or found is None else (cells, found, True)
     blocks = len(state)
     for _ in range(ROUNDS):
         launching.launch(
             triton_kernels.find_kernel,
             (blocks,),
-            *(state, sketch.places, sketch.signs, counts, cells, found, blocks),
+            *(state, sketch.block_rows, sketch.signs, counts, cells, found, blocks),
             warps=_ROW_WARPS,
             BLOCK=BLOCK,
-            VALUES=values,
+            VALUES=has_values,
         )
-        _by_rows(triton_kernels.remove_kernel, sketch, state, sketch.members, counts, cells, found, VALUES=values)
+        _by_rows(triton_kernels.remove_kernel, sketch, state, sketch.members, counts, cells, found, VALUES=has_values)
 
 
 def _by_rows(kernel: object, sketch: Sketch, *tensors: Tensor, **constants: bool) -> None:
-    """A program for every row of cells."""
+    """Launch one program per row of cells."""
     most = sketch.members.shape[1]
     launching.launch(kernel, (sketch.rows,), *tensors, most, warps=_ROW_WARPS, BLOCK=BLOCK, **constants)
 

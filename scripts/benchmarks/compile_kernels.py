@@ -1,20 +1,18 @@
-"""Compiles every Triton kernel, in every configuration that the passes launch, for GPUs that need not be there.
+"""Compile every Triton kernel, in each configuration that the passes launch, for GPUs that need not be present.
 
     python -m scripts.benchmarks.compile_kernels                      # writes results/compile_kernels
     python -m scripts.benchmarks.compile_kernels --target cuda:90 --quick
 
-The configurations are those of real calls: the passes take their steps on small tensors, with the launches noted down
-and not run. For each it reports registers and spills as the compiler counts them. `--quick` takes the default options
-and as few others as launch every kernel. Exits with 1 if a kernel does not compile.
+The configurations are those of steps on small tensors, whose launches are recorded instead of run. Registers and spills
+are the compiler's. The exit code is 1 if a kernel does not compile.
 """
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +37,48 @@ from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
 from kernels.tagc.sketch import Sketch
+from scripts.common import RESULTS, guarded, markdown, parser, write
+from torchtitan_scape.core.patching import replaced
 
-ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
 _STALENESS = Staleness((16, 8), keeps=0.5)
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int16: "*i16",
-    torch.uint8: "*u8",
-}
+_INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
+_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", **_INTEGERS}
+# Options of `_scape_step`; the default step is taken as well.
+SCAPE_STEPS: list[dict[str, Any]] = [
+    dict(density=0.01, in_use=0.01),  # offsets in the payload
+    dict(density=0.3, in_use=0.3),  # a bitmap
+    dict(in_use=1.0),  # the first step
+    dict(in_use=0.5),  # warm-up
+    dict(dtype=torch.bfloat16),
+    dict(dtype=torch.float16),
+    dict(keeps_wire_error=True),  # BF16 payload
+    dict(clip=False),
+    dict(scaled=False),
+    dict(writes=False),
+    dict(block=8, density=0.3, in_use=0.3),
+    dict(block=40),
+    dict(block=8192),
+    dict(block=32768),
+    dict(block=32768, density=0.01, in_use=0.01),
+]
+QUICK_STEPS: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(keeps_wire_error=True)]
+SHARDED_STEPS: list[dict[str, Any]] = [
+    dict(density=0.01),
+    dict(in_use=1.0),
+    dict(in_use=0.5),
+    dict(dtype=torch.bfloat16),
+    dict(rounds_values=True),
+    dict(rounds_values=True, in_use=0.5),
+    dict(scaled=True, dtype=torch.bfloat16),
+    dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
+    dict(staleness=None),
+    dict(block=32768, density=0.01),
+]
 
 
 def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[Any, Any], int]]:
-    """(kernel, signature, constants, attributes, warps) of every different launch."""
+    """Return (kernel, signature, constants, attributes, warps) of each distinct launch."""
     found: dict[Any, Any] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
@@ -63,8 +86,8 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
         attributes: dict[Any, Any] = {}
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
             if isinstance(value, Tensor):
-                signature[parameter.name] = _TYPES[value.dtype]
-                attributes[(i,)] = [["tt.divisibility", 16]]  # what the allocator gives
+                signature[parameter.name] = f"*{_TYPES[value.dtype]}"
+                attributes[(i,)] = [["tt.divisibility", 16]]  # of the caching allocator
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
                 if not parameter.do_not_specialize and isinstance(value, int) and value % 16 == 0:
@@ -73,79 +96,34 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
         key = (kernel.fn.__name__, str(signature), str(constants), str(attributes), warps)
         found.setdefault(key, (kernel, signature, constants, attributes, warps))
 
-    original, launching.launch = launching.launch, note
-    try:
-        for step in _steps(quick):
-            step()
-    finally:
-        launching.launch = original
+    with replaced(launching, "launch", note):
+        _take_steps(quick)
     return list(found.values())
 
 
-def _steps(quick: bool) -> Iterator[Any]:
-    defaults: dict[str, Any] = dict(
-        block=1024,
-        density=0.1,
-        in_use=0.1,
-        dtype=torch.float32,
-        clip=True,
-        writes=True,
-        scaled=True,
-        keeps_wire_error=False,
-    )
-    others: list[dict[str, Any]] = [
-        dict(density=0.01, in_use=0.01),  # offsets on the wire
-        dict(density=0.3, in_use=0.3),  # a bitmap
-        dict(in_use=1.0),  # the first step
-        dict(in_use=0.5),  # warm-up
-        dict(dtype=torch.bfloat16),
-        dict(dtype=torch.float16),
-        dict(keeps_wire_error=True),  # a BF16 wire
-        dict(clip=False),
-        dict(scaled=False),
-        dict(writes=False),
-        dict(block=8, density=0.3, in_use=0.3),
-        dict(block=40),
-        dict(block=8192),
-        dict(block=32768),
-        dict(block=32768, density=0.01, in_use=0.01),
-    ]
-    few: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(keeps_wire_error=True)]
-    for options in [{}, *(few if quick else others)]:
-        yield lambda o=options: _scape_step(**{**defaults, **o})
-    forms: list[dict[str, Any]] = [
-        dict(density=0.01),
-        dict(in_use=1.0),
-        dict(in_use=0.5),
-        dict(dtype=torch.bfloat16),
-        dict(rounds_values=True),
-        dict(rounds_values=True, in_use=0.5),
-        dict(scaled=True, dtype=torch.bfloat16),
-        dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
-        dict(staleness=None),
-        dict(block=32768, density=0.01),
-    ]
-    for options in [{}, *([] if quick else forms)]:
-        yield lambda o=options: _sharded_step(**o)
+def _take_steps(quick: bool) -> None:
+    for options in [{}, *(QUICK_STEPS if quick else SCAPE_STEPS)]:
+        _scape_step(**options)
+    for options in [{}, *([] if quick else SHARDED_STEPS)]:
+        _sharded_step(**options)
     for dtype in TRITON_DTYPES[: 1 if quick else None]:
-        yield lambda d=dtype: _dense_step(d)
-    # Levels, and two means.
-    for name in ("int4", "2bit") if quick else FORMATS:
-        yield lambda n=name: _codec_step(n, 128, torch.bfloat16)
+        _dense_step(dtype)
+    for name in ("int4", "2bit") if quick else FORMATS:  # a code of levels, and one of two means
+        _codec_step(name, 128, torch.bfloat16)
         for block in () if quick else (32, 1024):
-            yield lambda n=name, b=block: _codec_step(n, b, torch.float32)
-    yield _tagc_step
+            _codec_step(name, block, torch.float32)
+    _tagc_step()
 
 
 def _scape_step(
-    block: int,
-    density: float,
-    in_use: float,
-    dtype: torch.dtype,
-    clip: bool,
-    writes: bool,
-    scaled: bool,
-    keeps_wire_error: bool,
+    block: int = 1024,
+    density: float = 0.1,
+    in_use: float = 0.1,
+    dtype: torch.dtype = torch.float32,
+    clip: bool = True,
+    writes: bool = True,
+    scaled: bool = True,
+    keeps_wire_error: bool = False,
 ) -> None:
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     layout = BlockLayout(sizes, block, 2)
@@ -155,8 +133,9 @@ def _scape_step(
     masks = _run(passes, sizes + whole, dtype, in_use, density, clip)
     if not passes.compact and not masks[0].dense:
         chunk = torch.zeros(64)
-        passes.pieces().fill(chunk, 0)
-        passes.pieces().land(chunk, 0)
+        pieces: Any = passes.pieces()
+        pieces.fill(chunk, 0)
+        pieces.store(chunk, 0)
     for following in (density, 1.0):
         received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
         passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits)
@@ -165,17 +144,19 @@ def _scape_step(
 def _run(
     passes: TritonPasses, sizes: Sequence[int], dtype: torch.dtype, in_use: float, density: float, clip: bool = True
 ) -> list[Mask]:
-    """A step; returns its masks."""
+    """Run the passes of a step; return its masks."""
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in sizes] for _ in range(2))
-    masks = [Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density)]
+    used, previous = (Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density))
     rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(sizes), torch.ones((), dtype=torch.float64)
-    step = PassInputs(parameters, gradients, rates, *masks, density, torch.tensor(True), steps, torch.ones(()), clip)
+    step = PassInputs(
+        parameters, gradients, rates, used, previous, density, torch.tensor(True), steps, torch.ones(()), clip
+    )
     passes.bind(step)
     pack_all(passes)
     squares_all(passes)
     update_all(passes)
     passes.write()
-    return masks
+    return [used, previous]
 
 
 def _sharded_step(
@@ -187,7 +168,7 @@ def _sharded_step(
     scaled: bool = False,
     staleness: Staleness | None = _STALENESS,
 ) -> None:
-    """The sharded form's kernels; the others are those of `_scape_step`."""
+    """Launch the kernels of the sharded update; all others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
     owner = ShardedUpdate(ownership, 0, cpu, rounds_values=rounds_values or scaled, scaled=scaled)
@@ -226,7 +207,7 @@ def _tagc_step() -> None:
 def compile_one(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
 ) -> dict[str, Any]:
-    """Registers, spills and shared memory of one kernel. Raises what the compiler raises."""
+    """Return registers, spills and shared memory of one kernel. Raises the errors of the compiler."""
     numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     ordered = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, ordered, numbers, attributes)
@@ -260,15 +241,27 @@ def _amd(text: str) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=[*TARGETS, "all"], default="all")
-    parser.add_argument("--quick", action="store_true", help="as few configurations as launch every kernel")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/compile_kernels")
-    arguments = parser.parse_args()
-    targets = list(TARGETS) if arguments.target == "all" else [arguments.target]
+def table(rows: list[dict[str, Any]]) -> str:
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["kernel"], row["constants"].get("BLOCK", 0), row["target"]), []).append(row)
+    titles = {"registers": "registers", "spilled, bytes": "spilled_bytes", "shared, bytes": "shared_bytes"}
+    lines = [
+        {"kernel": kernel, "block size": block or "", "target": target, "configurations": len(members)}
+        | {title: max(m.get(key, 0) for m in members) for title, key in titles.items()}
+        for (kernel, block, target), members in sorted(groups.items())
+    ]
+    return f"""`python -m scripts.benchmarks.compile_kernels`, Triton {triton.__version__}. A line is the worst of its \
+configurations;
+spilled bytes are those a thread keeps in memory because it has no register for them.
+
+{markdown(lines)}
+"""
+
+
+def run(targets: list[str], quick: bool, output: Path) -> int:
     rows, failed = [], 0
-    for kernel, signature, constants, attributes, warps in launches(arguments.quick):
+    for kernel, signature, constants, attributes, warps in launches(quick):
         shown = {name: getattr(value, "name", value) for name, value in constants.items()}
         for name in targets:
             row: dict[str, Any] = {"kernel": kernel.fn.__name__, "target": name, "warps": warps, "constants": shown}
@@ -279,33 +272,21 @@ def main() -> None:
                 row["error"] = f"{type(error).__name__}: {error}"
                 print(f"{row['kernel']} for {name} {shown}: {row['error']}", file=sys.stderr)
             rows.append(row)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    content = f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n'
-    (arguments.output / "compiled.json").write_text(content)
-    (arguments.output / "table.md").write_text(_table(rows))
-    print(_table(rows))
-    sys.exit(1 if failed else 0)
+    write(output / "compiled.json", f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n')
+    write(output / "table.md", table(rows))
+    print(table(rows))
+    return 1 if failed else 0
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        f"`python -m scripts.benchmarks.compile_kernels`, Triton {triton.__version__}. A line is "
-        f"the worst of its configurations;",
-        "spilled bytes are those a thread keeps in memory because it has no register for them.",
-        "",
-        "| kernel | block size | target | configurations | registers | spilled, bytes | shared, bytes |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        block = row["constants"].get("BLOCK", 0)
-        groups.setdefault((row["kernel"], block, row["target"]), []).append(row)
-    for (kernel, block, target), members in sorted(groups.items()):
-        worst = [max(m.get(key, 0) for m in members) for key in ("registers", "spilled_bytes", "shared_bytes")]
-        lines.append(f"| {kernel} | {block or ''} | {target} | {len(members)} | {' | '.join(map(str, worst))} |")
-    return "\n".join(lines) + "\n"
+def main() -> int:
+    own = parser(__doc__)
+    own.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    own.add_argument("--quick", action="store_true", help="as few configurations as launch every kernel")
+    own.add_argument("--output", type=Path, default=RESULTS / "compile_kernels")
+    args = own.parse_args()
+    return guarded(lambda: run(args.target, args.quick, args.output))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,12 @@
-"""Measures prepared data: tokens read per CPU second, the bare tokenizer against `prepare`, and the wait of a step.
+"""Speed of prepared data and of `prepare`, and `prepare` under kills.
 
-    python -m scripts.benchmarks.prepared_data [rates|wait|kills] [--output FOLDER]
+    python -m scripts.benchmarks.prepared_data rates    # tokens per CPU second
+    python -m scripts.benchmarks.prepared_data wait     # share of a step that waits for data
+    python -m scripts.benchmarks.prepared_data kills    # output after kills at random moments
 
-rates: tokens per CPU second of one process, at several sequence lengths, of prepared data and of the text loader; and
-of encoding, by the tokenizer alone and by a worker of `prepare`. CPU seconds are robust where others use the machine.
-wait: share of a step of the embedded recipe that is spent on its data, prepared and as text.
-kills: `prepare`, killed at random moments until it ends, against an undisturbed run, byte for byte.
-
-Writes results/prepared_data/NAME.json.
+rates: Reading prepared data and text in one process, and encoding, by the tokenizer alone and by a worker of `prepare`.
+wait: Steps of the embedded recipe on prepared data and on text.
+kills: The bytes must equal those of an undisturbed run.
 """
 
 import argparse
@@ -16,191 +15,165 @@ import json
 import os
 import platform
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ALONE, EMBEDDED, RESULTS, command_of, guarded, parser
+from scripts.benchmarks.harness import QUIET, Benchmark, in_new_process, main, train
+from scripts.common import ALONE, EMBEDDED
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare
 from torchtitan_scape.data.datasets import build_dataloader
-from torchtitan_scape.data.manifest import Manifest
-from torchtitan_scape.data.prepare_parts import Encoder, PrepareWork, TextSource
+from torchtitan_scape.data.prepare_parts import PrepareWork
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 DATASET = "standard_library"
 SEQUENCES = (256, 2048, 4096)
-KILLS = 20
+PREPARE = ["--dataset", DATASET, "--tokenizer", str(EMBEDDED_TOKENIZER), "--output"]
 
 
-def prepared(folder: Path, *options: str) -> Path:
-    arguments = ["--dataset", DATASET, "--tokenizer", str(EMBEDDED_TOKENIZER), "--output", str(folder), *options]
-    if prepare.main(arguments):
+def prepared(folder: Path) -> Path:
+    if prepare.main([*PREPARE, str(folder)]):
         raise ValueError("prepare failed")
     return folder
 
 
-def _loader(dataset: str, path: Path | None, sequence: int, batch: int) -> Any:
+def tokens_per_second(dataset: str, path: Path | None, sequence: int, least: float = 2.0) -> float:
+    """Return the tokens that a loader reads per CPU second, over `least` seconds or to its end."""
     config = JobConfig()
     config.model.hf_assets_path = str(EMBEDDED_TOKENIZER)
     config.training.dataset, config.training.dataset_path = dataset, None if path is None else str(path)
-    config.training.local_batch_size, config.training.seq_len = batch, sequence
-    return build_dataloader(1, 0, build_tokenizer(config), config)
-
-
-def per_cpu_second(batches: Iterable[Any], tokens_of: Callable[[Any], int], least: float = 2.0) -> float:
-    """Tokens per CPU second, over `least` seconds or until there is no more."""
+    config.training.local_batch_size, config.training.seq_len = 8, sequence
+    batches: Iterable[Any] = build_dataloader(1, 0, build_tokenizer(config), config)
     iterator = iter(batches)
     next(iterator)
     tokens, begin = 0, time.process_time()
     for batch in iterator:
-        tokens += tokens_of(batch)
+        tokens += batch[1].numel()
         if time.process_time() - begin > least:
             break
     return tokens / (time.process_time() - begin)
 
 
-def _encoding(folder: Path) -> dict[str, float]:
-    """Encoding by the tokenizer alone, and all that a worker of `prepare` does, in turn, the faster of three each."""
-    options = prepare._parser().parse_args(
-        ["--dataset", DATASET, "--tokenizer", str(EMBEDDED_TOKENIZER), "--output", str(folder)]
-    )
-    plan, parts, sources, encoder = prepare.plan_of(options)
-    bare_rates, worker_rates = [], []
+def encoding(folder: Path) -> dict[str, float]:
+    """Return tokens per CPU second of the tokenizer and of a worker of `prepare`; alternating, the fastest of three."""
+    plan, parts, sources, encoder = prepare.plan_of(prepare._parser().parse_args([*PREPARE, str(folder)]))
     texts = [text for _, text in sources[0].read(parts[0])]
-    hf = encoder._encode
-    for number in range(3):
-        begin = time.process_time()
-        tokens = sum(
-            len(found.ids)
-            for i in range(0, len(texts), 512)
-            for found in hf(texts[i : i + 512], add_special_tokens=False)
-        )
-        bare_rates.append(tokens / (time.process_time() - begin))
-        worker_rates.append(_worker(folder / str(number), plan, parts[0], sources[0], encoder))
-    bare, worker = max(bare_rates), max(worker_rates)
-    return {"bare_tokenizer": bare, "prepare_worker": worker, "worker_of_bare": worker / bare}
-
-
-def _worker(folder: Path, plan: Manifest, part: Any, source: TextSource, encoder: Encoder) -> float:
-    """Tokens of text (without borders) per CPU second of the work on a part."""
-    unfinished = folder / "unfinished"
-    unfinished.mkdir(parents=True)
-    done = [0, 0, 0]
-
-    def count(*more: int) -> None:
-        done[:] = [a + b for a, b in zip(done, more, strict=True)]
-
-    begin = time.process_time()
-    PrepareWork(folder, unfinished, plan, [part], [source], encoder)(0, count)
-    seconds = time.process_time() - begin
     borders = len(encoder._before) + len(encoder._after)
-    return (done[1] - borders * done[0]) / seconds
+
+    def tokenizer(_: int) -> int:
+        batches = (texts[i : i + 512] for i in range(0, len(texts), 512))
+        return sum(len(one.ids) for batch in batches for one in encoder._encode(batch, add_special_tokens=False))
+
+    def worker(number: int) -> int:
+        target, done = folder / str(number), [0, 0, 0]
+        (target / "unfinished").mkdir(parents=True)
+
+        def count(*more: int) -> None:
+            done[:] = [a + b for a, b in zip(done, more, strict=True)]
+
+        PrepareWork(target, target / "unfinished", plan, [parts[0]], [sources[0]], encoder)(0, count)
+        return done[1] - borders * done[0]
+
+    def rate(work: Callable[[int], int], number: int) -> float:
+        begin = time.process_time()
+        return work(number) / (time.process_time() - begin)
+
+    bare, whole = (max(found) for found in zip(*((rate(tokenizer, i), rate(worker, i)) for i in range(3)), strict=True))
+    return {"bare_tokenizer": bare, "prepare_worker": whole, "worker_of_bare": whole / bare}
 
 
 def rates(work: Path) -> dict[str, Any]:
-    folder = prepared(work / "prepared")
-    found: dict[str, Any] = {"tokens per CPU second of one process": {}}
-    for sequence in SEQUENCES:
-        found["tokens per CPU second of one process"][f"sequence {sequence}"] = {
-            name: per_cpu_second(_loader(name, path, sequence, 8), lambda batch: batch[1].numel())
-            for name, path in (("prepared", folder), (DATASET, None))
-        }
-    return found | {"encoding, tokens per CPU second": _encoding(work / "encoding")}
+    data = {"prepared": ("prepared", prepared(work / "prepared")), DATASET: (DATASET, None)}
+    read = {
+        f"sequence {n}": {name: tokens_per_second(dataset, path, n) for name, (dataset, path) in data.items()}
+        for n in SEQUENCES
+    }
+    return {
+        "tokens per CPU second of one process": read,
+        "encoding, tokens per CPU second": encoding(work / "encoding"),
+    }
+
+
+class _Uncleared(list[float]):
+    def clear(self) -> None:
+        """Keep all values: the metrics processor clears its list after each log line."""
+
+
+def waited(arguments: list[str]) -> dict[str, float]:
+    """Train, and return the time that the steps waited for batches."""
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
+
+    os.environ |= ALONE | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "29611"}
+    trainer = ScapeTrainer(parse(arguments))
+    times = trainer.metrics_processor.data_loading_times = _Uncleared()
+    train(trainer)
+    seconds, steps = sum(times), trainer.steps_taken
+    return {"share of a step": seconds / trainer.train_seconds, "ms a step": 1e3 * seconds / steps, "steps": steps}
 
 
 def wait(work: Path) -> dict[str, Any]:
-    """Seconds in which the trainer waits for a batch, of all seconds of its steps, in a process of its own each."""
-    folder = prepared(work / "prepared")
     data = {
-        "prepared": ["--training.dataset=prepared", f"--training.dataset_path={folder}"],
+        "prepared": ["--training.dataset=prepared", f"--training.dataset_path={prepared(work / 'prepared')}"],
         "text": [f"--training.dataset={DATASET}"],
     }
-    code = (
-        "import json, sys\n"
-        "from torchtitan_scape.config.parsing import parse\n"
-        "from torchtitan_scape.trainer.trainer import ScapeTrainer\n"
-        "trainer = ScapeTrainer(parse(sys.argv[1:]))\n"
-        "class Kept(list):\n"
-        "    def clear(self): pass\n"
-        "times = trainer.metrics_processor.data_loading_times = Kept()\n"
-        "trainer.train()\n"
-        "print(json.dumps([sum(times), trainer.train_seconds, trainer.steps_taken]))\n"
-    )
-    found = {}
-    for name, arguments in data.items():
-        command = [sys.executable, "-c", code, f"--job.config_file={EMBEDDED}", *arguments]
-        command += [f"--job.dump_folder={work / name}", "--training.steps=20", "--validation.no-enable"]
-        environment = {**os.environ, **ALONE, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29611"}
-        output = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if output.returncode:
-            raise ValueError(output.stderr[-2000:])
-        waited, total, steps = json.loads(output.stdout.splitlines()[-1])
-        found[name] = {"share of a step": waited / total, "ms a step": 1e3 * waited / steps, "steps": steps}
-    return found
+    common = [f"--job.config_file={EMBEDDED}", "--training.steps=20", *QUIET]
+    return {
+        name: in_new_process(waited, [*common, f"--job.dump_folder={work / name}", *options])
+        for name, options in data.items()
+    }
 
 
-def kills(work: Path) -> dict[str, Any]:
-    """Random moments, until KILLS were survived; the output is compared after every finished run."""
-    options = ["--shard-tokens", "100000", "--validation", "0.01", "--workers", "2"]
-    command = [sys.executable, "-m", "torchtitan_scape.data.prepare", "--dataset", DATASET, "--tokenizer"]
-    command += [str(EMBEDDED_TOKENIZER), *options, "--output"]
+def kills(work: Path, least: int) -> dict[str, Any]:
+    """Kill `prepare` at random moments until `least` kills; compare the output of each run that ended."""
+    command = [sys.executable, "-m", "torchtitan_scape.data.prepare", "--shard-tokens", "100000"]
+    command += ["--validation", "0.01", "--workers", "2", *PREPARE]
     begin = time.monotonic()
     subprocess.run([*command, str(work / "whole")], stdout=subprocess.DEVNULL, check=True)
-    seconds, expected = time.monotonic() - begin, _digest(work / "whole")
-    chance, killed, finished = random.Random(0), 0, 0
-    while killed < KILLS:
-        folder = work / f"killed-{finished}"
-        while True:
-            process = subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL)
+    seconds, expected = time.monotonic() - begin, digest(work / "whole")
+    dice, killed, finished = random.Random(0), 0, 0
+    while killed < least:
+        folder, code = work / f"killed-{finished}", None
+        while code is None:
+            timeout = seconds * dice.uniform(0.2, 1.0) if killed < least else None
             try:
-                process.wait(timeout=seconds * chance.uniform(0.2, 1.0) if killed < KILLS else None)
-                break
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+                code = subprocess.run([*command, str(folder)], stdout=subprocess.DEVNULL, timeout=timeout).returncode
+            except subprocess.TimeoutExpired:  # `run` has sent SIGKILL
                 killed += 1
-        if process.returncode or _digest(folder) != expected:
+        if code or digest(folder) != expected:
             raise ValueError(f"{folder} differs after {killed} kills")
         finished += 1
     return {"kills": killed, "runs that ended": finished, "equal bytes": True}
 
 
-def _digest(folder: Path) -> dict[str, str]:
+def digest(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def run(names: list[str], output: Path) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for name in names:
-        work = Path(tempfile.mkdtemp(prefix="prepared-data-"))
-        try:
-            found = {"rates": rates, "wait": wait, "kills": kills}[name](work)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        found = {
-            "command": command_of("scripts.benchmarks.prepared_data"),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        } | found
-        text = json.dumps(found, indent=1)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / f"{name}.json").write_text(text + "\n")
-        print(text)
+def measurement(name: str, work: Callable[..., dict[str, Any]], **arguments: dict[str, Any]) -> Benchmark:
+    def measure(args: argparse.Namespace, _: list[str]) -> dict[str, Any]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        with tempfile.TemporaryDirectory(prefix="prepared-data-") as folder:
+            found = work(Path(folder), **{key: getattr(args, key) for key in arguments})
+        return {"machine": f"{platform.machine()}, {os.cpu_count()} cores"} | found
+
+    flags = {f"--{key}": options for key, options in arguments.items()}
+    return Benchmark(
+        "prepared_data", measure, partial(json.dumps, indent=1), file=f"{name}.json", page="", arguments=flags
+    )
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("names", nargs="*", help="rates, wait, kills (default: all)")
-    own.add_argument("--output", type=Path, default=RESULTS / "prepared_data")
-    arguments: argparse.Namespace = own.parse_args()
-    return guarded(lambda: run(arguments.names or ["rates", "wait", "kills"], arguments.output))
-
+BENCHMARKS = {
+    "rates": measurement("rates", rates),
+    "wait": measurement("wait", wait),
+    "kills": measurement("kills", kills, least=dict(type=int, default=20, help="kills")),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("scripts.benchmarks.prepared_data", __doc__, BENCHMARKS))

@@ -19,7 +19,7 @@ from torchtitan_scape import AdamS, replicate
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 64, 4, 2, 64, 8
 
 
-class Block(nn.Module):
+class GPTLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -36,7 +36,7 @@ class GPT(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(GPTLayer() for _ in range(LAYERS)))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs of ./run_train.sh that are disturbed on purpose, for kill_ranks.py, soak.py and the tests.
+"""Runs of ./run_train.sh for fault injection, for kill_ranks.py, soak.py and the tests.
 
 with Launch(["--training.steps=20"], folder, nodes=2) as run:
     run.wait_for_step(5, 120)
@@ -20,19 +20,16 @@ from typing import Any
 from scripts.common import ROOT, RunError
 
 STARTED = re.compile(r"rank0\]:.* Training starts at step (\d+)")
-# A run of seconds on two CPU processes, with checkpoints that can be resumed from at every second step.
+# A run without validation that logs every step and can resume from each of its checkpoints.
+COMMON = [
+    *("--metrics.log_freq=1", "--metrics.no-enable-tensorboard", "--validation.no-enable", "--sample.characters=0"),
+    *("--checkpoint.enable", "--checkpoint.no-last-save-model-only"),
+]
+# A run of seconds on two CPU processes.
 TINY = [
-    "--metrics.log_freq=1",
-    "--metrics.no-enable-tensorboard",
-    "--training.local_batch_size=1",
-    "--training.seq_len=32",
-    "--validation.no-enable",
-    "--sample.characters=0",
-    "--lr_scheduler.warmup_steps=2",
-    "--sync.scape.density_warmup_steps=3",
-    "--checkpoint.enable",
-    "--checkpoint.interval=2",
-    "--checkpoint.no-last-save-model-only",
+    *COMMON,
+    *("--training.local_batch_size=1", "--training.seq_len=32", "--lr_scheduler.warmup_steps=2"),
+    *("--sync.scape.density_warmup_steps=3", "--checkpoint.interval=2"),
 ]
 
 
@@ -43,14 +40,14 @@ def free_endpoint() -> str:
 
 
 class Launch:
-    """One or several launchers of ./run_train.sh, as many nodes on this host; a context manager that ends them.
+    """Launchers of ./run_train.sh, one per node of this host; a context manager that ends them.
 
     Args:
-        arguments: the trainer's; `folder` becomes its dump folder.
-        folder: gets checkpoint/ and node0.log, node1.log, ...
+        arguments: of the trainer.
+        folder: dump folder, and folder of node0.log, node1.log, ...
         nodes, ranks_per_node: launchers, and ranks of each.
-        environment: over os.environ.
-        start: how a node's command is started: (node, command, environment, log file) -> Popen.
+        environment: overrides os.environ.
+        start: starts a node's command: (node, command, environment, log file) -> Popen.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Launch:
         self.launchers = [self.start(node) for node in range(nodes)]
 
     def start(self, node: int) -> "subprocess.Popen[Any]":
-        """Starts a node's launcher, as at the beginning; its output goes after what is there."""
+        """Start a node's launcher again; its output is appended to the log."""
         with open(self._logs[node], "ab") as log:
             return self._start(node, self._command, self._environment, log)
 
@@ -100,11 +97,11 @@ class Launch:
         return [_ranks_of(process.pid) for process in self.launchers if process.poll() is None]
 
     def ranks(self) -> dict[int, int]:
-        """Process ids by rank, of the ranks that run now."""
+        """Return the process ids of the running ranks, by rank."""
         return {rank: pid for found in self._children() for rank, pid in sorted(found.items())}
 
     def output(self) -> str:
-        """What the nodes have printed since they were started here, node by node."""
+        """Return the output since the first start, node by node."""
         return "".join(self._outputs())
 
     def _outputs(self) -> list[str]:
@@ -116,7 +113,7 @@ class Launch:
         return texts
 
     def wait_until(self, condition: Callable[[], Any], seconds: float, what: str, every: float = 0.02) -> Any:
-        """The condition's value once it is true. Raises RunError with the output if it never is."""
+        """Wait for a true value of the condition, and return it. Raises RunError with the output after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > deadline or all(p.poll() is not None for p in self.launchers):
@@ -125,29 +122,29 @@ class Launch:
         return value
 
     def steps(self) -> list[int]:
-        """The steps that were logged, in order."""
+        """Return the logged steps, in order."""
         return [int(step) for step in re.findall(r" step: +(\d+)  loss", self.output())]
 
     def starts(self) -> int:
-        """How often training has started on all nodes, by what the first rank of each printed."""
+        """Return how often training has started on all nodes, by the output of the first rank of each."""
         return min(len(STARTED.findall(text)) for text in self._outputs())
 
     def resumed_at(self) -> list[int]:
-        """The steps at which training has started, node by node."""
+        """Return the steps at which training has started, node by node."""
         return [int(step) for step in STARTED.findall(self.output())]
 
     def wait_for_training(self, start: int, seconds: float = 120.0) -> None:
-        """Until training has started for the `start`-th time, the first being 1."""
+        """Wait until training has started for the `start`-th time, counted from 1."""
         self.wait_until(lambda: self.starts() >= start, seconds, f"start {start} of training")
 
     def wait_for_a_save(self, seconds: float = 60.0) -> bool:
-        """Until a checkpoint that was not there appears; whether it was still being written then."""
+        """Wait for a new checkpoint; return whether it is still incomplete."""
         before = _entries(self.checkpoints)
         new = self.wait_until(lambda: _entries(self.checkpoints) - before, seconds, "a save", every=0.001)
         return not all((self.checkpoints / name / ".metadata").exists() for name in new)
 
     def wait(self, seconds: float) -> list[int]:
-        """The launchers' exit codes. Raises RunError if one does not end."""
+        """Return the launchers' exit codes. Raises RunError if one does not end."""
         deadline = time.monotonic() + seconds
         try:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.launchers]
@@ -166,7 +163,7 @@ def _entries(folder: Path) -> set[str]:
 
 
 def _ranks_of(pid: int) -> dict[int, int]:
-    """Ranks and ids of the processes that a launcher has started; `ip netns exec` replaces itself by the launcher."""
+    """Return the process ids of a launcher's ranks. `ip netns exec` replaces itself by the launcher."""
     found: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -176,7 +173,7 @@ def _ranks_of(pid: int) -> dict[int, int]:
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -184,7 +181,7 @@ def running(pid: int) -> bool:
 
 
 def seconds_until_gone(pids: Sequence[int], limit: float) -> float:
-    """How long until none of the processes runs. Raises RunError after `limit` seconds."""
+    """Wait until none of the processes runs; return the seconds. Raises RunError after `limit` seconds."""
     begin = time.monotonic()
     while any(running(pid) for pid in pids):
         if time.monotonic() - begin > limit:
@@ -199,7 +196,7 @@ def _kill(pid: int) -> None:
 
 
 def differences(checkpoint: Path, other: Path, scratch: Path) -> list[str]:
-    """Names of the tensors that two checkpoints do not have in common to the last bit; optimizer state included."""
+    """Return the names of the tensors that differ in any bit between two checkpoints, optimizer state included."""
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -1,11 +1,10 @@
-"""Kills random ranks at random moments, and holds the end of each run against that of one that nobody disturbed.
+"""Kill random ranks at random moments, and compare each run's last checkpoint with that of an undisturbed run.
 
     python -m scripts.faults.kill_ranks --seeds 20
 
-Of every two seeds one waits until a checkpoint is being written, and of every four two save asynchronously and two run
-on two launchers. A run counts as survived if it started again by itself, came to its end, and its last checkpoint
-equals the undisturbed run's, optimizer state included, to the last bit. The table goes to results/faults/kill.md and
-.json; seeds that are there already are not run again.
+Every second seed kills while a checkpoint is being written; two of four save asynchronously, and two of four run on two
+launchers. A run survives if it restarts by itself and its last checkpoint equals the undisturbed run's in every bit,
+optimizer state included. Results are stored in results/faults/kill.json and kill.md; stored seeds are skipped.
 """
 
 import argparse
@@ -24,11 +23,11 @@ from scripts.faults.fault_runs import TINY, Launch, differences, seconds_until_g
 
 STEPS = 24
 ARGUMENTS = [*TINY, f"--training.steps={STEPS}"]
-LIMIT_SECONDS = 600.0  # of a start, on a machine that others use as well
+LIMIT_SECONDS = 600.0  # for a start, on a shared machine
 
 
 def one(seed: int, folder: Path, whole: Path) -> dict[str, Any]:
-    """Runs one seed; what happened."""
+    """Run one seed; return the row of the table."""
     dice = random.Random(seed)
     during_a_save, saving, nodes = seed % 2 == 1, ("sync", "async")[seed // 2 % 2], 1 + seed % 4 // 2
     arguments = [*ARGUMENTS, *(["--checkpoint.async_mode=async"] if saving == "async" else [])]
@@ -64,7 +63,7 @@ def one(seed: int, folder: Path, whole: Path) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     survived = [row for row in rows if row["equal to the last bit"]]
     seconds = sorted(row["seconds until all ranks had ended"] for row in rows)
-    told = [{k: {True: "yes", False: "no"}[v] if isinstance(v, bool) else v for k, v in row.items()} for row in rows]
+    cells = [{k: {True: "yes", False: "no"}[v] if isinstance(v, bool) else v for k, v in row.items()} for row in rows]
     return f"""# Ranks killed at random
 
 {len(rows)} runs of {STEPS} steps on 2 ranks (`python -m scripts.faults.kill_ranks`), each with one SIGKILL: \
@@ -72,7 +71,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 end of all ranks: median {seconds[len(seconds) // 2]:.2f} s, at most {seconds[-1]:.2f} s, on two CPU cores that \
 others used as well.
 
-{markdown(told)}
+{markdown(cells)}
 """
 
 

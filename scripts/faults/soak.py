@@ -1,12 +1,11 @@
-"""Trains the embedded recipe on an emulated cluster while something breaks every minute. Needs root and iproute2.
+"""Train the embedded recipe on an emulated cluster with a fault every minute. Needs root and iproute2.
 
     python -m scripts.faults.soak --minutes 60
     python -m scripts.faults.soak --minutes 60 --output results/soak/diloco -- --sync.method=diloco
 
-What stands after "--" is the trainer's. Ranks and launchers are killed and halted, links go down, the job is asked to
-stop and started again. The launchers start the ranks again by themselves; a launcher that is gone is started again
-here, as a scheduler would. Afterwards a run without faults goes to the same step, and the losses of all steps are
-compared. Writes table.md and soak.json.
+Arguments after "--" go to the trainer. Ranks and launchers are killed and halted, links fail, the job is stopped and
+started. Launchers restart their ranks; this script restarts launchers, as a scheduler would. A run without faults
+then trains to the same step, and the losses of all steps are compared. Writes table.md and soak.json.
 """
 
 import argparse
@@ -25,28 +24,20 @@ from typing import Any
 
 from scripts.common import RESULTS, RunError, guarded, markdown, names, parser, write
 from scripts.emulated_cluster import Cluster
-from scripts.faults.fault_runs import Launch
+from scripts.faults.fault_runs import COMMON, Launch
 
 TIMEOUT_SECONDS = 20.0  # of collectives
-WAIT_SECONDS = 600.0  # for training to go on, on a machine that others use as well
+WAIT_SECONDS = 600.0  # for training to continue, on a shared machine
 ARGUMENTS = [
-    "--metrics.log_freq=1",
-    "--metrics.no-enable-tensorboard",
-    "--training.local_batch_size=2",
-    "--training.seq_len=128",
-    "--validation.no-enable",
-    "--sample.characters=0",
-    "--checkpoint.enable",
-    "--checkpoint.interval=10",
-    "--checkpoint.no-last-save-model-only",
+    *COMMON,
+    *("--training.local_batch_size=2", "--training.seq_len=128", "--training.steps=100000"),
+    *("--lr_scheduler.warmup_steps=20", "--checkpoint.interval=10"),
     f"--comm.train_timeout_seconds={TIMEOUT_SECONDS:.0f}",
-    "--training.steps=100000",
-    "--lr_scheduler.warmup_steps=20",
 ]
 
 
 class Soak:
-    """A run on a cluster, and what can be done to it."""
+    """A run on a cluster, and its faults."""
 
     def __init__(self, cluster: Cluster, folder: Path, dice: random.Random, arguments: list[str]) -> None:
         self.cluster, self.dice = cluster, dice
@@ -61,8 +52,6 @@ class Soak:
 
     def node(self) -> int:
         return self.dice.randrange(self.cluster.nodes)
-
-    # ------------------------------------------------------------------------------------------ the faults
 
     def kill_a_rank(self) -> None:
         os.kill(self.rank(), signal.SIGKILL)
@@ -79,13 +68,10 @@ class Soak:
     def halt_a_rank_for_good(self) -> None:
         os.kill(self.rank(), signal.SIGSTOP)
 
-    def link_down_for_3_s(self) -> None:
-        self.link_down(3.0)
-
     def link_down_beyond_the_timeout(self) -> None:
-        self.link_down(2 * TIMEOUT_SECONDS)
+        self.link_down_for_3_s(2 * TIMEOUT_SECONDS)
 
-    def link_down(self, seconds: float) -> None:
+    def link_down_for_3_s(self, seconds: float = 3.0) -> None:
         node = self.node()
         self.cluster.set_link(node, up=False)
         time.sleep(seconds)
@@ -96,14 +82,12 @@ class Soak:
         if (codes := self.run.wait(WAIT_SECONDS)) != [75] * self.cluster.nodes:
             raise RunError(f"asked to stop, the launchers ended with {codes}, not 75:\n{self.run.output()[-3000:]}")
 
-    # ------------------------------------------------------------------------------------------ what follows
-
     def losses(self) -> dict[int, str]:
-        """The loss of every step, as printed last."""
+        """Return the loss of each step, as last printed."""
         return {int(step): loss for step, loss in re.findall(r" step: +(\d+)  loss: +(\S+)", self.run.output())}
 
     def inject(self, kind: str) -> dict[str, Any]:
-        """One fault, and the wait until training has gone on for five steps."""
+        """Inject a fault, and wait until training has continued for five steps; return the row of the table."""
         begin, starts, reached = time.monotonic(), self.run.starts(), max(self.run.steps(), default=0)
         FAULTS[kind](self)
         seen = len(self.run.steps())
@@ -146,7 +130,7 @@ class Soak:
         }
 
     def stop(self) -> None:
-        """Asks for a stop, and waits for it; ends what does not."""
+        """Request a stop and wait for it; then end the launchers."""
         for process in self.run.launchers:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
@@ -156,7 +140,7 @@ class Soak:
             self.run.__exit__()
 
 
-# After these the ranks have to start again; the others must not make them.
+# After these faults the ranks must restart; after the others they must not.
 ENDING = (
     "kill_a_rank",
     "kill_a_launcher",
@@ -164,7 +148,6 @@ ENDING = (
     "link_down_beyond_the_timeout",
     "ask_to_stop_and_start_again",
 )
-# A fault takes the Soak and does something to its run.
 FAULTS: dict[str, Callable[[Soak], None]] = {
     name: getattr(Soak, name) for name in (*ENDING, "halt_a_rank_for_5_s", "link_down_for_3_s")
 }

@@ -1,13 +1,12 @@
-"""A part of the check of a GPU, step by step: `scripts/gpu_check.sh PART`.
+"""One part of the GPU check, step by step: `scripts/gpu_check.sh PART`.
 
     python -m scripts.gpu.check speed
     python -m scripts.gpu.check training --only throughput-adamw,throughput-scape --output DIR
     python -m scripts.gpu.check correctness --smoke    # tiny sizes, on a CPU too
 
-Every step is a process with a limit of its own, and what is left of the part's; more where others were quick or are
-not asked for, which leaves it a larger share. The next one begins however it ends.
-Results go to OUTPUT/DEVICE/PART.json as the steps find them, what they print to PART.log, both as tables to report.md.
-Exits with 1 where a step failed or was cut off.
+Each step is a process with its own time limit, at most the rest of the part's; steps receive the time that others do
+not use. A failed step does not stop the next one. Results are stored in OUTPUT/DEVICE/PART.json while steps run, their
+output in PART.log, and tables of both in report.md. The exit code is 1 if a step failed or was cut off.
 """
 
 import argparse
@@ -18,28 +17,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, guarded, names, parser, read, write
-from scripts.gpu.machine import commit, folder_of, patience
+from scripts.gpu.machine import commit, folder_of, patience, python
 from scripts.gpu.report import write_report
 
-PART_SECONDS = 480.0  # at most, and no more than its steps' limits together
-END_SECONDS = 10.0  # that a step has to end what it has started, after its limit
+PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
+END_SECONDS = 10.0  # for a step to end its processes after its limit
 POLL = 0.5
 
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: its limit, at least. arguments: of `python -m scripts.gpu....`, which gets --result
-    and --smoke besides."""
+    """seconds: lowest time limit. arguments: of `python -m`, which receives --result and --smoke too."""
 
     name: str
     seconds: float
@@ -50,61 +46,56 @@ def _step(name: str, seconds: float, module: str, *arguments: str) -> Step:
     return Step(name, seconds, (f"scripts.gpu.{module}", *arguments))
 
 
-# In the order of what matters most. Limits may be more than the part's together: a step that finds less time left has
-# that, and one that finds none is not begun.
+# By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
 PARTS = {
     "correctness": (
         _step("tests", 360, "correctness", "tests"),
         _step("sanitizer", 110, "correctness", "sanitizer"),
     ),
     "speed": (
-        _step("passes-500m", 120, "passes", "--model=llama_500m"),
-        _step("passes-1.8b", 150, "passes", "--model=llama_1_8b"),
+        _step("passes-500m", 120, "passes", "passes", "--model=llama_500m"),
+        _step("passes-1.8b", 150, "passes", "passes", "--model=llama_1_8b"),
         _step("launches", 90, "launches"),
-        _step("codes", 60, "codes"),
+        _step("codes", 60, "passes", "codes"),
     ),
     "training": (
-        _step("throughput-adamw", 150, "training", "throughput", "adamw"),  # compiles first, for the others as well
+        _step("throughput-adamw", 150, "training", "throughput", "adamw"),  # compiles for the others too
         _step("throughput-adams", 80, "training", "throughput", "adams"),
         _step("throughput-scape", 80, "training", "throughput", "scape"),
         _step("quality", 160, "training", "quality"),
         _step("offload", 75, "training", "throughput", "offload"),
     ),
     "ranks": (
-        _step("ranks", 190, "ranks"),
-        _step("lost-rank", 130, "lost_rank"),
+        _step("ranks", 190, "ranks", "exchange"),
+        _step("lost-rank", 130, "ranks", "lost"),
     ),
 }
 
 
 def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any], None]) -> dict[str, Any]:
-    """Runs a step; what became of it. `note` gets what it has found, whenever that has changed."""
-    python = os.environ.get("PYTHON", sys.executable)
+    """Run a step and return its record. `note` receives the step's result each time it has changed."""
     begin, begun = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    with tempfile.TemporaryDirectory() as scratch:
-        result, seen = Path(scratch, "result.json"), 0.0
-        command = [python, "-m", *step.arguments, f"--result={result}", *(["--smoke"] if smoke else [])]
+    with tempfile.TemporaryDirectory() as scratch, open(log, "a") as output, open(log) as shown:
+        print(f"== {step.name}", file=output, flush=True)
+        shown.seek(0, os.SEEK_END)
+        result, seen, status = Path(scratch, "result.json"), 0, ""
+        command = [python(), "-m", *step.arguments, f"--result={result}", *(["--smoke"] if smoke else [])]
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        teller = threading.Thread(target=_tell, args=(process, log, step.name), daemon=True)
-        teller.start()
-        status = ""
         try:
-            while process.poll() is None:
+            while process.poll() is None and not status:
                 time.sleep(POLL)
+                print(shown.read(), end="", flush=True)
                 if result.exists() and (changed := result.stat().st_mtime_ns) != seen:
                     seen = changed
                     note(read(result))
-                if time.monotonic() - begin > limit:
-                    status = "cut off"
-                    break
+                status = "cut off" if time.monotonic() - begin > limit else ""
         finally:
             _end(process)
-        teller.join(END_SECONDS)
-        status = status or ("passed" if process.returncode == 0 else "failed")
+            print(shown.read(), end="", flush=True)
         return {
-            "status": status,
+            "status": status or ("passed" if process.returncode == 0 else "failed"),
             "seconds": round(time.monotonic() - begin, 1),
             "limit_seconds": limit,
             "begun": begun,
@@ -112,18 +103,8 @@ def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any],
         }
 
 
-def _tell(process: "subprocess.Popen[str]", log: Path, name: str) -> None:
-    """What a step prints goes to the log, and to whoever watches."""
-    assert process.stdout is not None
-    with open(log, "a") as file:
-        print(f"== {name}", file=file, flush=True)
-        for line in process.stdout:
-            print(line, end="", file=file, flush=True)
-            print(f"  {line}", end="", flush=True)
-
-
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Of the whole group, first by asking: a step may have started others in groups of their own."""
+    """End the process group, first by SIGTERM: a step may have started processes in other groups."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -132,17 +113,16 @@ def _end(process: "subprocess.Popen[str]") -> None:
             except subprocess.TimeoutExpired:
                 continue
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def machine() -> dict[str, Any]:
-    """`scripts.gpu.machine.facts`, asked by a process that gives the device back."""
-    python = os.environ.get("PYTHON", sys.executable)
-    asked = subprocess.run([python, "-m", "scripts.gpu.machine"], cwd=ROOT, capture_output=True, text=True, timeout=180)
-    if asked.returncode:
-        raise RunError(f"the device cannot be asked:\n{asked.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
-    return found
+    """Return `scripts.gpu.machine.facts` from another process, which then releases the device."""
+    command = [python(), "-m", "scripts.gpu.machine"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    if done.returncode:
+        raise RunError(f"no facts about the device:\n{done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def chosen(part: str, only: str) -> list[Step]:
@@ -162,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(facts["device"])
     folder.mkdir(parents=True, exist_ok=True)
     stored, log = folder / f"{args.part}.json", folder / f"{args.part}.log"
-    before = read(stored) if args.only else None  # what other steps have found stays
+    before = read(stored) if args.only else None  # results of other steps are kept
     log.write_text("")
     sources, command = commit(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
@@ -173,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         write(stored, found)
         try:
             write_report(folder)
-        except Exception as error:  # it can be made from what is stored, and the steps that are left cannot
+        except Exception as error:  # it can be made later; the remaining steps cannot
             print(f"no report: {error!r}", flush=True)
 
     together = min(PART_SECONDS, sum(step.seconds for step in PARTS[args.part]) + 2 * END_SECONDS)
@@ -185,17 +165,17 @@ def run(args: argparse.Namespace) -> int:
         share = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
         limit = min(max(more * step.seconds, share), left)
         print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
-        running = {"status": "cut off", "limit_seconds": limit}  # what stands there if this process is killed
-        keep(step.name, {**running, "result": None})
-        record = take(step, limit, args.smoke, log, partial(_keep_running, keep, step.name, running))
+
+        def note(result: Any, name: str = step.name, limit: float = limit) -> None:
+            # The status that remains if this process is killed.
+            keep(name, {"status": "cut off", "limit_seconds": limit, "result": result})
+
+        note(None)
+        record = take(step, limit, args.smoke, log, note)
         keep(step.name, record)
         print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
     print(f"results: {stored}, {folder / 'report.md'}", flush=True)
     return 1 if any(found["steps"][step.name]["status"] != "passed" for step in steps) else 0
-
-
-def _keep_running(keep: Callable[..., None], name: str, running: dict[str, Any], result: Any) -> None:
-    keep(name, {**running, "result": result})
 
 
 def main() -> int:

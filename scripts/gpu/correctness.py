@@ -1,11 +1,11 @@
-"""tests/gpu in several processes, and two of its cases under compute-sanitizer.
+"""Run tests/gpu in several processes, or two of its cases under compute-sanitizer.
 
     python -m scripts.gpu.correctness tests --result FILE
     python -m scripts.gpu.correctness sanitizer --result FILE
     TRITON_INTERPRET=1 python -m scripts.gpu.correctness tests --smoke --result FILE    # a case of every test, anywhere
 
-It needs torch, triton, numpy and pytest. Every process takes its share of the cases, so that a kernel that breaks the
-device's context fails those of one process.
+Needs torch, triton, numpy and pytest. Each process runs a share of the cases, so that a kernel that breaks the device's
+context fails the cases of one process only.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, guarded, parser, write
+from scripts.common import ROOT, RunError, write
+from scripts.gpu.machine import run_step
 
 PROCESSES = 10
 TESTS = "tests/gpu"
@@ -30,8 +31,8 @@ OUTCOME = re.compile(rf"^({TESTS}/.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.M)
 DURATION = re.compile(rf"^([\d.]+)s (?:call|setup) +({TESTS}/.+)$", re.M)
 # A whole step on unaligned tensors with its selection, and a code that packs bits.
 SANITIZED = (
-    f"{TESTS}/test_gpu.py::test_a_step_follows_the_twin[gradients off-dtype1-target-0.1]",
-    f"{TESTS}/test_gpu.py::test_block_codes_follow_the_twin[int4-128-scale0]",
+    f"{TESTS}/test_gpu.py::test_a_step_equals_the_pytorch_reference[gradients off-dtype1-target-0.1]",
+    f"{TESTS}/test_gpu.py::test_block_codes_equal_the_reference[int4-128-scale0]",
 )
 SANITIZER_SECONDS = 120.0  # a case
 POLL = 0.5
@@ -46,7 +47,7 @@ def environment(smoke: bool, **more: str) -> dict[str, str]:
 
 
 def outcomes(texts: list[str]) -> dict[str, Any]:
-    """What pytest has said so far, of all processes."""
+    """Return the outcomes that all pytest processes have printed so far."""
     found = [match for text in texts for match in OUTCOME.findall(text)]
     counts = Counter(outcome for _, outcome in found)
     slowest = sorted(((float(s), name) for text in texts for s, name in DURATION.findall(text)), reverse=True)
@@ -59,10 +60,10 @@ def outcomes(texts: list[str]) -> dict[str, Any]:
 
 
 def tests(args: argparse.Namespace) -> None:
-    """Raises RunError where a test failed or a process did not come to its end."""
+    """Run the tests. Raises RunError if a test or a process failed."""
     cores = os.cpu_count() or 1
     count = 1 if args.smoke else min(PROCESSES, cores)
-    threads = str(max(1, cores // count))  # else each process takes all cores for what it computes on the host
+    threads = str(max(1, cores // count))  # otherwise each process uses all cores for its work on the host
     begin, before = time.monotonic(), -1
     with tempfile.TemporaryDirectory() as scratch:
         logs = [Path(scratch, f"{i}.log") for i in range(count)]
@@ -74,7 +75,8 @@ def tests(args: argparse.Namespace) -> None:
         while True:
             codes = [process.poll() for process in running]
             texts = [log.read_text(errors="replace") for log in logs]
-            found = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes} | outcomes(texts)
+            found: dict[str, Any] = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes}
+            found |= outcomes(texts)
             if found["passed"] + len(found["failed"]) != before or None not in codes:
                 before = found["passed"] + len(found["failed"])
                 write(args.result, found)
@@ -90,7 +92,7 @@ def tests(args: argparse.Namespace) -> None:
 
 
 def ended(command: list[str], env: dict[str, str], seconds: float) -> tuple[str, int]:
-    """What a command has printed, and its exit code; -1 where it had to be killed, with all that it had started."""
+    """Return a command's output and exit code; -1 if it was killed after the limit, with its process group."""
     with tempfile.TemporaryFile("w+") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -109,39 +111,32 @@ def ended(command: list[str], env: dict[str, str], seconds: float) -> tuple[str,
 
 
 def sanitizer(args: argparse.Namespace) -> None:
-    """Raises RunError where the sanitizer found something, or did not come to its end."""
+    """Run cases under compute-sanitizer. Raises RunError if it reports errors or does not end."""
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if program is None:
         write(args.result, {"note": "compute-sanitizer is not installed"})
         print("compute-sanitizer is not installed", flush=True)
         return
     found: dict[str, Any] = {"program": program, "cases": []}
-    # Every tensor is then an allocation of its own, beyond whose end nothing may be touched.
+    # Without the cache each tensor is its own allocation, so that accesses beyond its end are detected.
     env = environment(False, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     for case in SANITIZED:
         begin = time.monotonic()
-        # Calls that fail are no fault: torch and Triton try out what there is.
+        # Failed API calls are no error: torch and Triton probe the device.
         check = [program, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
-        told, code = ended(check, env, SANITIZER_SECONDS)
-        summary = re.findall(r"ERROR SUMMARY: .*", told)
-        row = {"test": case, "exit_code": code, "said": (summary or [told[-300:]])[-1]}
+        output, code = ended(check, env, SANITIZER_SECONDS)
+        summary = re.findall(r"ERROR SUMMARY: .*", output)
+        row = {"test": case, "exit_code": code, "said": (summary or [output[-300:]])[-1]}
         found["cases"].append(row | {"seconds": time.monotonic() - begin})
         write(args.result, found)
         print(f"{case}: {found['cases'][-1]['said']}", flush=True)
         if code:
-            print(told[-4000:], flush=True)
+            print(output[-4000:], flush=True)
     if bad := [row["test"] for row in found["cases"] if row["exit_code"]]:
         raise RunError(f"compute-sanitizer: {', '.join(bad)}")
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("what", choices=["tests", "sanitizer"])
-    own.add_argument("--result", type=Path, required=True)
-    own.add_argument("--smoke", action="store_true", help="a small case of every test, on whatever device there is")
-    args = own.parse_args()
-    return guarded(lambda: {"tests": tests, "sanitizer": sanitizer}[args.what](args))
-
+WORK = {"tests": tests, "sanitizer": sanitizer}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), what_=dict(choices=[*WORK])))

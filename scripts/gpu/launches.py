@@ -1,38 +1,36 @@
-"""What a step of the optimizer launches, the gaps between launches, and the memory it takes over dense AdamS.
+"""Kernel launches of an optimizer step, the gaps between them, and its memory compared with dense AdamS.
 
     python -m scripts.gpu.launches --result FILE
     TRITON_INTERPRET=1 python -m scripts.gpu.launches --smoke --result FILE    # a tiny model, anywhere
 
-Kernels are those that the profiler has seen on the device. The host issues the first step while the device is kept
-busy, and each one after while the device is busy with what is left of the step before: gaps are the device's own where
-that takes longer than the host does, as with a large model. Without a GPU the profiler sees none.
+Kernels are those in the profiler's trace of the device. The host issues each step while the device is still busy, first
+with a spin and then with the previous step: gaps belong to the device if its steps take longer than the host's, as with
+a large model. Without a GPU the trace has no kernels.
 """
 
 import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.common import guarded, parser, write
+from scripts.common import write
+from scripts.gpu.machine import run_step
 from scripts.gpu.passes import RATES, SMOKE, draw, free, parameters_of, scape
 from scripts.gpu.timing import Clock, device_for
 from torchtitan_scape import AdamS, Scape, ScapeOptions
-from torchtitan_scape.core.workloads import WORKLOADS, Shape
-from torchtitan_scape.planner.scape_volumes import scape_memory
-from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
 
-STEPS, BUSY_MS = 3, 60.0  # the device is kept busy for longer than the host takes for a step
+STEPS, BUSY_MS = 3, 60.0  # longer than the host needs for a step
 DENSITY, WIRE = 0.05, "int4"
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 
 def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
-    """What the device ran in `STEPS` calls, by start."""
+    """Return the kernels of `STEPS` calls, by start."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.cuda else [])
     work()
     with profile(activities=activities) as profiler:
@@ -42,15 +40,15 @@ def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
         if clock.cuda:
             torch.cuda.synchronize()
     events = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
-    # `Optimizer.step` is a range of its own, which stands among the kernels and covers the gaps between them.
+    # `Optimizer.step` is an annotation among the kernels that would cover the gaps.
     on_device = [e for e in events if not e.is_user_annotation]
     return sorted(((e.name, e.time_range.start, e.time_range.end) for e in on_device), key=lambda kernel: kernel[1])
 
 
 def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """Milliseconds a step in which something ran, and in which nothing did; the longest gap; time by kernel.
+    """Return busy and idle milliseconds per step, the longest gap, and the time by kernel.
 
-    Kernels that ran at the same time, on several streams, count once. What the device was kept busy with is left out.
+    Concurrent kernels, on several streams, count once. The spin is left out.
     """
     own = [kernel for kernel in kernels if "spin" not in kernel[0]]
     busy = idle = longest = 0.0
@@ -73,11 +71,11 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
 
 
 def memory(shapes: Sequence[Shape], densities: Iterable[float], clock: Clock) -> list[dict[str, Any]]:
-    """Peak bytes of training steps with SCAPE over those with dense AdamS, from the first step on; beside what the
-    planner says of a single replica's masks and payload buffers."""
+    """Return peak bytes of training steps with SCAPE in excess of dense AdamS, and the planner's bytes of the masks and
+    payload buffers of a single replica."""
     rows, dense = [], _peak(shapes, clock, lambda named: AdamS(named, **RATES))
     for density in densities:
-        kinds = scape_memory(PlannedRun("scape", density), shapes, 1)
+        kinds = ScapeOptions(density=density).cost().device_memory(LocalModel.of_shapes(shapes), 1)
         planned = sum(kinds[kind] for kind in ("masks", "payload", "rates of visits"))
         for warmup in (0, 4):
             options = ScapeOptions(density=density, density_warmup_steps=warmup)
@@ -106,10 +104,10 @@ def run(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {"model": args.model, "density": DENSITY, "wire": WIRE}
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, DENSITY, WIRE)
-    found["scape"] = gaps(kernels_of(clock, optimizer.step))
+    found["SCAPE"] = gaps(kernels_of(clock, optimizer.step))
     write(args.result, found)
     print(
-        f"SCAPE: {found['scape']['launches']:.0f} launches a step, gaps {found['scape']['gaps_ms']:.3f} ms", flush=True
+        f"SCAPE: {found['SCAPE']['launches']:.0f} launches a step, gaps {found['SCAPE']['gaps_ms']:.3f} ms", flush=True
     )
     del optimizer
     free(clock)
@@ -120,14 +118,5 @@ def run(args: argparse.Namespace) -> None:
     write(args.result, found)
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--result", type=Path, required=True)
-    own.add_argument("--model", choices=[*WORKLOADS], default="llama_1_8b")
-    own.add_argument("--smoke", action="store_true", help="a tiny model, on whatever device there is")
-    args = own.parse_args()
-    return guarded(lambda: run(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_step(__doc__, run, model=dict(choices=[*WORKLOADS], default="llama_1_8b")))

@@ -1,8 +1,9 @@
-"""Which device a result is of, and with which software it was made; as JSON.
+"""Shared by the steps of the GPU check: their arguments, and the device and software of a result.
 
-python -m scripts.gpu.machine
+python -m scripts.gpu.machine    # prints the latter as JSON
 """
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -10,23 +11,49 @@ import os
 import platform
 import re
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT
+from scripts.common import ROOT, guarded, parser
 
 PACKAGES = ("torch", "triton", "numpy", "pytest", "torchtitan")
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
 
 
+def run_step(doc: str | None, work: Callable[[argparse.Namespace], Any], **arguments: dict[str, Any]) -> int:
+    """Do the work of a step with its parsed arguments; return the exit code.
+
+    Args:
+        arguments: options of the step besides --result and --smoke, as `add_argument` takes them; a name that ends in
+            "_" is positional.
+    """
+    own = parser(doc)
+    own.add_argument("--result", type=Path, required=True, help="file for what is measured, JSON")
+    own.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU too")
+    for name, options in arguments.items():
+        own.add_argument(name.removesuffix("_") if name.endswith("_") else f"--{name}", **options)
+    args = own.parse_args()
+    return guarded(lambda: work(args))
+
+
+def python() -> str:
+    """Return the interpreter for other processes."""
+    return os.environ.get("PYTHON", sys.executable)
+
+
 def facts() -> dict[str, Any]:
-    """Of the first GPU, or of the CPU where there is none. nominal_bandwidth: bytes/s; 0 where the driver is silent."""
+    """Return device and software: the first GPU, or the CPU if there is none.
+
+    nominal_bandwidth is in bytes/s, 0 if unknown.
+    """
     import torch
 
     found: dict[str, Any] = {"device": "CPU", "memory": 0, "nominal_bandwidth": 0.0, "driver": "none"}
     if torch.cuda.is_available():
         seen = torch.cuda.get_device_properties(0)
-        # Two transfers a clock; kHz and bits.
+        # Two transfers per clock cycle; kHz and bits.
         clock, width = getattr(seen, "memory_clock_rate", 0), getattr(seen, "memory_bus_width", 0)
         found = {
             "device": torch.cuda.get_device_name(0),
@@ -47,34 +74,33 @@ def facts() -> dict[str, Any]:
 
 
 def patience(smoke: bool) -> float:
-    """What limits are multiplied by: a smoke test may run on a busy CPU."""
+    """Return the factor on time limits: a smoke test may run on a busy CPU."""
     return 10.0 if smoke else 1.0
 
 
 def folder_of(device: str) -> str:
-    """The folder of a device's results."""
+    """Return the folder name of a device's results."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def commit() -> str:
-    """Of these sources; where there is no git repository, a hash of them."""
+    """Return the commit of the sources, or a hash of them outside a git repository."""
     try:
         name, changed = (_git(*asked) for asked in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", *SOURCES)))
         return name + (", with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         whole = hashlib.sha256()
-        for path in sorted(path for root in SOURCES for path in (ROOT / root).rglob("*") if _is_source(path)):
+        paths = (
+            path for root in SOURCES for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".toml", ".sh")
+        )
+        for path in sorted(paths):
             whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
         return f"no git here; the sources' SHA-256 is {whole.hexdigest()[:16]}"
 
 
 def _git(*asked: str) -> str:
-    told = subprocess.run(["git", "-C", str(ROOT), *asked], capture_output=True, text=True, check=True)
-    return told.stdout.strip()
-
-
-def _is_source(path: Path) -> bool:
-    return path.suffix in (".py", ".toml", ".sh")
+    done = subprocess.run(["git", "-C", str(ROOT), *asked], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _version(name: str) -> str:
@@ -87,8 +113,7 @@ def _version(name: str) -> str:
 def _driver() -> str:
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()
-        return told[0]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         pass
     for path in (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version")):

@@ -1,12 +1,12 @@
-"""Times the passes of an optimizer step beside fused AdamW, dense AdamS and plain PyTorch, all in one run.
+"""Time the passes of an optimizer step, against fused AdamW, dense AdamS and plain PyTorch; and the block codes.
 
-    python -m scripts.gpu.passes --model llama_1_8b --result FILE
-    python -m scripts.gpu.passes --model llama_500m --sweep --result FILE    # with other tiles
-    TRITON_INTERPRET=1 python -m scripts.gpu.passes --smoke --result FILE    # a tiny model, anywhere
+    python -m scripts.gpu.passes passes --model llama_1_8b --result FILE
+    python -m scripts.gpu.passes codes --result FILE
+    TRITON_INTERPRET=1 python -m scripts.gpu.passes passes --smoke --result FILE    # a tiny model, anywhere
 
-The optimizer is the product's, as the first of 8 replicas: it selects in its own run of the masks, codes what it would
-send and decodes as much as would arrive; nothing travels. Of every pass: milliseconds (median, least, most), the bytes
-that it cannot do without, and what that is of the bandwidth of a copy measured in this run.
+The optimizer is the product's, as the first of 8 replicas: it selects in its own run of the masks, encodes its payload
+and decodes the size of what it would receive, without a network. Reported for each pass are milliseconds (median,
+least, most), the bytes that it must move, and the bandwidth relative to a copy in the same process.
 """
 
 import argparse
@@ -14,16 +14,17 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.scape import triton_passes as tiles
+from kernels import block_code
+from kernels.codec.formats import FORMATS
 from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs
-from scripts.common import guarded, parser, write
+from scripts.common import write
+from scripts.gpu.machine import run_step
 from scripts.gpu.plain import plain_step
 from scripts.gpu.timing import Clock, copy_bandwidth, device_for, free_running, of
 from topology.codecs import Codec
@@ -31,12 +32,12 @@ from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
-from torchtitan_scape.core.workloads import WORKLOADS, Shape
-from torchtitan_scape.planner.payload import payload_bytes, payload_entries
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
-from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
+from torchtitan_scape.methods.interface import StepInfo
+from torchtitan_scape.methods.scape.payload import payload_bytes, payload_entries
 
-REPLICAS = 8
+REPLICAS, REPEATS = 8, 20
+CODE_REPLICAS, CODE_ENTRIES = 16, 2**26
 SETTINGS = ((0.1, "float32"), (0.05, "int4"), (0.01, "float32"))
 SMOKE: tuple[Shape, ...] = ((70, 40), (3, 1024), (40,))
 RATES: dict[str, Any] = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -44,17 +45,16 @@ ADAMW, ADAMS = 28.0, 20.0  # bytes a parameter of their steps: FP32 parameter an
 
 
 class FirstOfMany(DryRunCollectives):
-    """The first of `REPLICAS` replicas, whose exchange takes the device's time and no network's."""
+    """The first of `REPLICAS` replicas; an exchange takes time on the device, but not on a network."""
 
-    def _reduce(
-        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried: Tensor | None
+    def _all_reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        """As `topology.stages.reduce_coded` in one ring, in which all send what this one does; without a code the mean
-        of equal payloads is the payload."""
+        """Return what `topology.stages.all_reduce_encoded` gives on one level if all ranks send the same payload."""
         if codec is None:
             tensor.mul_(1.0)
             return Handle()
-        assert error is not None and carried is None
+        assert error is not None and carried_error is None
         rows = tensor.view(self.replicas, -1)
         error.zero_()
         arrived = codec.encode(rows, error.view(self.replicas, -1))
@@ -69,7 +69,7 @@ class FirstOfMany(DryRunCollectives):
 
 
 def free(clock: Clock) -> None:
-    gc.stash_replica_gradients()
+    gc.collect()
     if clock.cuda:
         torch.cuda.empty_cache()
 
@@ -84,7 +84,7 @@ def draw(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def scape(parameters: Sequence[torch.nn.Parameter], density: float, wire: str) -> Scape:
-    """At its target density: after steps that have left full masks behind."""
+    """Return an optimizer at its target density: the masks of the first steps are full."""
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
     options = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
     replicas = FirstOfMany(replicas=REPLICAS)
@@ -97,24 +97,28 @@ def scape(parameters: Sequence[torch.nn.Parameter], density: float, wire: str) -
 
 
 class Passes:
-    """The passes of an optimizer's next step, one by one; each can be taken any number of times."""
+    """The passes of an optimizer's next step. Each can run any number of times."""
 
     def __init__(self, optimizer: Scape) -> None:
         optimizer.finish_previous_step()
         self.optimizer, self.passes = optimizer, optimizer.method.passes
         self.gradients = [flat_gradient(shard) for shard in optimizer.method.ordered]
         applied = optimizer.guard.check(self.gradients)
-        self.step: PassInputs = optimizer._begin(self.gradients, applied)
+        info = StepInfo(optimizer.attempted_steps + 1, applied)
+        self.step: PassInputs = optimizer.method._inputs(self.gradients, info)
         self.passes.bind(self.step)
         own = pack_all(self.passes)
         assert own is not None
         self.received = own.repeat(REPLICAS)
         self.spare = self.step.in_use.bits.clone(), self.step.previous.bits.clone()
 
-    def times(self, clock: Clock, method: PlannedRun, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
-        """Figures by pass. carry and exchange: what a code adds to a step, the first as part of packing. select: what
-        packing takes longer with it. entering, part of update: counts what enters each row and column of a mask."""
-        p, least, found = self.passes, kernel_bytes(method, shapes, REPLICAS), {}
+    def times(self, clock: Clock, method: ScapeOptions, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
+        """Return figures by pass.
+
+        carry and exchange: additional work with a code, the first as part of packing. select: additional time of
+        packing. entering: part of update, counts the entries that enter each row and column of a mask.
+        """
+        p, least, found = self.passes, method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS), {}
         entries = sum(map(_size, shapes))
         masks = 2.0 * p.layout.mask_bytes()
 
@@ -124,18 +128,18 @@ class Passes:
         take("finite", lambda: self.optimizer.guard._finite(self.gradients), least["finite"])
         p.bind(replace(self.step, next_density=1.0))  # selects nothing
         coding = least.get("coding", 0.0)
-        carried = 12.0 * payload_entries(shapes, method.density) if coding else 0.0
+        carry_bytes = 12.0 * payload_entries(shapes, method.density) if coding else 0.0
         if coding:
-            take("carry", lambda: [p.carry(part) for part in p.parts], carried)  # type: ignore[attr-defined]
-            take("exchange", self._exchange, coding - carried)
-        take("pack", lambda: pack_all(p), least["pack"] + carried)
+            take("carry", lambda: [p.carry(part) for part in p.parts], carry_bytes)  # type: ignore[attr-defined]
+            take("exchange", self._exchange, coding - carry_bytes)
+        take("pack", lambda: pack_all(p), least["pack"] + carry_bytes)
         take("squares", lambda: squares_all(p), least["squares"])
         take("update", lambda: update_all(p), least["update"])
         if p.visits is not None:
             visits = p.visits
             take("entering", lambda: p.updates.count_entering(visits), masks)
         p.bind(self.step)
-        take("pack + select", lambda: pack_all(p), least["pack"] + carried)
+        take("pack + select", lambda: pack_all(p), least["pack"] + carry_bytes)
         take("rotate", lambda: p.rotate(self.received, method.density, *self.spare), 1.5 * masks)
         found["select"] = {"ms": found["pack + select"]["ms"] - found["pack"]["ms"]}
         return found
@@ -150,11 +154,12 @@ def _size(shape: Shape) -> int:
 
 
 def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, bandwidth: float) -> dict[str, Any]:
-    """The passes, the whole step and the plain one, of one setting."""
-    method, entries = PlannedRun("scape", density, wire), sum(map(_size, shapes))
+    """Return figures of the passes, the whole step and the plain step of one setting."""
+    method = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+    entries = sum(map(_size, shapes))
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, density, wire)
-    least = kernel_bytes(method, shapes, REPLICAS)
+    least = method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS)
     found: dict[str, Any] = {
         "density": density,
         "wire": wire,
@@ -170,7 +175,7 @@ def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, ba
 
 
 def dense(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
-    """The steps of dense optimizers."""
+    """Return figures of the steps of dense optimizers."""
     found, entries = {}, sum(map(_size, shapes))
     parameters = parameters_of(shapes, clock.device)
     draw(parameters)
@@ -187,38 +192,12 @@ def dense(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, 
     return found
 
 
-def sweep(shapes: Sequence[Shape], clock: Clock) -> list[dict[str, Any]]:
-    """Milliseconds of pack and update with other tiles, and of selection with other numbers of warps."""
-    rows = []
-    kinds = {"COMPACT": (1024, 2048, 4096, 8192), "SELECT": (1024, 2048)}
-    for kind, entries in kinds.items():
-        before = getattr(tiles, f"{kind}_TILE"), getattr(tiles, f"{kind}_WARP")
-        for tile in entries:
-            for warp in (256, 512, 1024):
-                setattr(tiles, f"{kind}_TILE", tile)
-                setattr(tiles, f"{kind}_WARP", warp)
-                passes = Passes(scape(parameters_of(shapes, clock.device), 0.1, "float32"))
-                row = {"kind": kind, "tile": tile, "entries a warp": warp}
-                row |= {"pack + select": clock(lambda p=passes: pack_all(p.passes)).ms}  # type: ignore[misc]
-                row |= {"update": clock(lambda p=passes: update_all(p.passes)).ms}  # type: ignore[misc]
-                rows.append(row)
-                del passes
-                free(clock)
-        setattr(tiles, f"{kind}_TILE", before[0])
-        setattr(tiles, f"{kind}_WARP", before[1])
-    return rows
-
-
-def run(args: argparse.Namespace) -> None:
-    clock = Clock(device_for(args.smoke), 1 if args.smoke else args.repeats)
+def passes(args: argparse.Namespace) -> None:
+    clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
     bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
     found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "settings": []}
     print(f"a copy moves {bandwidth / 1e9:.0f} GB/s", flush=True)
-    if args.sweep:
-        found["sweep"] = sweep(shapes, clock)
-        write(args.result, found)
-        return
     found["dense"] = dense(shapes, clock, bandwidth)
     write(args.result, found)
     for density, wire in SETTINGS[1:2] if args.smoke else SETTINGS:
@@ -230,16 +209,37 @@ def run(args: argparse.Namespace) -> None:
         print(f"{args.model} at {density:g}, {wire}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--result", type=Path, required=True)
-    own.add_argument("--model", choices=[*WORKLOADS], default="llama_500m")
-    own.add_argument("--repeats", type=int, default=20)
-    own.add_argument("--sweep", action="store_true", help="only other tiles")
-    own.add_argument("--smoke", action="store_true", help="a tiny model, on whatever device there is")
-    args = own.parse_args()
-    return guarded(lambda: run(args))
+def code_figures(name: str, entries: int, clock: Clock, bandwidth: float) -> dict[str, Any]:
+    """Return figures by pass of one code. An entry moves 4 bytes and its code, and 4 more for its rounding error."""
+    code = block_code("triton", name)
+    x = torch.randn(1, entries, device=clock.device)
+    error, total = torch.empty_like(x), torch.empty(entries, device=clock.device)
+    message = code.encode(x, error)
+    messages = message.repeat(CODE_REPLICAS, 1)
+    coded = message.shape[1] / entries
+    works: dict[str, tuple[float, Callable[[], object]]] = {
+        "encode": (8 + coded, lambda: code.encode(x, error)),
+        "decode": (4 + coded, lambda: code.decode(message, x)),
+        f"add up {CODE_REPLICAS}": (4 + CODE_REPLICAS * coded, lambda: code.decode_and_sum(messages, total)),
+    }
+    return {
+        name: of(clock(work).figures(), least * entries, entries, bandwidth) for name, (least, work) in works.items()
+    }
 
+
+def codes(args: argparse.Namespace) -> None:
+    clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
+    bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
+    entries = 256 if args.smoke else CODE_ENTRIES
+    found: dict[str, Any] = {"copy_bandwidth": bandwidth, "entries": entries, "codes": {}}
+    for name in FORMATS:
+        found["codes"][name] = code_figures(name, entries, clock, bandwidth)
+        write(args.result, found)
+    print(f"{len(found['codes'])} codes on {entries:,} entries", flush=True)
+
+
+WORK = {"passes": passes, "codes": codes}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    models = dict(choices=[*WORKLOADS], default="llama_500m")
+    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), what_=dict(choices=[*WORK]), model=models))

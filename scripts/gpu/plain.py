@@ -1,4 +1,4 @@
-"""SCAPE's step as one would write it down: what the kernels are worth is measured against it."""
+"""SCAPE's step in plain PyTorch, the baseline of the kernels."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,10 @@ from torchtitan_scape.core.parameters import flat_gradient, stored
 
 
 def plain_step(optimizer: Scape) -> Callable[[], None]:
-    """A step on an optimizer's parameters, gradients and masks, in plain PyTorch: bool masks, boolean indexing,
-    torch.topk, tensor by tensor."""
+    """Return a step on an optimizer's parameters, gradients and masks, tensor by tensor.
+
+    It uses bool masks, boolean indexing and torch.topk.
+    """
     passes, layout = optimizer.method.passes, optimizer.method.passes.layout
     parameters = [stored(shard.parameter).detach().view(-1) for shard in optimizer.method.ordered]
     gradients = [flat_gradient(shard) for shard in optimizer.method.ordered]

@@ -1,20 +1,24 @@
-"""SCAPE on NCCL: four ranks on one GPU, flat and 2 x 2; where NCCL will not have that, one rank's lanes and stages.
+"""Several ranks on one GPU: SCAPE on NCCL, and the loss of a rank.
 
-    python -m scripts.gpu.ranks --result FILE
-    python -m scripts.gpu.ranks --smoke --result FILE    # gloo on a CPU, both of it
+    python -m scripts.gpu.ranks exchange --result FILE    # four ranks, flat and 2 x 2; or one rank's streams and stages
+    python -m scripts.gpu.ranks lost --result FILE        # SIGKILL of one of two ranks of the trainer
+    python -m scripts.gpu.ranks exchange --smoke --result FILE    # both parts of it, gloo on a CPU
 
-NCCL refuses two ranks on one device of a host. With a host's name of its own (NCCL_HOSTID) each rank believes itself
-on another one, and they talk through sockets of the loopback: slowly, so that no time here says anything of NCCL.
-After every case parameters and masks of all replicas are compared, bit for bit.
+NCCL refuses two ranks on one device of a host. With its own host name (NCCL_HOSTID) each rank appears to be on another
+host, and ranks communicate through sockets of the loopback, so that no time here says anything about NCCL. After each
+case parameters and masks of all replicas must be equal bit for bit. If NCCL does not start, all stages of an exchange
+run in a group of one rank instead.
 """
 
 import argparse
 import hashlib
 import os
-import socket
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,21 +27,30 @@ import torch
 import torch.distributed as dist
 
 from kernels import block_code
-from scripts.common import ROOT, RunError, guarded, parser, read, write
-from scripts.gpu.machine import patience
-from topology.groups import ReplicaGroups, Ring, build_groups
+from scripts.common import ROOT, RunError, read, write
+from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone
+from scripts.gpu.machine import patience, python, run_step
+from topology.groups import ReplicaGroups, build_groups
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
-from topology.stages import gather_, reduce_, reduce_coded, scatter_, scatter_coded, unite_
+from topology.rank_group import RankGroup
+from topology.stages import (
+    all_gather_,
+    all_reduce_,
+    all_reduce_encoded,
+    all_reduce_or_,
+    reduce_scatter_,
+    reduce_scatter_encoded,
+)
 from torchtitan_scape import Scape, ScapeOptions
 
 RANKS = 4
-STEPS = 4  # two on the density's way down, two at the target
-SECONDS, LANES_SECONDS = 150.0, 30.0  # to the end of all ranks: one that hangs shall not take the other's time
+STEPS = 4  # two of the density warm-up, two at the target
+SECONDS, STREAMS_SECONDS = 150.0, 30.0  # until all ranks have ended
+BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 75.0, 15.0, 10.0  # of the lost rank
 SHAPES = ((1000, 512), (77, 33), (512, 96), (1, 1), (640,), (7,))
-# Layout: ranks a node, and whether exchanges go level by level.
-LAYOUTS = {"flat": (1, False), "2x2": (2, True)}
+LAYOUTS = {"flat": (1, False), "2x2": (2, True)}  # ranks per node; whether exchanges go level by level
 OPTIONS: dict[str, dict[str, Any]] = {
     "FP32": {},
     "coded wire": {"wire": "int4"},
@@ -48,20 +61,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Of a rank that believes itself on a host of its own."""
-    own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {**os.environ, **own, **nccl_alone(rank)}
-
-
-def nccl_alone(rank: int) -> dict[str, str]:
-    """What makes NCCL take a rank for one of another host, reached through the loopback."""
+def own_host(rank: int) -> dict[str, str]:
+    """Return the variables that make NCCL treat a rank as another host, reached through the loopback."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_NET": "Socket",
-        "NCCL_MNNVL_ENABLE": "0",  # else ranks of several hosts may look for each other over NVLink
+        "NCCL_MNNVL_ENABLE": "0",  # otherwise ranks of several hosts may look for each other over NVLink
         "NCCL_IB_DISABLE": "1",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
@@ -69,13 +76,14 @@ def nccl_alone(rank: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+# ------------------------------------------------------------------------------------------- inside a rank
 
 
-# ------------------------------------------------------------------------------------------------ of a rank
+def start(args: argparse.Namespace, seconds: float) -> tuple[torch.device, timedelta]:
+    """Create the process group; return this rank's device and the timeout."""
+    on_gpu, timeout = torch.cuda.is_available(), timedelta(seconds=patience(args.smoke) * seconds)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu"), timeout
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
@@ -86,10 +94,10 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def train(groups: ReplicaGroups, device: torch.device, options: dict[str, Any]) -> tuple[Scape, list[torch.Tensor]]:
-    """Some steps on random gradients, another replica's on every rank."""
+    """Take some steps on random gradients, which differ between ranks."""
     generator = torch.Generator(device=device).manual_seed(dist.get_rank())
     parameters = [
-        torch.nn.Parameter(torch.randn(shape, generator=generator, device=device))  # replica 0's count
+        torch.nn.Parameter(torch.randn(shape, generator=generator, device=device))  # replica 0's are broadcast
         for shape in SHAPES
     ]
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
@@ -103,12 +111,9 @@ def train(groups: ReplicaGroups, device: torch.device, options: dict[str, Any]) 
     return optimizer, [p.detach() for p in parameters]
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """All cases on this rank; rank 0 writes what was found."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    timeout = timedelta(seconds=patience(args.smoke) * SECONDS)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+def run_cases(args: argparse.Namespace) -> None:
+    """Run all cases on this rank; rank 0 writes the result."""
+    device, timeout = start(args, SECONDS)
     found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": RANKS, "cases": []}
     groups = {}
     for name, (per_node, hierarchical) in LAYOUTS.items():
@@ -123,7 +128,7 @@ def rank_main(args: argparse.Namespace) -> None:
             every: list[Any] = [None] * RANKS
             dist.all_gather_object(every, own)
             row = {"layout": layout_name, "case": name, "equal": all(one == every[0] for one in every) and finite}
-            levels = sorted({level for _, level, _ in optimizer.collectives.traffic.sent})
+            levels = sorted({level for _, level, _ in optimizer.collectives.ledger.sent})
             found["cases"].append(row | {"levels": levels, "seconds": round(time.monotonic() - begin, 2)})
             if dist.get_rank() == 0:
                 write(args.result, found)
@@ -131,36 +136,43 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def lanes_main(args: argparse.Namespace) -> None:
-    """Every stage of an exchange in a group of one rank, through the lanes' streams: what comes back is what went in,
-    or what its code leaves of it."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=timedelta(seconds=patience(args.smoke) * LANES_SECONDS)
-    )
+def run_stages(args: argparse.Namespace) -> None:
+    """Run each stage of an exchange in a group of one rank, on both comm streams.
+
+    The result must be the input, encoded and decoded if the stage has a code.
+    """
+    device, _ = start(args, STREAMS_SECONDS)
     group = dist.new_group([0])
-    rings = (Ring("node", 1, 0), Ring("network", 1, 0))
-    endpoint = ProcessGroupCollectives(
-        ReplicaGroups(group, None, rings=rings, comm_streams=((group, group), (group, group)))
-    )
-    code = block_code("triton" if on_gpu else "torch", "int4")
+    levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
+    endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
+    code = block_code("triton" if device.type == "cuda" else "torch", "int4")
     found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": 1, "stages": {}}
+
+    def encoded(values: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(values)
+        code.decode(code.encode(values.view(1, -1)), result.view(1, -1))
+        return result
+
     x = torch.randn(1 << 20, device=device)
-    coded = torch.empty_like(x)
-    code.decode(code.encode(x.view(1, -1)), coded.view(1, -1))
-    twice = torch.empty_like(x)
-    code.decode(code.encode(coded.view(1, -1)), twice.view(1, -1))
-    bits = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device=device)
-    for name, exchange, given, expected in (
-        ("reduce", lambda t, groups: reduce_(t, groups, 1.0), x, x),
-        ("reduce_coded", lambda t, groups: reduce_coded(t, groups, 1.0, code, torch.empty_like(t)), x, twice),
-        ("scatter", lambda t, groups: scatter_(t, groups, 1.0), x, x),
-        ("scatter_coded", lambda t, groups: scatter_coded(t, groups, 1.0, code, torch.empty_like(t)), x, coded),
-        ("gather", lambda t, groups: gather_(t, t.clone(), groups), x, x),
-        ("unite", unite_, bits, bits),
-    ):
-        # Twice, one in each lane, before either is waited for.
+    once, bits = encoded(x), torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device=device)
+    stages: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {
+        "reduce": (lambda t, groups: all_reduce_(t, groups, 1.0), x, x),
+        "reduce_coded": (
+            lambda t, groups: all_reduce_encoded(t, groups, 1.0, code, torch.empty_like(t)),
+            x,
+            encoded(once),
+        ),
+        "scatter": (lambda t, groups: reduce_scatter_(t, groups, 1.0), x, x),
+        "scatter_coded": (
+            lambda t, groups: reduce_scatter_encoded(t, groups, 1.0, code, torch.empty_like(t)),
+            x,
+            once,
+        ),
+        "gather": (lambda t, groups: all_gather_(t, t.clone(), groups), x, x),
+        "or": (all_reduce_or_, bits, bits),
+    }
+    for name, (exchange, given, expected) in stages.items():
+        # Twice, once on each comm stream, before either is waited for.
         tensors = [given.clone() for _ in range(2)]
         handles = [endpoint._start(lambda groups, t=t, e=exchange: e(t, groups), device) for t in tensors]  # type: ignore[misc]
         for handle in handles:
@@ -171,16 +183,19 @@ def lanes_main(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------- of all ranks
+# -------------------------------------------------------------------------------------------- of all ranks
 
 
-def together(role: str, ranks: int, result: Path, seconds: float, smoke: bool) -> str:
-    """Runs them; "" or what went wrong. One that fails ends all."""
+def run_ranks(work: str, ranks: int, result: Path, seconds: float, smoke: bool) -> str:
+    """Run the work on all ranks; return the error, "" if there is none. A failed rank ends the others."""
     seconds *= patience(smoke)
-    port, deadline = free_port(), time.monotonic() + seconds
-    command = [os.environ.get("PYTHON", sys.executable), "-m", "scripts.gpu.ranks", f"--role={role}"]
-    command += [f"--result={result}", *(["--smoke"] if smoke else [])]
-    running = [subprocess.Popen(command, cwd=ROOT, env=environment(rank, ranks, port)) for rank in range(ranks)]
+    port, deadline = free_endpoint().partition(":")[2], time.monotonic() + seconds
+    command = [python(), "-m", "scripts.gpu.ranks", work, f"--result={result}", *(["--smoke"] if smoke else [])]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    running = [
+        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), **own_host(rank)})
+        for rank in range(ranks)
+    ]
     try:
         while (codes := {process.poll() for process in running}) != {0}:
             if codes - {0, None}:
@@ -195,36 +210,66 @@ def together(role: str, ranks: int, result: Path, seconds: float, smoke: bool) -
             process.wait()
 
 
-def run(args: argparse.Namespace) -> None:
-    parts = {"ranks": args.result.with_suffix(".ranks"), "lanes": args.result.with_suffix(".lanes")}
+def exchange(args: argparse.Namespace) -> None:
+    """Run the cases on several ranks, and the stages on one if that fails. Raises RunError if anything is wrong."""
     found: dict[str, Any] = {}
-    found["error"] = together("rank", RANKS, parts["ranks"], SECONDS, args.smoke)
-    found["several"] = read(parts["ranks"])
+    part = args.result.with_suffix(".part-result")
+    found["error"] = run_ranks("cases", RANKS, part, SECONDS, args.smoke)
+    found["several"] = read(part)
     write(args.result, found)
     wrong = [f"{row['layout']}, {row['case']}" for row in (found["several"] or {}).get("cases", []) if not row["equal"]]
     if found["error"]:
-        print(f"{RANKS} ranks on one device: {found['error']}; one rank's lanes instead", flush=True)
+        print(f"{RANKS} ranks on one device: {found['error']}; one rank's streams instead", flush=True)
     if found["error"] or args.smoke:
-        found["lanes_error"] = together("lanes", 1, parts["lanes"], LANES_SECONDS, args.smoke)
-        found["lanes"] = read(parts["lanes"])
+        part.unlink(missing_ok=True)
+        found["streams_error"] = run_ranks("stages", 1, part, STREAMS_SECONDS, args.smoke)
+        found["streams"] = read(part)
         write(args.result, found)
-        wrong += [name for name, good in (found["lanes"] or {}).get("stages", {}).items() if not good]
-    errors = [error for error in (found["error"], found.get("lanes_error")) if error]
+        wrong += [name for name, good in (found["streams"] or {}).get("stages", {}).items() if not good]
+    errors = [error for error in (found["error"], found.get("streams_error")) if error]
     if wrong:
         errors.append(f"not as expected: {'; '.join(wrong)}")
     if errors:
         raise RunError("; ".join(errors))
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--result", type=Path, required=True)
-    own.add_argument("--role", choices=["all", "rank", "lanes"], default="all", help=argparse.SUPPRESS)
-    own.add_argument("--smoke", action="store_true", help="one rank's lanes besides, on whatever device there is")
-    args = own.parse_args()
-    work = {"all": run, "rank": rank_main, "lanes": lanes_main}[args.role]
-    return guarded(lambda: work(args))
+# ----------------------------------------------------------------------------------------------- lost rank
 
+
+def start_node(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> "subprocess.Popen[Any]":
+    env = {**os.environ, **environment, **own_host(node)}
+    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def lost(args: argparse.Namespace) -> None:
+    """Kill a rank of the trainer on two launchers without restarts. Raises RunError unless the other one names it."""
+    found, more = dict[str, Any](ranks=2), patience(args.smoke)
+    environment = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint(), "PYTHON": python()}
+    environment["PET_LOCAL_ADDR"] = "127.0.0.1"  # the machine's own name may not resolve
+    arguments = [*TINY, "--training.steps=100000", "--checkpoint.no-enable", "--lr_scheduler.decay_ratio=0.1"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Launch(arguments, Path(folder), 2, 1, environment, start_node) as launch,
+    ):
+        launch.wait_for_training(1, more * BEGIN_SECONDS)
+        launch.wait_until(lambda: max(launch.steps(), default=0) >= 3, more * BEGIN_SECONDS, "step 3")
+        ranks = launch.ranks()
+        found["step"] = max(launch.steps())
+        os.kill(ranks[1], signal.SIGKILL)
+        seconds = seconds_until_gone(list(ranks.values()), more * GONE_SECONDS)
+        found["seconds until all ranks had ended"] = round(seconds, 2)
+        write(args.result, found)
+        found["exit codes"] = launch.wait(more * END_SECONDS)
+        messages = [line for line in launch.output().splitlines() if line.startswith("error: ") or "lost" in line]
+        found["lost rank named"] = any("rank 1" in line for line in messages)
+        found["messages"] = messages[:6]
+        write(args.result, found)
+        print(f"gone after {found['seconds until all ranks had ended']} s: {messages[:2]}", flush=True)
+    if not found["lost rank named"] or 0 in found["exit codes"]:
+        raise RunError(f"exit codes {found['exit codes']}; messages: {found['messages']}")
+
+
+WORK = {"exchange": exchange, "lost": lost, "cases": run_cases, "stages": run_stages}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), work_=dict(choices=[*WORK])))

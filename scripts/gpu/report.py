@@ -1,40 +1,40 @@
-"""What the check of a GPU has found, as tables; from what is stored, on any machine.
+"""Render the stored results of the GPU check as tables, on any machine.
 
-python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there, and losses.png where there is matplotlib
+python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there, and losses.png if matplotlib is installed
 """
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from scripts.common import guarded, markdown, number, parser, read, write
 
-# What was aimed at on an H100 or H200, of figures of this report.
+# Goals on an H100 or H200.
 TARGETS = {"AdamW": 1.0, "share": 0.85, "plain": 10.0, "host": 1.0, "mfu": 45.0, "tokens": 0.98}
 Row = dict[str, Any]
 
 
 def write_report(folder: Path) -> Path:
-    """report.md of the parts that are there. Raises ValueError where none is."""
+    """Write report.md of the stored parts. Raises ValueError if there is none."""
     found = {part: stored for part in SECTIONS if (stored := read(folder / f"{part}.json")) is not None}
     if not found:
         raise ValueError(f"{folder} has none of {', '.join(f'{part}.json' for part in SECTIONS)}")
-    told = [_head(found)]
+    texts = [_head(found)]
     for part, stored in found.items():
         results = {name: step["result"] for name, step in stored["steps"].items() if step.get("result")}
-        told += [f"## {part.capitalize()}", f"`{stored['command']}`", markdown(step_rows(stored["steps"]))]
-        told += SECTIONS[part](results)
+        texts += [f"## {part.capitalize()}", f"`{stored['command']}`", markdown(step_rows(stored["steps"]))]
+        texts += SECTIONS[part](results)
     if curves := found.get("training", {}).get("steps", {}).get("quality", {}).get("result"):
-        told += _plotted(curves, folder)
+        texts.append(_plot(curves, folder))
     path = folder / "report.md"
-    write(path, "\n\n".join(text for text in told if text) + "\n")
+    write(path, "\n\n".join(text for text in texts if text) + "\n")
     return path
 
 
 def _head(found: dict[str, Any]) -> str:
-    stored = next(iter(found.values()))
-    machine = stored["machine"]
+    machine = next(iter(found.values()))["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     smoke = any(one["smoke"] for one in found.values())
     tiny = "\n\nA smoke test with tiny sizes: no figure here says anything of the device." if smoke else ""
@@ -58,117 +58,115 @@ def step_rows(steps: dict[str, Any]) -> list[Row]:
     ]
 
 
-# ------------------------------------------------------------------------------------------- correctness
-
-
-def correctness(results: dict[str, Any]) -> list[str]:
-    told = []
+def correctness(results: dict[str, Any]) -> Iterator[str]:
     if tests := results.get("tests"):
         failed = "".join(f"\n- failed: `{name}`" for name in tests["failed"])
-        told.append(
+        yield (
             f"tests/gpu in {tests['processes']} processes: {tests['passed']} passed, {len(tests['failed'])} failed, "
             f"{tests['skipped']} skipped, {tests['seconds']:.0f} s.{failed}"
         )
     if sanitizer := results.get("sanitizer"):
-        told.append(sanitizer.get("note", ""))
-        told.append(markdown([{"test": row["test"], "said": row["said"]} for row in sanitizer.get("cases", ())]))
-    return told
+        yield sanitizer.get("note", "")
+        yield markdown([{"test": row["test"], "said": row["said"]} for row in sanitizer.get("cases", ())])
 
 
 # ------------------------------------------------------------------------------------------------- speed
 
 
-def pass_rows(results: dict[str, Any]) -> list[Row]:
-    """Every pass beside the bytes that it must move; dense steps besides."""
-    rows = []
-    for result in (one for name, one in results.items() if name.startswith("passes")):
-        groups = [("dense", result.get("dense", {}))]
-        for setting in result["settings"]:
-            passes = setting["passes"] | {"whole step": setting["step"]}
-            groups.append((f"{setting['density']:g}, {setting['wire']}", passes))
-        for setting, passes in groups:
-            rows += [{"model": result["model"], "density, wire": setting} | timed(n, one) for n, one in passes.items()]
-    return rows
+def pass_rows(result: dict[str, Any]) -> list[Row]:
+    """Return a row per pass, and per step of a dense optimizer."""
+    groups = {"dense": result.get("dense", {})}
+    for setting in result["settings"]:
+        name = f"{setting['density']:g}, {setting['wire']}"
+        groups[name] = setting["passes"] | {"whole step": setting["step"]}
+    return [
+        {"model": result["model"], "density, wire": setting} | timed(name, one)
+        for setting, passes in groups.items()
+        for name, one in passes.items()
+    ]
 
 
 def timed(name: str, figures: dict[str, Any]) -> Row:
-    """ahead: a time in which the device had to wait for the host is marked."""
-    spread = f"{figures['least_ms']:.3f} to {figures['most_ms']:.3f}" if "least_ms" in figures else "-"
-    rate = figures.get("bytes_a_second")
+    """Return the row of a pass. Times in which the device waited for the host are marked."""
     return {
         "pass": name,
         "ms": f"{figures['ms']:.3f}" + ("" if figures.get("ahead", True) else " (with the host's)"),
-        "least to most": spread,
+        "least to most": f"{figures['least_ms']:.3f} to {figures['most_ms']:.3f}" if "least_ms" in figures else "-",
         "host, ms": number(figures.get("host_ms"), ".3f"),
         "bytes an entry": number(figures.get("bytes_an_entry"), ".2f"),
-        "GB/s": number(rate, ".0f", 1e-9),
+        "GB/s": number(figures.get("bytes_a_second"), ".0f", 1e-9),
         "of a copy, %": number(figures.get("share_of_copy"), ".0f", 100),
     }
 
 
-def comparison_rows(results: dict[str, Any]) -> list[Row]:
-    """Whole steps beside fused AdamW's, dense AdamS' and the plain form's."""
+def comparison_rows(result: dict[str, Any]) -> list[Row]:
+    """Return whole steps against fused AdamW, dense AdamS and plain PyTorch."""
     rows = []
-    for result in (one for name, one in results.items() if name.startswith("passes")):
-        dense = result.get("dense", {})
-        for setting in result["settings"]:
-            step, plain = setting["step"], setting["plain"]["ms"]
-            adamw, adams = (dense[name]["ms"] for name in ("fused AdamW", "dense AdamS"))
-            rows.append(
-                {
-                    "model": result["model"],
-                    "density, wire": f"{setting['density']:g}, {setting['wire']}",
-                    "step, ms": f"{step['ms']:.3f}",
-                    "fused AdamW, ms": f"{adamw:.3f}",
-                    f"against it (at most {TARGETS['AdamW']:g})": f"{step['ms'] / adamw:.2f}",
-                    "dense AdamS, ms": f"{adams:.3f}",
-                    "plain PyTorch, ms": f"{plain:.1f}",
-                    f"against the step (at least {TARGETS['plain']:g})": f"{plain / step['ms']:.1f}",
-                    f"host, ms (below {TARGETS['host']:g})": f"{step['host_ms']:.3f}",
-                    "free running, ms": f"{step['free_running_ms']:.3f}",
-                    "select, % of the step": f"{100 * setting['passes']['select']['ms'] / step['ms']:.1f}",
-                }
-            )
+    for setting in result["settings"]:
+        step, plain = setting["step"], setting["plain"]["ms"]
+        adamw, adams = (result.get("dense", {})[name]["ms"] for name in ("fused AdamW", "dense AdamS"))
+        rows.append(
+            {
+                "model": result["model"],
+                "density, wire": f"{setting['density']:g}, {setting['wire']}",
+                "step, ms": f"{step['ms']:.3f}",
+                "fused AdamW, ms": f"{adamw:.3f}",
+                f"against it (at most {TARGETS['AdamW']:g})": f"{step['ms'] / adamw:.2f}",
+                "dense AdamS, ms": f"{adams:.3f}",
+                "plain PyTorch, ms": f"{plain:.1f}",
+                f"against the step (at least {TARGETS['plain']:g})": f"{plain / step['ms']:.1f}",
+                f"host, ms (below {TARGETS['host']:g})": f"{step['host_ms']:.3f}",
+                "free running, ms": f"{step['free_running_ms']:.3f}",
+                "select, % of the step": f"{100 * setting['passes']['select']['ms'] / step['ms']:.1f}",
+            }
+        )
     return rows
 
 
-def speed(results: dict[str, Any]) -> list[str]:
+def speed(results: dict[str, Any]) -> Iterator[str]:
     rates = {name: one["copy_bandwidth"] for name, one in results.items() if "copy_bandwidth" in one}
-    copies = "; ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
-    told = [f"A copy on the device, read and written: {copies}." if copies else ""]
-    if rows := comparison_rows(results):
-        told += [
+    if rates:
+        copies = "; ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
+        yield f"A copy on the device, read and written: {copies}."
+    passes = [one for name, one in results.items() if name.startswith("passes")]
+    if rows := [row for result in passes for row in comparison_rows(result)]:
+        yield (
             "One of 8 replicas; what it sends is coded and decoded, and goes nowhere. Free running: calls that follow "
-            "each other, the host's time or the device's, whichever is longer.",
-            markdown(rows),
-        ]
-    if rows := pass_rows(results):
-        told += [f"Streaming passes are meant to reach {100 * TARGETS['share']:.0f} % of a copy.", markdown(rows)]
+            "each other, the host's time or the device's, whichever is longer."
+        )
+        yield markdown(rows)
+    if rows := [row for result in passes for row in pass_rows(result)]:
+        yield f"Streaming passes are meant to reach {100 * TARGETS['share']:.0f} % of a copy."
+        yield markdown(rows)
     if codes := results.get("codes"):
-        table = [{"code": code} | timed(n, one) for code, passes in codes["codes"].items() for n, one in passes.items()]
-        told += [f"Block codes of 128 entries with BF16 scales, {codes['entries']:,} entries.", markdown(table)]
-    if launches := results.get("launches"):
-        told += launch_text(launches)
-    return told
+        rows = [{"code": code} | timed(n, one) for code, passes in codes["codes"].items() for n, one in passes.items()]
+        yield f"Block codes of 128 entries with BF16 scales, {codes['entries']:,} entries."
+        yield markdown(rows)
+    if "launches" in results:
+        yield from launch_texts(results["launches"])
 
 
-def launch_text(launches: dict[str, Any]) -> list[str]:
-    kinds = [name for name in ("scape", "fused AdamW") if name in launches]
-    keys = {"launches": ".0f", "busy_ms": ".3f", "gaps_ms": ".3f", "longest_gap_ms": ".3f"}
-    rows = [{"step": kind} | {key: format(launches[kind][key], form) for key, form in keys.items()} for kind in kinds]
-    told = [f"Launches of a step, {launches['model']}, as the profiler saw them:", markdown(rows)]
-    kernels = [{"kernel": f"`{name}`", "ms": f"{ms:.3f}"} for name, ms in launches["scape"]["ms_by_kernel"].items()]
-    told.append(markdown(kernels))
-    memory = [
-        {
-            "density": f"{row['density']:g}",
-            "warm-up steps": row["warm-up steps"],
-            "more than dense AdamS, MB": number(row["more_bytes"], ".1f", 1e-6),
-            "masks and buffers, planned, MB": number(row["planned_bytes"], ".1f", 1e-6),
-        }
-        for row in launches.get("memory", ())
-    ]
-    return [*told, "Peak memory of steps:" if memory else "", markdown(memory)]
+def launch_texts(launches: dict[str, Any]) -> Iterator[str]:
+    kinds = [name for name in ("SCAPE", "fused AdamW") if name in launches]
+    formats = {"launches": ".0f", "busy_ms": ".3f", "gaps_ms": ".3f", "longest_gap_ms": ".3f"}
+    yield f"Launches of a step, {launches['model']}, as the profiler saw them:"
+    yield markdown(
+        [{"step": k} | {key: format(launches[k][key], form) for key, form in formats.items()} for k in kinds]
+    )
+    kernels = launches["SCAPE"]["ms_by_kernel"].items()
+    yield markdown([{"kernel": f"`{name}`", "ms": f"{ms:.3f}"} for name, ms in kernels])
+    if memory := launches.get("memory"):
+        yield "Peak memory of steps:"
+        rows = [
+            {
+                "density": f"{row['density']:g}",
+                "warm-up steps": row["warm-up steps"],
+                "more than dense AdamS, MB": number(row["more_bytes"], ".1f", 1e-6),
+                "masks and buffers, planned, MB": number(row["planned_bytes"], ".1f", 1e-6),
+            }
+            for row in memory
+        ]
+        yield markdown(rows)
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -194,7 +192,7 @@ def throughput_rows(results: dict[str, Any]) -> list[Row]:
 
 
 def quality_rows(curves: dict[str, Any]) -> list[Row]:
-    """At the last steps that all of them came to: a run may have been cut off before another."""
+    """Return losses at the last steps that all runs have reached: one run may be cut off before another."""
     begun = [run for run in curves["runs"].values() if run["training"]]
     trained, validated = (last_common([run[kind] for run in begun]) for kind in ("training", "validation"))
     rows = []
@@ -216,55 +214,49 @@ def quality_rows(curves: dict[str, Any]) -> list[Row]:
 
 
 def last_common(curves: list[list[list[float]]]) -> float | None:
-    """The last step that is in all (step, loss) curves."""
+    """Return the last step that all (step, loss) curves contain."""
     steps = [{step for step, _ in curve} for curve in curves]
     return max(set.intersection(*steps), default=None) if steps else None
 
 
-def training(results: dict[str, Any]) -> list[str]:
-    told = []
+def training(results: dict[str, Any]) -> Iterator[str]:
     if rows := throughput_rows(results):
         one = next(one for one in results.values() if "form" in one)
-        told += [
+        yield (
             f"{one['batch']} sequences of {one['sequence']} tokens a step, on one GPU: a replica alone codes nothing."
-        ]
-        told.append(markdown(rows))
+        )
+        yield markdown(rows)
     if quality := results.get("quality"):
-        told += [f"{quality['replicas']} simulated replicas:", markdown(quality_rows(quality))]
-    return told
+        yield f"{quality['replicas']} simulated replicas:"
+        yield markdown(quality_rows(quality))
 
 
-def ranks(results: dict[str, Any]) -> list[str]:
-    told = ranks_text(results["ranks"]) if "ranks" in results else []
-    if lost := results.get("lost-rank"):
-        told.append("One of two ranks killed: " + ", ".join(f"{key} {value}" for key, value in lost.items()) + ".")
-    return told
-
-
-def ranks_text(ranks: dict[str, Any]) -> list[str]:
-    told, several, alone = [], ranks.get("several"), ranks.get("lanes")
-    if ranks["error"]:
-        told.append(f"Several ranks on one device: {ranks['error']}.")
-    if several:
-        rows = [
-            {"layout": row["layout"], "case": row["case"], "replicas equal": "yes" if row["equal"] else "NO"}
-            for row in several["cases"]
-        ]
-        told += [f"{several['ranks']} ranks on one device, {several['backend']}:", markdown(rows)]
-    if alone:
+def ranks(results: dict[str, Any]) -> Iterator[str]:
+    exchange = results.get("ranks", {})
+    if exchange.get("error"):
+        yield f"Several ranks on one device: {exchange['error']}."
+    if several := exchange.get("several"):
+        yield f"{several['ranks']} ranks on one device, {several['backend']}:"
+        names = {True: "yes", False: "NO"}
+        cases = several["cases"]
+        yield markdown(
+            [{k: row[k] for k in ("layout", "case")} | {"replicas equal": names[row["equal"]]} for row in cases]
+        )
+    if alone := exchange.get("streams"):
         stages = ", ".join(f"{name} {'yes' if good else 'NO'}" for name, good in alone["stages"].items())
-        told.append(f"One rank's lanes and stages, {alone['backend']}, as expected: {stages}.")
-    return told
+        yield f"One rank's comm streams and stages, {alone['backend']}, as expected: {stages}."
+    if lost := results.get("lost-rank"):
+        yield "One of two ranks killed: " + ", ".join(f"{key} {value}" for key, value in lost.items()) + "."
 
 
 SECTIONS = {"correctness": correctness, "speed": speed, "training": training, "ranks": ranks}
 
 
-def _plotted(curves: dict[str, Any], folder: Path) -> list[str]:
+def _plot(curves: dict[str, Any], folder: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
-        return [
+        return (
             "Losses are not plotted: matplotlib is not installed. `python -m scripts.gpu.report` plots them elsewhere."
-        ]
+        )
     from scripts.plots import figure, look, save
 
     drawn, axes = figure(1, 1, (7, 4.5))
@@ -274,7 +266,7 @@ def _plotted(curves: dict[str, Any], folder: Path) -> list[str]:
     axes[0][0].set_xlabel("step")
     axes[0][0].set_ylabel("training loss")
     save(drawn, folder / "losses.png", legend=[axes[0][0]])
-    return ["![losses](losses.png)"]
+    return "![losses](losses.png)"
 
 
 def main() -> int:

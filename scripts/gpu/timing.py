@@ -1,8 +1,8 @@
-"""Times of work on a device, with the host's share kept apart.
+"""Device and host times of a call.
 
-A GPU runs behind its host. Where events are recorded around work that the host has not issued yet, the device waits in
-between for the host, and what is called a kernel's time is the host's. So the device is kept busy first, for as long as
-the host takes to issue the work; the events then stand around work that follows without a gap.
+A GPU runs behind its host. If events are recorded around work that the host has not issued yet, the device waits for
+the host between them, and the measured time is the host's. So the device first spins for as long as the host needs to
+issue the work.
 """
 
 import statistics
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 WARM_UP = 3
-SPIN_CYCLES = 20_000_000  # to learn how many a millisecond has
-ATTEMPTS = 3  # at keeping the device busy for long enough
-LONGEST_SPIN = 200.0  # milliseconds; what its host takes longer for waits for the device, and no spin helps
-SWEPT_BYTES = 1 << 28  # several times any device's cache
+SPIN_CYCLES = 20_000_000  # to measure the cycles per millisecond
+ATTEMPTS = 3  # with longer spins
+LONGEST_SPIN = 200.0  # milliseconds; work with a longer host time waits for the device itself
+SWEPT_BYTES = 1 << 28  # several times the cache of any device
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of repeats: of the device, and of the host until it has issued the work.
+    """Milliseconds of repeats on the device, and of the host until it has issued the work.
 
-    ahead: whether the device was still busy with something else each time when the host had issued all; else the
-        device's times have the host's in them. Always false of work that waits for the device itself, and on a CPU.
+    ahead: In each repeat the host had issued all work before the device began with it; otherwise the device's times
+        contain waits for the host. False on a CPU, and if the work itself waits for the device.
     """
 
     device: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Times:
         return statistics.median(self.device)
 
     def figures(self) -> dict[str, Any]:
-        """Medians, and how far the repeats lie apart."""
+        """Return medians and extremes."""
         return {
             "ms": self.ms,
             "least_ms": min(self.device),
@@ -51,7 +51,7 @@ class Times:
 
 
 def device_for(smoke: bool) -> torch.device:
-    """The GPU; a CPU will do for a smoke test. Raises ValueError where there is no GPU."""
+    """Return the GPU, or the CPU in a smoke test. Raises ValueError if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not smoke:
         raise ValueError("torch sees no GPU; --smoke checks the script without one")
@@ -73,12 +73,12 @@ class Clock:
         return self._on_gpu(work) if self.cuda else self._on_cpu(work)
 
     def spin(self, milliseconds: float) -> None:
-        """Keeps the device busy from here on for so long; a CPU is."""
+        """Let a GPU spin from here on."""
         if self.cuda:
             torch.cuda._sleep(int(milliseconds * self._cycles))
 
     def sweep(self) -> None:
-        """Reads so much else that nothing which the work reads is in the device's cache: a step leaves none of it."""
+        """Evict the work's data from the device's cache, as the rest of a training step does."""
         if self._swept is None:
             self._swept = torch.zeros(SWEPT_BYTES // 4, device=self.device)
         self._swept.sum()
@@ -130,8 +130,7 @@ class Clock:
 
 
 def free_running(clock: Clock, work: Callable[[], Any], calls: int) -> float:
-    """Milliseconds of a call where so many follow each other, as in training: of the host or of the device, whichever
-    is the slower."""
+    """Return milliseconds per call in a sequence of calls, as in training: the slower one of host and device."""
     work()
     if clock.cuda:
         torch.cuda.synchronize()
@@ -144,14 +143,14 @@ def free_running(clock: Clock, work: Callable[[], Any], calls: int) -> float:
 
 
 def copy_bandwidth(clock: Clock, gigabytes: float) -> float:
-    """Bytes a second, read and written, of a copy on the device: what streaming passes are held against."""
+    """Return bytes per second, read and written, of a copy on the device: the bound of streaming passes."""
     source = torch.rand(int(gigabytes * 2**28), device=clock.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / (clock(lambda: target.copy_(source)).ms / 1e3)
 
 
 def of(figures: dict[str, Any], least: float, entries: int, bandwidth: float) -> dict[str, Any]:
-    """A pass's figures beside the bytes that it cannot do without."""
+    """Return a pass's figures with the bytes that it must move, and its bandwidth."""
     rate = least / (figures["ms"] / 1e3)
     return figures | {
         "minimal_bytes": least,

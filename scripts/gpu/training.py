@@ -1,11 +1,11 @@
-"""The trainer on one GPU: tokens a second and MFU of Llama-500M, and losses of a 50 M Llama with 8 simulated replicas.
+"""The trainer on one GPU: tokens/s and MFU of Llama-500M, losses of a 50 M Llama with 8 simulated replicas.
 
     python -m scripts.gpu.training throughput scape --result FILE    # or adamw, adams, offload
     python -m scripts.gpu.training quality --result FILE
     python -m scripts.gpu.training quality --smoke --result FILE     # the smallest flavors, anywhere
 
-It needs TorchTitan and no network: text and tokenizer are the repository's own. The tokenizer has 4,096 entries of the
-32,000 that Llama-500M embeds; what a step computes is the same. Figures are those of the trainer's log.
+Needs TorchTitan, but no network: text and tokenizer are in the repository. The tokenizer uses 4,096 of the 32,000
+entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ALONE, EMBEDDED, ROOT, RunError, guarded, parser, read, write
+from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
+from scripts.gpu.machine import python, run_step
 from torchtitan_scape.core.workloads import get_workload
 
 LOGGED = re.compile(
@@ -33,7 +34,7 @@ PLAIN = [
     *("--metrics.no-enable-tensorboard", "--validation.no-enable", "--checkpoint.no-enable", "--sample.characters=0"),
     *("--sync.consistency_interval=0", "--sync.scape.density_warmup_steps=0"),
 ]
-# What is timed: a recipe of train_configs/methods, and options.
+# A recipe of train_configs/methods, and options.
 OFFLOADED = ("--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master")
 TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw": ("adamw", ()),
@@ -41,9 +42,9 @@ TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "scape": ("scape", ()),
     "offload": ("scape", OFFLOADED),
 }
-BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 90, 30  # what a line of the log takes is in its tokens a second
+BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 90, 30  # tokens/s include the time of writing a log line
 REPLICAS = 8
-# At the defaults of [sync.scape], and within a hundredth of the bytes of dense FP32.
+# The defaults of [sync.scape], and a hundredth of the bytes of dense FP32.
 COMPARED: dict[str, tuple[str, ...]] = {
     "dense AdamS": ("--sync.method=dense",),
     "SCAPE, defaults": ("--sync.scape.density=0.1", "--sync.scape.wire=float32"),
@@ -54,12 +55,12 @@ POLL = 1.0
 
 
 class Run:
-    """The trainer, alone on its device, and what it has logged."""
+    """A process of the trainer without other ranks, and its log."""
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
         self.folder, self._log = folder, folder / "run.log"
         folder.mkdir(parents=True)
-        command = [os.environ.get("PYTHON", sys.executable), "-m", "torchtitan_scape.train", *arguments]
+        command = [python(), "-m", "torchtitan_scape.train", *arguments]
         env = {**os.environ, **ALONE}
         with open(self._log, "wb") as file:
             self.process = subprocess.Popen(
@@ -70,7 +71,7 @@ class Run:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.process.poll() is None:  # cut off: what it was doing
+        if self.process.poll() is None:  # cut off
             print(self.text()[-2000:], flush=True)
         self.process.kill()
         self.process.wait()
@@ -79,7 +80,7 @@ class Run:
         return self._log.read_text(errors="replace")
 
     def points(self) -> list[dict[str, float]]:
-        """What stands in the lines of the log."""
+        """Return the figures of the log's lines."""
         found = [match.groupdict() for match in LOGGED.finditer(self.text())]
         return [{key: float(value.replace(",", "")) for key, value in one.items()} for one in found]
 
@@ -91,7 +92,7 @@ class Run:
 
 
 def follow(runs: dict[str, Run], note: Callable[[], None]) -> None:
-    """Until all have ended; `note` is called when their logs have grown. Raises RunError if one failed."""
+    """Wait until all have ended, and call `note` when their logs have grown. Raises RunError if one failed."""
     before = 0
     while True:
         ended = all(run.process.poll() is not None for run in runs.values())
@@ -108,7 +109,7 @@ def follow(runs: dict[str, Run], note: Callable[[], None]) -> None:
 
 
 def timed(form: str, smoke: bool) -> list[str]:
-    """The trainer's arguments."""
+    """Return the trainer's arguments."""
     recipe, options = TIMED[form]
     if smoke:
         arguments = [f"--job.config_file={EMBEDDED},train_configs/methods/{recipe}.toml", *PLAIN, *options]
@@ -143,9 +144,11 @@ def throughput(args: argparse.Namespace, scratch: Path) -> None:
 
 
 def measured(points: list[dict[str, float]]) -> dict[str, Any]:
-    """Tokens a second after what is compiled and tuned at first. mfu: TorchTitan's, which counts attention as if it
-    were not causal; mfu_causal: of what a causal one needs."""
-    warm = points[2:]  # not the first step, nor those up to the next line
+    """Return tokens/s after compilation and autotuning.
+
+    mfu is TorchTitan's, which counts attention as not causal; mfu_causal counts causal attention.
+    """
+    warm = points[2:]  # without the first step and those up to the next line
     if not warm:
         return {}
     rates, mfu = [point["tps"] for point in warm], statistics.median(point["mfu"] for point in warm)
@@ -162,7 +165,7 @@ def measured(points: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def compared(smoke: bool) -> list[str]:
-    """The trainer's arguments that all runs have in common."""
+    """Return the trainer's arguments that all runs have in common."""
     common = [f"--job.config_file={EMBEDDED}", "--checkpoint.no-enable", "--sample.characters=0"]
     common += ["--metrics.no-enable-tensorboard", "--sync.consistency_interval=0"]
     if smoke:
@@ -178,7 +181,7 @@ def compared(smoke: bool) -> list[str]:
 
 
 def quality(args: argparse.Namespace, scratch: Path) -> None:
-    """All at the same time: a step of a small model is launches, which wait for the host."""
+    """Run all at the same time: the steps of a small model wait for the host's launches."""
     common = compared(args.smoke)
     runs: dict[str, Run] = {}
     found: dict[str, Any] = {"arguments": common, "replicas": 2 if args.smoke else REPLICAS, "runs": {}}
@@ -201,20 +204,13 @@ def quality(args: argparse.Namespace, scratch: Path) -> None:
             run.__exit__()
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("what", choices=["throughput", "quality"])
-    own.add_argument("form", nargs="?", choices=[*TIMED], default="scape")
-    own.add_argument("--result", type=Path, required=True)
-    own.add_argument("--smoke", action="store_true", help="tiny sizes, on whatever device there is")
-    args = own.parse_args()
+def run(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        WORK[args.what](args, Path(scratch))
 
-    def work() -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            {"throughput": throughput, "quality": quality}[args.what](args, Path(scratch))
 
-    return guarded(work)
-
+WORK = {"throughput": throughput, "quality": quality}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    forms = dict(nargs="?", choices=[*TIMED], default="scape")
+    sys.exit(run_step(__doc__, run, what_=dict(choices=[*WORK]), form_=forms))

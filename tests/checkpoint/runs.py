@@ -1,4 +1,4 @@
-"""Runs of little models that are saved after step 6 and resumed: what there is after loading, and at the end."""
+"""Runs of small models that are saved after step 6 and resumed, with their states after loading and at the end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ MORE = {
     "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
     "3 shards": ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=3"],
     "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
-    # One group of two shards that plays three replicas.
+    # One group of two shards that simulates three replicas.
     "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
     "6 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=6"],
 }
@@ -32,8 +32,12 @@ WHERE = LAYOUTS | MORE
 
 
 def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """Trains until `steps`. What `look` sees in the trainer, after loading where there is a checkpoint, and at the end;
-    the last loss, and what the log says of the checkpoint."""
+    """Train until `steps`.
+
+    Returns:
+        The results of `look` on the trainer after loading (if there is a checkpoint) and at the end, the last loss, and
+        the log lines about the checkpoint.
+    """
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -61,7 +65,7 @@ def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dic
 
 
 def whole(values: Tensor, parameter: Tensor) -> Tensor:
-    """Of all ranks: of local values that lie as the parameter does."""
+    """Return the full tensor of local values that are sharded like the parameter. Collective."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
@@ -71,7 +75,7 @@ def whole(values: Tensor, parameter: Tensor) -> Tensor:
 
 
 def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest relative distance (L2) of two parameters' values."""
+    """Return the largest relative L2 difference over all parameters."""
     assert a.keys() == b.keys()
     return max(float((a[k] - b[k]).norm() / a[k].norm().clamp(min=1e-30)) for k in a)
 

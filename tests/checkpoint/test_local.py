@@ -1,5 +1,6 @@
-"""Resuming where replicas differ: what becomes of their parameters, moments and what they have not sent."""
+"""Resuming methods with per-replica weights: parameters, moments and pending updates."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,15 +24,15 @@ LOCAL = {
 SIGNS = ["--optimizer.name=SignSGD", "--optimizer.lr=1e-3"]  # without moments
 LOCAL["diloco-signs"] = [*LOCAL["diloco"], *SIGNS]
 HERE = METHODS | LOCAL | {"signs": [*METHODS["adams"], *SIGNS]}
-KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "owed", "in_flight")
+KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "owner_error", "in_flight")
 
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
-    """By kind and parameter, whole: the mean over replicas of what each has, FP64."""
+    """Return the mean over replicas of every state by kind and parameter, unsharded, FP64."""
     from torchtitan_scape.core.parameters import local
 
     optimizers = trainer.replica_optimizer
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     each = optimizers.weights or [None]
     for number, shard in enumerate(optimizers.shards()):
         rows: dict[str, list[Tensor]] = {}
@@ -49,7 +50,8 @@ def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
             mean = torch.stack(of_each).mean(0)
             optimizers.collectives.sum_over_replicas(mean)
             mean = mean / optimizers.collectives.replicas
-            found[kind][shard.name] = whole(mean, shard.parameter)
+            if kind in KINDS:
+                found[kind][shard.name] = whole(mean, shard.parameter)
     steps = enumerate(one["step"].clone() for one in optimizers.inner.state.values() if "step" in one)
     return {kind: values for kind, values in (found | {"step": dict(steps)}).items() if values}
 
@@ -59,8 +61,8 @@ def trained(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
 
 
 def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of the parameters, moved as far as is left unsent."""
-    left = saved.get("residual", saved.get("owed", {}))
+    """Return the mean of the parameters, minus the mean of the pending updates."""
+    left = saved.get("residual", saved.get("owner_error", {}))
     return {n: values - left.get(n, torch.zeros(())) for n, values in saved["parameters"].items()}
 
 
@@ -85,20 +87,22 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         pytest.param("tensor", "2x1", "streaming", "sparseloco", marks=pytest.mark.slow),
     ],
 )
-def test_another_layout_or_method(
+def test_local_state_migrates_to_another_layout_or_method(
     before: str, after: str, method: str, into: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The anchor is the model; a run of another kind starts at the mean of what replicas had come to."""
+    """The anchor is the model; a run with another method starts at the mean of the replicas' weights."""
     saved = pool_of(before, request)(trained, str(tmp_path), [*HERE[method], *WHERE[before]], 6)[0]["after"]
     results = pool_of(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], 9)
     found = results[0]["loaded"]
     (line,) = results[0]["told"]
     if method in LOCAL and into in LOCAL:
         assert largest(found["anchor"], saved["anchor"]) == 0.0
-        kept = "residual" in found or "owed" in found
-        assert ("owed" in saved) == (before == "6 simulated") and ("owed" in found) == (after == "6 simulated")
+        kept = "residual" in found or "owner_error" in found
+        assert ("owner_error" in saved) == (before == "6 simulated") and ("owner_error" in found) == (
+            after == "6 simulated"
+        )
         assert largest(found["parameters"], saved["parameters"] if kept else where_it_starts(saved)) < 1e-6
-        for kind in ("outer_momentum", "residual", "owed", "in_flight"):
+        for kind in ("outer_momentum", "residual", "owner_error", "in_flight"):
             if kind in saved and kind in found:
                 assert found[kind].keys() == saved[kind].keys() and largest(found[kind], saved[kind]) < 1e-6, kind
         assert ("in_flight" in saved) == (method == "streaming")
@@ -131,8 +135,8 @@ def test_another_layout_or_method(
     "residual, signs",
     [("mean", []), *(pytest.param("drop", signs, marks=pytest.mark.slow) for signs in ([], SIGNS))],
 )
-def test_means_are_enough_to_go_on(residual: str, signs: list[str], pool2: Pool, tmp_path: Path) -> None:
-    """Or nothing but the model: of a method without outer momentum before an optimizer without moments."""
+def test_a_checkpoint_with_means_can_be_resumed(residual: str, signs: list[str], pool2: Pool, tmp_path: Path) -> None:
+    """Or only the model, for a method without outer momentum and an optimizer without moments."""
     arguments = [*LOCAL["sparseloco"], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}", *signs]
     saved = pool2(trained, str(tmp_path), arguments, 6)[0]["after"]
     found = pool2(trained, str(tmp_path), arguments, 9)[0]["loaded"]
@@ -144,8 +148,8 @@ def test_means_are_enough_to_go_on(residual: str, signs: list[str], pool2: Pool,
 
 
 def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
-    """The validation loss of a run at its end, and of a run that starts from its model alone; whether that is where
-    all its replicas start."""
+    """Return the final validation loss of a run, that of a run that starts from its model, and whether all replicas of
+    the second run start from that model."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -168,14 +172,14 @@ def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
     return loss, again, same
 
 
-def test_what_is_validated_and_saved_is_the_anchor(pool4: Pool, tmp_path: Path) -> None:
+def test_the_anchor_is_validated_and_saved(pool4: Pool, tmp_path: Path) -> None:
     arguments = [*LOCAL["streaming"], *LAYOUTS["2x2"], "--checkpoint.async_mode=async"]
     for loss, again, same in pool4(validated, str(tmp_path), arguments):
         assert loss == again and same
 
 
-def test_validation_leaves_training_as_it_was(pool2: Pool, tmp_path: Path) -> None:
-    """FSDP2 keeps what it has gathered for a forward pass that no backward pass follows."""
+def test_validation_does_not_change_training(pool2: Pool, tmp_path: Path) -> None:
+    """FSDP2 keeps gathered parameters after a forward pass without a backward pass."""
     arguments = [*LOCAL["diloco"], *LAYOUTS["2x1"], "--topology.simulate_replicas=2", "--validation.enable"]
     often, never = (
         pool2(trained, str(tmp_path / freq), [*arguments, f"--validation.freq={freq}"], 6)[0] for freq in ("2", "100")

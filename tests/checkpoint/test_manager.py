@@ -1,4 +1,4 @@
-"""Checkpoints of runs in real processes: damaged ones are found and named, good ones are kept."""
+"""Checkpoints of runs in real processes: damage is detected and reported, intact checkpoints are kept."""
 
 import os
 import shutil
@@ -25,18 +25,20 @@ SAVING = [
 
 
 def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -> dict[str, Any]:
-    """Trains until `steps`; the log's warnings and "Resumed" lines."""
-    with logged() as told:
+    """Train until `steps`; return the results and the log lines about checkpoints."""
+    with logged() as messages:
         result = train(folder, [*SAVING, *arguments], stop_after=steps, nan_at=nan_at, for_good=True)
     kept = [
-        line for line in told if any(word in line for word in ("damaged", "Resumed", "not written", "takes", "alone"))
+        line
+        for line in messages
+        if any(word in line for word in ("damaged", "Resumed", "incomplete", "takes", "only the model"))
     ]
-    return result | {"told": kept}
+    return result | {"messages": kept}
 
 
 @pytest.fixture(scope="module")
 def run(pool2: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of 8 steps, saved at 2, 4, 6 and 8; its folder is copied, not written to."""
+    """A run of 8 steps with checkpoints at 2, 4, 6 and 8. Tests copy its folder and do not change it."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, pool2(saved, str(folder), 8)[0]
 
@@ -62,27 +64,27 @@ def half_written(step: Path) -> None:
 
 
 def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
-    """Every rank ends with the message of each of these runs."""
+    """Assert that every rank of each of these runs ends with its message."""
     for outcomes in pool(attempts, saved, *((str(folder), 8, *more) for more, _ in cases)):
         for (good, text), (_, message) in zip(outcomes, cases, strict=True):
             assert not good and "ValueError" in text and message in text.splitlines()[-1], text
 
 
-@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "not written")])
-def test_the_last_whole_checkpoint_is_used(
+@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "incomplete")])
+def test_the_newest_complete_checkpoint_is_loaded(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
-    """And the run goes on from it, to the same end to the last bit."""
+    """The resumed run ends bitwise equal to the uninterrupted one."""
     folder = shutil.copytree(run[0], tmp_path / "run")
     shutil.rmtree(folder / "checkpoint" / "step-8")
     harm(folder / "checkpoint" / "step-6")
     results = pool2(saved, str(folder), 8)
-    told = "\n".join(results[0]["told"])
-    assert "step-6" in told and word in told and "step-4 in" in told
+    text = "\n".join(results[0]["messages"])
+    assert "step-6" in text and word in text and "step-4 in" in text
     assert torch.equal(results[0]["parameters"], run[1]["parameters"])
 
 
-def test_a_damaged_checkpoint_stops_the_run_if_that_is_asked_for(
+def test_a_damaged_checkpoint_stops_the_run_without_fallback(
     run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
@@ -100,7 +102,7 @@ def test_a_damaged_checkpoint_stops_the_run_if_that_is_asked_for(
     assert len(list((folder / "checkpoint").iterdir())) == 4  # nothing was deleted
 
 
-def test_another_model_or_a_model_alone_is_refused(
+def test_another_model_or_a_model_only_checkpoint_is_refused(
     run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
@@ -109,10 +111,10 @@ def test_another_model_or_a_model_alone_is_refused(
         pool2,
         folder,
         (["--checkpoint.load_step=8", *EMBEDDED], "holds the model"),
-        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is no checkpoint folder"),
-        (["--training.steps=10"], "step-9 holds the model alone"),
+        (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is not a checkpoint folder"),
+        (["--training.steps=10"], "step-9 contains only the model"),
     )
-    # Its weights, and no more, for a run of its own.
+    # A new run can start from its weights.
     path = f"--checkpoint.initial_load_path={folder}/checkpoint/step-9"
     pool2(saved, str(tmp_path / "new"), 1, path)
 
@@ -120,27 +122,27 @@ def test_another_model_or_a_model_alone_is_refused(
 def test_keeping_the_latest_never_deletes_the_only_good_one(
     run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
-    """Two half-written folders are newer than the one that is good, and are no reason to delete it."""
+    """Two incomplete folders are newer than the only intact one, which must not be deleted because of them."""
     folder = shutil.copytree(run[0], tmp_path / "run")
     steps = folder / "checkpoint"
     shutil.rmtree(steps / "step-8")
     half_written(steps / "step-4")
     half_written(steps / "step-6")
     keep = "--checkpoint.keep_latest_k=2"
-    pool2(saved, str(folder), 4, keep)  # writes step-4 anew: as many as shall be kept are whole
+    pool2(saved, str(folder), 4, keep)  # step-4 is written again: then `keep_latest_k` complete ones exist
     assert {path.name for path in steps.iterdir()} == {"step-2", "step-4", "step-6"}
     pool2(saved, str(folder), 8, keep)
     assert {path.name for path in steps.iterdir()} == {"step-6", "step-8"}
-    # Back to an earlier step: what is newer than that is no reason to delete what follows it.
+    # Back to an earlier step: newer checkpoints do not count for the deletion of those that follow.
     folder = shutil.copytree(run[0], tmp_path / "back")
     pool2(saved, str(folder), 4, keep, "--checkpoint.load_step=2", "--checkpoint.interval=1")
     assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-3", "step-4", "step-6", "step-8"}
 
 
-def test_a_seed_checkpoint_is_where_another_run_begins(pool2: Pool, tmp_path: Path) -> None:
+def test_a_run_starts_from_a_seed_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     pool2(seed, str(tmp_path))
     results = pool2(saved, str(tmp_path), 2)
-    assert any("Loading the model alone" in line and "step-0" in line for line in results[0]["told"])
+    assert any("Loading only the model" in line and "step-0" in line for line in results[0]["messages"])
 
 
 def seed(folder: str) -> None:
@@ -155,8 +157,8 @@ def seed(folder: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["scape", "adamw"])
-def test_nan_for_good_stops_the_run_with_the_last_good_state_kept(method: str, pool2: Pool, tmp_path: Path) -> None:
-    """Rank and parameter are named; what is saved while steps are skipped is the state of the last good one."""
+def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """Rank and parameter are named; checkpoints during skipped steps contain the state of the last applied step."""
     arguments = [*METHODS[method], "--sync.max_skipped_steps=3"]
     whole = pool2(saved, str(tmp_path / "whole"), 3, *arguments, "--checkpoint.interval=3")
     for good, text in pool2.outcomes(saved, str(tmp_path / "bad"), 8, *arguments, nan_at=4):
@@ -165,13 +167,13 @@ def test_nan_for_good_stops_the_run_with_the_last_good_state_kept(method: str, p
         assert "rank 1, parameter 'tok_embeddings.weight'" in last
     steps = tmp_path / "bad" / "checkpoint"
     assert {path.name for path in steps.iterdir()} == {"step-2", "step-4"}
-    kept = pool2(saved, str(tmp_path / "bad"), 4, *arguments)  # no step left
+    kept = pool2(saved, str(tmp_path / "bad"), 4, *arguments)  # no step remains
     for a, b in zip(whole, kept, strict=True):
         assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_fails_the_save_and_spares_the_others(mode: str, pool2: Pool, tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_save_and_keeps_older_checkpoints(mode: str, pool2: Pool, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     # Room for one checkpoint of 29 MB and no second one.
@@ -184,14 +186,14 @@ def test_a_full_disk_fails_the_save_and_spares_the_others(mode: str, pool2: Pool
             assert not good and "ValueError" in last and "No space left on device" in last and "step-2" in last
         assert {path.name for path in (disk / "checkpoint").iterdir()} == {"step-2"}
         results = pool2(saved, str(disk), 3, *EMBEDDED, f"--checkpoint.async_mode={mode}")
-        assert any("Resumed from" in line and "step-2" in line for line in results[0]["told"])
+        assert any("Resumed from" in line and "step-2" in line for line in results[0]["messages"])
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("method", ["adamw", "scape-offload", "scape-gather-bf16"])
-def test_asynchronous_saves_hold_the_step_they_were_made_at(method: str, pool2: Pool, tmp_path: Path) -> None:
-    """Training goes on while they are written; what is offloaded lies in host memory, which staging must copy, too."""
+def test_asynchronous_saves_contain_the_state_of_their_step(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """Training continues while they are written. Offloaded states in host memory must be staged, too."""
     arguments = [*METHODS[method], "--checkpoint.async_mode=async"]
     whole = pool2(saved, str(tmp_path / "whole"), 8, *arguments)
     step = Path("checkpoint", "step-4")
@@ -201,10 +203,10 @@ def test_asynchronous_saves_hold_the_step_they_were_made_at(method: str, pool2: 
         assert torch.equal(a["parameters"], b["parameters"])
 
 
-def test_the_log_says_what_a_checkpoint_takes(pool2: Pool, tmp_path: Path) -> None:
+def test_the_log_states_the_size_of_a_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     result = pool2(saved, str(tmp_path), 2, *EMBEDDED)[0]
-    (line,) = {line for line in result["told"] if "checkpoint takes" in line}
+    (line,) = {line for line in result["messages"] if "checkpoint takes" in line}
     step = tmp_path / "checkpoint" / "step-2"
     size = sum(file.stat().st_size for file in step.iterdir())
-    told = float(line.split("takes ")[1].split(" MB")[0])
-    assert told * 1e6 == pytest.approx(size, rel=0.03)
+    megabytes = float(line.split("takes ")[1].split(" MB")[0])
+    assert megabytes * 1e6 == pytest.approx(size, rel=0.03)

@@ -1,21 +1,22 @@
-"""What differs between the run that saved and the one that resumes."""
+"""Comparison of the saving and the resuming run."""
 
 from typing import Any
 
 import pytest
 
 from torchtitan_scape.checkpoint.metadata import RunMetadata
+from torchtitan_scape.checkpoint.record_format import ALIASES, FORMAT, stored_kind, to_present_format
 
 
 def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str, str]]:
-    """Of records that have nothing else."""
+    """Compare records with only these entries."""
     common = {"model": "llama3 study", "method": "scape", "optimizer": "AdamS"}
     metadata = object.__new__(RunMetadata)
     metadata.values, metadata._layout = common | here, set(here) - {"density"}
-    return metadata.compare(common | saved, "folder")
+    return metadata.compare(to_present_format(common | saved, "folder"), "folder")
 
 
-def test_options_by_their_earlier_names_are_no_difference() -> None:
+def test_renamed_options_are_not_a_difference() -> None:
     here = {"wire": "bfloat16", "values": "float32"}
     assert compare(here, {"wire_dtype": "bfloat16", "values_dtype": "float32"}) == (True, {})
     same, different = compare(here, {"wire_dtype": "float32", "values_dtype": "float32"})
@@ -23,7 +24,37 @@ def test_options_by_their_earlier_names_are_no_difference() -> None:
 
 
 @pytest.mark.parametrize(("wire", "same_layout"), [("float32", True), ("int4", False), (None, True)])
-def test_another_density_moves_what_a_code_has_lost(wire: str | None, same_layout: bool) -> None:
-    """A method without a wire keeps nothing of the kind."""
+def test_another_density_migrates_quantization_errors(wire: str | None, same_layout: bool) -> None:
+    """A method without a wire has no quantization errors."""
     known = {} if wire is None else {"wire": wire}
     assert compare({"density": 0.02, **known}, {"density": 0.01, **known})[0] == same_layout
+
+
+def test_a_record_of_format_1_is_read_under_the_present_names() -> None:
+    described = {"own": True, "carries": "displacement", "by_parameter": True}
+    unsent = {"own": False, "carries": "gradient", "by_parameter": False, "lies": {"layers.0": [2, "wq"]}}
+    earlier = {"method": "sparta", "states": {"owed": described, "own_parameters": described, "shard_residual": unsent}}
+    present = to_present_format(earlier, "folder")
+    assert present["states"].keys() == {"owner_error", "replica_weights", "shard_residual"}
+    assert present["states"]["owner_error"] == {
+        "per_replica": True,
+        "on_migration": "displacement",
+        "by_parameter": True,
+    }
+    assert present["states"]["shard_residual"]["row_layout"] == {"layers.0": [2, "wq"]}
+    # The tensors have the earlier names.
+    assert [stored_kind(kind, present) for kind in present["states"]] == ["owed", "own_parameters", "shard_residual"]
+    assert set(ALIASES["kinds"].values()) < present["states"].keys()
+
+
+def test_a_record_of_this_format_stays() -> None:
+    saved = {"format": FORMAT, "states": {"owner_error": {"per_replica": True}}}
+    assert to_present_format(saved, "folder") == saved and stored_kind("owner_error", saved) == "owner_error"
+
+
+@pytest.mark.parametrize("version", [FORMAT + 1, 0, "2"])
+def test_another_format_is_refused(version: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"folder has format {version!r}, and this version reads formats 1 and {FORMAT}"
+    ):
+        to_present_format({"format": version}, "folder")

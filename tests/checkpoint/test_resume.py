@@ -1,4 +1,4 @@
-"""Resuming by another layout, method or options: nothing that replicas have not delivered yet is lost."""
+"""Resuming with another layout, method or other options preserves pending updates."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from tests.test_training import LAYOUTS, METHODS, train
 
 
 def pending(trainer: Any) -> dict[str, torch.Tensor]:
-    """b1 * first moment + mean of residuals, FP64, of whole parameters: from the buffers, as the steps use them."""
+    """Return b1 * first moment + mean of residuals by parameter, unsharded, FP64, read from the steps' buffers."""
     from kernels.scape import reference
     from kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.core.parameters import local
@@ -46,7 +46,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
                 held = reference.unpack_bits(bits, shard.size)
             total = torch.zeros(shard.size, dtype=torch.float64)
             if isinstance(passes.updater, ShardedUpdate):
-                for number, (parameter, piece) in enumerate(scape.pieces):
+                for number, (parameter, piece) in enumerate(scape.slices):
                     if parameter != i:
                         continue
                     stretch = slice(piece.start, piece.end)
@@ -58,7 +58,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             else:
                 total += passes.kept("state")[i].double() * torch.where(held, 0.9, 1.0)
             if passes.wire_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
-                for number, (parameter, piece) in enumerate(scape.pieces):
+                for number, (parameter, piece) in enumerate(scape.slices):
                     if parameter == i:
                         start, end = (piece.start, piece.end) if piece else (0, shard.size)
                         total[start:end][held[start:end]] += passes.wire_residual_of(number).double()
@@ -84,13 +84,13 @@ def look(trainer: Any) -> dict[str, Any]:
 
 
 def first(folder: str, arguments: list[str]) -> dict[str, Any]:
-    """What there is when it is saved."""
+    """Return the state when the checkpoint is written."""
     found = run(folder, arguments, 6, look)
     return found["after"] | {"loss": found["loss"]}
 
 
 def second(folder: str, arguments: list[str]) -> dict[str, Any]:
-    """What there is when it is loaded, and the weights three steps later."""
+    """Return the state after loading, and the weights three steps later."""
     found = run(folder, arguments, 9, look)
     return found["loaded"] | {"loss": found["loss"], "told": found["told"], "after": found["after"]["weights"]}
 
@@ -99,7 +99,7 @@ def second(folder: str, arguments: list[str]) -> dict[str, Any]:
 def first_half(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str, Path], list[dict[str, Any]]]:
-    """(layout, method, folder) -> results of `first`, run once and its checkpoint copied into the folder."""
+    """Return a function that runs `first` once per layout and method, and copies the checkpoint into a folder."""
 
     @functools.cache
     def make(layout: str, method: str) -> tuple[Path, list[dict[str, Any]]]:
@@ -155,10 +155,10 @@ def first_half(
         pytest.param("4x1", "1x2", "scape", "powersgd", marks=pytest.mark.slow),
     ],
 )
-def test_another_layout_or_method_keeps_what_is_pending(
+def test_another_layout_or_method_keeps_pending_updates(
     before: str, after: str, method: str, into: str, first_half: Any, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The sum over replicas of moment and residual, divided by their number, stays; so do the parameters."""
+    """The mean over replicas of moment and residual, and the parameters, do not change."""
     saved = first_half(before, method, tmp_path)
     resumed = pool_of(after, request)(
         second,
@@ -170,7 +170,8 @@ def test_another_layout_or_method_keeps_what_is_pending(
     assert largest(saved[0]["weights"], resumed[0]["weights"]) < (4e-3 if narrow or method.endswith("bf16") else 1e-9)
     (line,) = resumed[0]["told"]
     assert any(
-        said in line for said in ("next step is dense", "flushed into the first moment", "residual", "as it was")
+        said in line
+        for said in ("next exchange is complete", "added to the first moment", "pending gradients", "as it was")
     )
     if into.startswith("scape"):
         assert all(r["dense"] for r in resumed)
@@ -202,13 +203,13 @@ def test_options_may_change(
         assert b["dense"] == dense
     (line,) = resumed[0]["told"]
     names = {option.split("=")[0].split(".")[-1].replace("beta1", "betas") for option in changed}
-    assert all(f"{name} " in line for name in names) and ("next step is dense" in line) == dense
+    assert all(f"{name} " in line for name in names) and ("next exchange is complete" in line) == dense
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
 @pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather"])
 @pytest.mark.parametrize("residual", ["mean", "drop"])
-def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, pool2: Pool, tmp_path: Path) -> None:
+def test_residuals_saved_as_a_mean_or_dropped(method: str, residual: str, pool2: Pool, tmp_path: Path) -> None:
     arguments = [*METHODS[method], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}"]
     saved = pool2(first, str(tmp_path), arguments)
     resumed = pool2(second, str(tmp_path), arguments)
@@ -221,7 +222,7 @@ def test_residuals_saved_as_a_mean_or_not_at_all(method: str, residual: str, poo
 
 @pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather-int4", "sparta"])
 def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
-    """It leaves no residual, also where it is skipped, and replicas are equal; without it the norm is reported."""
+    """No residual remains, even if that step is skipped, and replicas are equal; otherwise the norm is logged."""
     arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]
     flush = ["--sync.flush_at_end"]
     for folder, more, nan_at in (("flushed", flush, None), ("skipped", flush, 7), ("left", [], None)):

@@ -1,4 +1,4 @@
-"""Nothing that is in a checkpoint runs when it is loaded, and what a trainer saves loads bit for bit."""
+"""Loading a checkpoint executes no code from it, and restores a trainer's state bitwise."""
 
 import io
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Runs:
-    """Unpickling it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def trainer_state(seed: int, steps: int) -> dict[str, Any]:
-    """As TorchTitan's: model at the top, the rest in dicts; plus types that the above may hold."""
+    """Return a state like TorchTitan's: the model at the top level, the rest in dicts, with all supported types."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,17 +85,17 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     return {name: (type(value), value)}
 
 
-def test_what_a_trainer_saves_loads_bit_for_bit(tmp_path: Path) -> None:
+def test_trainer_checkpoints_load_bitwise(tmp_path: Path) -> None:
     saved = trainer_state(seed=1, steps=3)
     path = save(saved, tmp_path / "step-3")
     loaded = trainer_state(seed=2, steps=0)
-    for key in ("exp_avg", "exp_avg_sq", "step"):  # as TorchTitan's container, which makes the state before it loads
+    for key in ("exp_avg", "exp_avg_sq", "step"):  # like TorchTitan's container, which creates the state before loading
         for name, state in saved["optimizer"]["state"].items():
             loaded["optimizer"]["state"].setdefault(name, {})[key] = torch.zeros_like(state[key])
     assert flat(load(loaded, path)) == flat(saved)
 
 
-def test_sizes(tmp_path: Path) -> None:
+def test_sizes_are_summed_by_top_level_key(tmp_path: Path) -> None:
     path = save(trainer_state(seed=1, steps=3), tmp_path / "step-3")
     sizes = size_of(path)
     assert next(iter(sizes)) == "model"
@@ -105,7 +105,7 @@ def test_sizes(tmp_path: Path) -> None:
     assert 4000 < size_of(large)["model"] < 6000 and 8000 < size_of(large)["optimizer"] < 12000
 
 
-def test_metadata_that_would_run_code(tmp_path: Path) -> None:
+def test_metadata_with_code_is_refused(tmp_path: Path) -> None:
     path, made = save({"a": torch.ones(2)}, tmp_path / "c"), tmp_path / "made"
     metadata = CheckedReader(path).read_metadata()
     metadata.planner_data["a"] = Runs(made)
@@ -116,13 +116,13 @@ def test_metadata_that_would_run_code(tmp_path: Path) -> None:
         size_of(path)
     with pytest.raises(dcp.CheckpointException) as info:
         load({"a": torch.zeros(2)}, path)
-    told = failure_text(info.value, path)  # torch 2.11 has no cause in it
-    assert ("posix.system" in told or "metadata is None" in told) and not made.exists()
-    dcp.load({"a": torch.zeros(2)}, checkpoint_id=path)  # that it does run, where nothing stops it
+    text = failure_text(info.value, path)  # torch 2.11 does not include the cause
+    assert ("posix.system" in text or "metadata is None" in text) and not made.exists()
+    dcp.load({"a": torch.zeros(2)}, checkpoint_id=path)  # a control: without protection the code runs
     assert made.exists()
 
 
-def test_a_value_that_would_run_code(tmp_path: Path) -> None:
+def test_a_value_with_code_is_refused(tmp_path: Path) -> None:
     made = tmp_path / "made"
     path = save({"a": torch.ones(2), "train_state": {"x": Runs(made)}}, tmp_path / "c")
     with pytest.raises(dcp.CheckpointException) as info:
@@ -137,7 +137,7 @@ def test_a_value_that_would_run_code(tmp_path: Path) -> None:
 
 
 class Named:
-    """Pickled as a call of what it names."""
+    """An object that is pickled as a call of a named function."""
 
     def __init__(self, module: str, name: str, *args: Any) -> None:
         self.named, self.args = (module, name), args
@@ -164,7 +164,9 @@ class Named:
         ("builtins", "getattr", (_MEM_FORMAT_ENCODING, "__init__")),
     ],
 )
-def test_names_that_are_refused(module: str, name: str, args: tuple[Any, ...], tmp_path: Path) -> None:
+def test_globals_outside_the_allow_list_are_refused(
+    module: str, name: str, args: tuple[Any, ...], tmp_path: Path
+) -> None:
     (tmp_path / ".metadata").write_bytes(Named(module, name, *args).dumps())
     with pytest.raises(ValueError, match=r"\.metadata is (refused|damaged)") as info:
         CheckedReader(tmp_path).read_metadata()
@@ -173,14 +175,14 @@ def test_names_that_are_refused(module: str, name: str, args: tuple[Any, ...], t
         assert f"names {module}.{name}," in str(info.value)
 
 
-def test_an_enum_as_early_python_3_11_pickles_it() -> None:
+def test_enums_of_early_python_3_11_are_accepted() -> None:
     member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
     assert isinstance(member, Enum)
     data = Named("builtins", "getattr", _MEM_FORMAT_ENCODING, member.name).dumps()
     assert _Unpickler(io.BytesIO(data)).load() is member
 
 
-def test_metadata_that_points_elsewhere_is_damaged_or_missing(tmp_path: Path) -> None:
+def test_metadata_with_foreign_paths_or_damage_is_refused(tmp_path: Path) -> None:
     path = save({"a": torch.ones(2)}, tmp_path / "c")
     good = (path / ".metadata").read_bytes()
     for name in ("../c/__0_0.distcp", "/dev/zero", "..", ""):
@@ -196,7 +198,7 @@ def test_metadata_that_points_elsewhere_is_damaged_or_missing(tmp_path: Path) ->
         (path / ".metadata").write_bytes(good[:length])
         with pytest.raises(ValueError, match=r"\.metadata is damaged"):
             CheckedReader(path).read_metadata()
-    for _ in range(300):  # a wrong byte: another value, or one line
+    for _ in range(300):  # a wrong byte gives another value, or a one-line error
         wrong = bytearray(good)
         wrong[draw.randrange(len(good))] = draw.randrange(256)
         (path / ".metadata").write_bytes(wrong)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or known not to be, whatever was done to them or to the process that wrote them."""
+"""Checkpoint folders are either complete or recognized as incomplete, after any damage or interrupted save."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ def small(seed: int = 0) -> dict[str, Any]:
 
 
 def save(state: dict[str, Any], path: Any, threads: int = 1) -> None:
-    """Alone in this process: thread_count is what makes several files."""
+    """Save from this process only; `thread_count` files are written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=CheckedWriter(path, thread_count=threads), checkpoint_id=path)
@@ -67,7 +67,7 @@ FILES = [".metadata", "__0_0.distcp", "__0_1.distcp"]
 
 
 def rich(seed: int) -> dict[str, Any]:
-    """Shards of uneven size, one of them empty on the last rank, and values that are no tensors."""
+    """Return a state with uneven shards, one of them empty on the last rank, and values other than tensors."""
     generator = torch.Generator().manual_seed(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -100,7 +100,7 @@ def zeros(state: Any) -> Any:
 
 
 def save_and_load(path: str, how: str) -> tuple[bool, str | None, bool]:
-    """Saved twice into the same folder, with another state."""
+    """Save twice into the same folder, with different states, and load."""
     for seed in (1, 2):
         state = rich(seed)
         writer = CheckedWriter(path, thread_count=2 if how == "threads" else 1)
@@ -110,10 +110,10 @@ def save_and_load(path: str, how: str) -> tuple[bool, str | None, bool]:
         kind = AsyncCheckpointerType(how)
         future = dcp.async_save(state, storage_writer=writer, checkpoint_id=path, async_checkpointer_type=kind)
         for tensor in (state["layers.weight"].to_local(), state["plain"]["bits"]):
-            tensor.zero_()  # training goes on
+            tensor.zero_()  # training continues
         future.result()  # type: ignore[union-attr]
     if how == "process":
-        _async_process_executor._CHECKPOINT_PROCESS = None  # ends it
+        _async_process_executor._CHECKPOINT_PROCESS = None  # a synchronous save at the end
     expected = rich(2)
     loaded = zeros(expected)
     loaded["plain"]["list"] = [0, ""]
@@ -123,7 +123,7 @@ def save_and_load(path: str, how: str) -> tuple[bool, str | None, bool]:
 
 
 @pytest.mark.parametrize("how", ["sync", "threads", "thread", "process"])
-def test_every_way_to_save(how: str, pool2: Pool, tmp_path: Path) -> None:
+def test_all_save_modes_write_complete_checkpoints(how: str, pool2: Pool, tmp_path: Path) -> None:
     assert pool2(save_and_load, str(tmp_path / "a" / "step-2"), how) == [(True, None, True)] * 2
     files = {path.name for path in (tmp_path / "a" / "step-2").iterdir()}
     data = {f"__{rank}_{thread}.distcp" for rank in (0, 1) for thread in range(2 if how == "threads" else 1)}
@@ -132,7 +132,7 @@ def test_every_way_to_save(how: str, pool2: Pool, tmp_path: Path) -> None:
 
 
 def seen_while_writing(path: str) -> tuple[bool, bool]:
-    """Whether manifest and .metadata of the save before are there when this rank begins to write."""
+    """Return whether manifest and .metadata of the previous save exist when this rank starts to write."""
     state = rich(0)
     dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
     seen: list[bool] = []
@@ -151,7 +151,7 @@ def seen_while_writing(path: str) -> tuple[bool, bool]:
     return seen[0], seen[1]
 
 
-def test_an_old_checkpoint_is_void_before_any_rank_writes(pool2: Pool, tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_invalidated_before_any_rank_writes(pool2: Pool, tmp_path: Path) -> None:
     assert pool2(seen_while_writing, str(tmp_path / "c")) == [(False, False)] * 2
 
 
@@ -172,7 +172,7 @@ def fail_while_planning(path: str) -> str:
     return "no error"
 
 
-def test_a_save_that_never_began_leaves_the_old_one(pool2: Pool, tmp_path: Path) -> None:
+def test_a_save_that_never_started_keeps_the_old_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     for text in pool2(fail_while_planning, str(tmp_path / "c")):
         assert "Input/output error on rank 1;" in text
     assert is_complete(tmp_path / "c") and find_damage(tmp_path / "c") is None
@@ -186,13 +186,13 @@ def test_ranks_without_coordination_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- damage
 
 
-def test_what_is_whole(saved: Path) -> None:
+def test_a_saved_checkpoint_is_complete(saved: Path) -> None:
     assert is_complete(saved) and find_damage(saved) is None
     assert sorted(one.name for one in read_manifest(saved)) == FILES
 
 
-def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
-    """Large pieces are summed beside their write, small ones before it."""
+def test_checksums_match_the_files(tmp_path: Path) -> None:
+    """Large slices are summed in parallel to the write, small ones before it."""
     save({"large": torch.randn(1 << 20), "small": torch.randn(7), "text": "x"}, tmp_path)
     for one in read_manifest(tmp_path):
         data = (tmp_path / one.name).read_bytes()
@@ -201,7 +201,7 @@ def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
-def test_a_byte_less_a_byte_more_or_none(name: str, copy: Path) -> None:
+def test_changed_file_sizes_are_detected(name: str, copy: Path) -> None:
     path = copy / name
     data = path.read_bytes()
     path.write_bytes(data[:-1])
@@ -217,7 +217,7 @@ def test_a_byte_less_a_byte_more_or_none(name: str, copy: Path) -> None:
 
 
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_one_bit(name: str, place: float, bit: int, saved: Path) -> None:
+def test_a_flipped_bit_of_a_file_is_detected(name: str, place: float, bit: int, saved: Path) -> None:
     path = saved / name
     data = path.read_bytes()
     flipped = bytearray(data)
@@ -229,7 +229,7 @@ def test_one_bit(name: str, place: float, bit: int, saved: Path) -> None:
         path.write_bytes(data)
 
 
-def test_every_bit_of_the_manifest(copy: Path) -> None:
+def test_every_flipped_bit_of_the_manifest_is_detected(copy: Path) -> None:
     path = copy / "manifest.json"
     data = path.read_bytes()
     for i in range(8 * len(data)):
@@ -240,12 +240,12 @@ def test_every_bit_of_the_manifest(copy: Path) -> None:
             read_manifest(copy)
 
 
-def test_a_file_of_a_larger_world_does_not_matter(copy: Path) -> None:
+def test_files_of_a_larger_world_are_ignored(copy: Path) -> None:
     (copy / "__7_0.distcp").write_bytes(b"stale")
     assert is_complete(copy) and find_damage(copy) is None
 
 
-def test_folders_that_are_no_checkpoints(copy: Path) -> None:
+def test_folders_without_a_checkpoint_are_not_complete(copy: Path) -> None:
     assert find_damage(copy / "nowhere") == f"there is no folder {copy / 'nowhere'}"
     (copy / "manifest.json").unlink()
     (copy / ".metadata").unlink()
@@ -271,7 +271,7 @@ def test_damage_is_found_by_the_rank_that_reads_the_file(copy: Path) -> None:
     assert sorted(one is None for one in found) == [False, True, True]
 
 
-def test_remove(copy: Path) -> None:
+def test_remove_deletes_the_manifest_first(copy: Path) -> None:
     with patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         remove(copy)
     assert find_damage(copy) == f"{copy} has no manifest.json: it is half-written"
@@ -284,7 +284,7 @@ def test_remove(copy: Path) -> None:
 
 
 def in_child(function: Callable[[], str]) -> str | int:
-    """What `function` returns in a process of its own; the signal that killed it."""
+    """Return the result of `function` in a separate process, and the signal that killed the process."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -300,7 +300,7 @@ def in_child(function: Callable[[], str]) -> str | int:
 
 
 def killed_at(path: Path, call: int) -> str:
-    """Overwrites a checkpoint and kills itself at the call-th access to the disk: write, fsync, rename or unlink."""
+    """Overwrite a checkpoint, and kill this process at disk access number `call`: write, fsync, rename or unlink."""
     calls = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,8 +324,8 @@ def killed_at(path: Path, call: int) -> str:
     return str(calls)
 
 
-def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
-    """What survives is the old checkpoint, the new one, or one that is known not to be whole; never a mixture."""
+def test_a_save_killed_at_any_point_leaves_no_mixture(tmp_path: Path) -> None:
+    """The result is the old checkpoint, the new one, or one that is recognized as incomplete."""
     save(small(0), tmp_path / "old")
     calls = int(in_child(lambda: killed_at(Path(shutil.copytree(tmp_path / "old", tmp_path / "new")), -1)))
     assert calls > 20
@@ -335,7 +335,7 @@ def test_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
         assert in_child(lambda path=path, call=call: killed_at(path, call)) == signal.SIGKILL  # type: ignore[misc]
         found = find_damage(path)
         assert is_complete(path) == (found is None)
-        if found is None or "cannot be checked" in found:  # all data must be that of one save
+        if found is None or "cannot be checked" in found:  # all data must come from one save
             loaded = zeros(small())
             dcp.load(loaded, storage_reader=CheckedReader(path), planner=SafePlanner())
             left.append(("" if found is None else "unchecked ") + str(loaded["optimizer"]["step"]))
@@ -358,14 +358,14 @@ def limited(path: Path, threads: int) -> str:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_limit_on_file_sizes(threads: int, tmp_path: Path) -> None:
+def test_a_file_size_limit_fails_the_save(threads: int, tmp_path: Path) -> None:
     text = in_child(lambda: limited(tmp_path / "c", threads))
     assert str(text).startswith(f"checkpoint {tmp_path / 'c'}: File too large on rank 0; ") and "ulimit -f" in str(text)
     assert find_damage(tmp_path / "c") == f"{tmp_path / 'c'} has no manifest.json: it is half-written"
 
 
-def test_a_thread_that_fails_is_not_overlooked(tmp_path: Path) -> None:
-    """DCP itself takes such a save for whole."""
+def test_a_failing_writer_thread_fails_the_save(tmp_path: Path) -> None:
+    """DCP itself would treat such a save as complete."""
     write, before, failing = storage._SummedStream.write, threading.active_count(), ""
 
     def fail(self: Any, data: Any) -> int:
@@ -395,7 +395,7 @@ def fill(path: str) -> str:
     return "no error"
 
 
-def test_a_full_disk(pool2: Pool, tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_save(pool2: Pool, tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
@@ -409,7 +409,7 @@ def test_a_full_disk(pool2: Pool, tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_failure_text() -> None:
+def test_failure_text_names_path_and_cause() -> None:
     full, denied = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EACCES))
     failures = dict.fromkeys(range(7), (full, None)) | {9: (denied, None)}
     text = failure_text(dcp.CheckpointException("write", failures), "/nowhere/step-3")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a user can get wrong in config or launch: one line that names the value, before anything is built."""
+"""Invalid configuration or launch: an error of one line with the value, before anything is built."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\nblock_size = 1000.0", "block_size = 1000.0"),
         ("[sync.scape]\nstaleness_scaling = 'yes'", "staleness_scaling = 'yes'; it must be bool"),
         ("[sync.scape]\nkeep_moment = 2", r"keep_moment = 2; it must lie in \[0, 1\]"),
-        ("[sync.scape]\nwait_by = 'tensor'", r"\[sync.scape\] wait_by = 'tensor': it is gone, leave it out"),
+        ("[sync.scape]\nwait_by = 'tensor'", r"\[sync.scape\] wait_by = 'tensor': it was removed, delete it"),
         ("[sync.scape]\nwait_scaling = true", r"wait_scaling = True: it is now staleness_scaling"),
         ("[sync.scape]\nmax_wait = 10", r"max_wait = 10: it is now max_staleness"),
         ("[sync.scape]\nparameters = 'gather'", r"it is now update: .* and \"gather\" \"sharded\""),
@@ -59,7 +59,7 @@ def check(arguments: list[str]) -> None:
         ("[topology]\nranks_per_node = -1", "ranks_per_node = -1"),
         ("[topology]\nsimulate_replicas = 0", r"simulate_replicas = 0; it must be 1 \(real replicas\) or more"),
         ("[observe]\nwindows = [[1, 10], [10, 5]]", r"windows = \[\[1, 10\], \[10, 5\]\]; they must not overlap"),
-        ("[observe]\nwindows = [[20, 5], [0, 3]]", r"; each must be \[first step, how many\], both 1 or more"),
+        ("[observe]\nwindows = [[20, 5], [0, 3]]", r"; each must be \[first step, number of steps\], both 1 or more"),
         ("[observe]\nwindows = [[1, 10, 3]]", r"\[observe\] windows = \[\[1, 10, 3\]\]; each must be"),
         ("[observe]\nwindows = [1, 10]", r"windows = \[1, 10\]; it must be a list of lists of integers"),
         ("[observe]\nhistograms = [0]", r"histograms = \[0\]; steps are counted from 1"),
@@ -68,7 +68,7 @@ def check(arguments: list[str]) -> None:
         ("[observe]\nnames = 'output.weight'", r"names = 'output.weight'; it must be a list of strings"),
     ],
 )
-def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
+def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(toml + "\n")
     with pytest.raises(ValueError, match=message):
@@ -80,8 +80,8 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
     [
         (2, ["--checkpoint.last_save_in_hf"], r"last_save_in_hf = true writes.*run python -m torchtitan_scape.export"),
         (2, ["--checkpoint.initial_load_in_hf"], r"initial_load_in_hf = true.*torchtitan_scape.export import.*_path"),
-        (2, ["--optimizer.name=AdamW"], r"name = 'AdamW' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
-        (2, ["--optimizer.name=Muon"], r"name = 'Muon' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
+        (2, ["--optimizer.name=AdamW"], r"name = 'AdamW' with \[sync\] method = 'scape', which supports 'AdamS'; set"),
+        (2, ["--optimizer.name=Muon"], r"name = 'Muon' with \[sync\] method = 'scape', which supports 'AdamS'; set"),
         (
             4,
             ["--optimizer.name=Muon", "--sync.method=dense", "--parallelism.tensor_parallel_degree=2"],
@@ -99,7 +99,7 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
             ],
             r"name = 'Muon' with \[sharding.levels\]: it needs matrices",
         ),
-        (2, ["--optimizer.name=Lion"], r"name = 'Lion' with \[sync\] method = 'scape', which goes with 'AdamS'; set"),
+        (2, ["--optimizer.name=Lion"], r"name = 'Lion' with \[sync\] method = 'scape', which supports 'AdamS'; set"),
         (
             2,
             ["--optimizer.name=Lion", "--sync.method=dense"],
@@ -115,35 +115,35 @@ def test_wrong_toml_is_named(toml: str, message: str, tmp_path: Path) -> None:
         (4, ["--topology.ranks_per_node=3"], "4 ranks do not fill whole nodes of 3"),
         (2, ["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree"),
         (2, ["--parallelism.expert_parallel_degree=2"], "expert_parallel_degree"),
-        (2, ["--parallelism.context_parallel_degree=2"], "ring attention has no CPU form"),
+        (2, ["--parallelism.context_parallel_degree=2"], "ring attention has no CPU implementation"),
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
         (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
         (2, ["--training.max_norm=0"], "max_norm = 0"),
-        (2, ["--training.dtype=bfloat16"], "small updates round away"),
+        (2, ["--training.dtype=bfloat16"], "small updates round to zero"),
         (2, ["--training.seq_len=0"], "seq_len = 0; it must be 1 or more"),
         (2, ["--training.local_batch_size=0"], "local_batch_size = 0; it must be 1 or more"),
         (2, ["--metrics.log_freq=0"], "log_freq = 0; it must be 1 or more"),
         (2, ["--validation.freq=0"], "freq = 0; it must be 1 or more"),
-        (2, ["--training.global_batch_size=17"], "global_batch_size = 17 is no multiple"),
+        (2, ["--training.global_batch_size=17"], "global_batch_size = 17 is not a multiple"),
         (2, ["--topology.simulate_replicas=4"], r"= 4 with 2 real replicas \(.*degree = -1 on 2 ranks.*NGPU=1"),
         (
             1,
             ["--topology.simulate_replicas=4", "--training.global_batch_size=48"],
-            r"48 is no multiple of local_batch_size 8 x 1 data-parallel ranks x 4 simulated replicas = 32",
+            r"48 is not a multiple of local_batch_size 8 x 1 data-parallel ranks x 4 simulated replicas = 32",
         ),
         (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
         (2, ["--comm.mode=local_tensor"], "local_tensor"),
         (
             2,
             ["--observe.enable"],
-            r"\[observe\] window \[10000, 100\] lies beyond the run's 200 steps; set windows and",
+            r"\[observe\] window \[10000, 100\] is after the run's 200 steps; set windows and",
         ),
-        (2, ["--observe.enable", "--observe.windows=[[1,100]]"], "histogram at 1000 lies beyond the run's 200 steps"),
+        (2, ["--observe.enable", "--observe.windows=[[1,100]]"], "histogram at 1000 is after the run's 200 steps"),
         (2, ["--observe.windows=[[1,"], r"command line: .*observe.windows"),
         (2, ["--observe.windows=[[1,true]]"], "it must be a list of lists of integers"),
     ],
 )
-def test_wrong_combinations_are_named(
+def test_unsupported_combinations_raise_an_error(
     world: int, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -152,7 +152,7 @@ def test_wrong_combinations_are_named(
         check(arguments)
 
 
-def test_the_papers_rule_differs_from_the_recipe_in_the_rule_alone() -> None:
+def test_the_paper_rule_recipe_changes_only_the_rule() -> None:
     recipe, paper = (load(f"train_configs/{name}.toml").table for name in ("llama_500m", "llama_500m_paper_rule"))
     keys = ("density", "wire", "staleness_scaling", "selection", "clip_mode")
     rule = {key: paper["sync"]["scape"].pop(key) for key in keys}
@@ -162,15 +162,15 @@ def test_the_papers_rule_differs_from_the_recipe_in_the_rule_alone() -> None:
     assert recipe == paper
 
 
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("[sync\nmethod = ")
-    with pytest.raises(ValueError, match=r"broken.toml is no TOML: .*line 1"):
+    with pytest.raises(ValueError, match=r"broken.toml is not valid TOML: .*line 1"):
         parse([f"--job.config_file={tmp_path}/broken.toml"])
     with pytest.raises(ValueError, match=r"none.toml cannot be read: No such file"):
         parse(["--job.config_file", f"{tmp_path}/none.toml"])
 
 
-def test_launchers_say_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_per_node_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert layout_of(parse([RECIPE])).nodes == 2
@@ -179,7 +179,7 @@ def test_launchers_say_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch
     assert (dry.world_size, dry.ranks_per_node, dry.replicate) == (64, 8, 64)
 
 
-def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
+def test_a_foreign_package_named_kernels_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
 
@@ -196,7 +196,7 @@ def test_another_package_called_kernels_is_noticed(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"error: {message}")
 
 
-def test_without_a_launcher_the_script_is_named() -> None:
+def test_starting_without_a_launcher_names_the_script() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
     result = server.run("torchtitan_scape.train", RECIPE, environment=environment)
     assert result.returncode == 2 and "start the trainer with ./run_train.sh" in result.stderr
@@ -212,11 +212,11 @@ def test_the_optimizers_do_not_import_torchtitan() -> None:
     "method, interval, steps",
     [("diloco", "inner_steps", 30), ("streaming_diloco", "inner_steps", 31), ("sparta", "interval", 30)],
 )
-def test_a_run_shorter_than_a_round_is_told(method: str, interval: str, steps: int) -> None:
+def test_a_run_shorter_than_one_round_gives_a_warning(method: str, interval: str, steps: int) -> None:
     arguments = [RECIPE, f"--sync.method={method}", f"--sync.{method}.{interval}=30", "--optimizer.name=AdamW"]
     assert not remarks(parse([*arguments, f"--training.steps={steps}"]))
     arguments += [f"--training.steps={steps - 1}"]
-    (told,) = remarks(parse(arguments))
-    assert f"steps = {steps - 1} with [sync] method = '{method}'" in told and "flush_at_end" in told
+    (message,) = remarks(parse(arguments))
+    assert f"steps = {steps - 1} with [sync] method = '{method}'" in message and "flush_at_end" in message
     assert not remarks(parse([*arguments, "--sync.flush_at_end"]))
     assert not remarks(parse([RECIPE, "--training.steps=1"]))

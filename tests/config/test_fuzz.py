@@ -1,6 +1,6 @@
-"""Whatever a recipe or a command line says, it is a config or one line that names what is wrong.
+"""Fuzz tests: every recipe and command line gives a config, or an error of one line that names the cause.
 
-SCAPE_FUZZ_EXAMPLES=5000 makes a campaign of it.
+SCAPE_FUZZ_EXAMPLES sets the number of examples, for example 5000 for a long campaign.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torchtitan_scape.config.recipes import load
 from torchtitan_scape.trainer.layout import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those that one rank can begin with.
+# The recipes that run on one rank.
 RECIPES = [
     path
     for path in sorted((ROOT / "train_configs").glob("*.toml"))
@@ -46,7 +46,7 @@ def keys_of(section: Any, name: str = "") -> Iterator[str]:
             yield path
 
 
-# Modules that these name are imported: no names to guess with.
+# Excluded are keys that import a module or read a file by name.
 KEYS = [key for key in keys_of(JobConfig) if not key.endswith(("_module", "custom_import", "config_file"))]
 SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS})
 
@@ -70,7 +70,7 @@ def toml(value: Any) -> str:
 
 
 def with_keys(recipe: dict[str, Any], changes: dict[str, Any]) -> str:
-    """The recipe with other values, as TOML."""
+    """Return the recipe with changed values as TOML."""
     flat: dict[str, dict[str, Any]] = {}
 
     def walk(table: dict[str, Any], name: str) -> None:
@@ -92,14 +92,14 @@ def with_keys(recipe: dict[str, Any], changes: dict[str, Any]) -> str:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which every recipe can begin with."""
+    """Set the environment of a run with one rank."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NGPU"):
         monkeypatch.setenv(name, "1")
     monkeypatch.chdir(ROOT)
 
 
 def outcome(arguments: list[str]) -> str:
-    """ "" for a config that a run would begin with, or what it is refused with; anything else is raised."""
+    """Return "" if the config is valid, otherwise the message of the ValueError. Other exceptions are raised."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             config = parse(arguments)
@@ -121,7 +121,7 @@ def outcome_of(content: bytes, arguments: list[str]) -> str:
 
 
 def names(message: str, key: str, value: Any) -> bool:
-    """The message has the key, also with hyphens, or the part of it that says what it is, or the value."""
+    """Return whether the message contains the key, also with hyphens, a word of it, or the value."""
     parts = [part for part in key.rpartition(".")[2].split("_") if len(part) > 3]
     parts.append(key.replace("_", "-"))
     return any(part in message for part in [key, *parts, repr(value).strip("'"), str(value)])
@@ -129,7 +129,7 @@ def names(message: str, key: str, value: Any) -> bool:
 
 @fuzz
 @given(st.sampled_from(RECIPES), st.sampled_from(KEYS), VALUES)
-def test_one_other_value_in_a_recipe(recipe: Path, key: str, value: Any) -> None:
+def test_fuzz_one_value_of_a_recipe(recipe: Path, key: str, value: Any) -> None:
     message = outcome_of(with_keys(load(str(recipe)).table, {key: value}).encode(), [])
     assert not message or names(message, key, value), (message, key, value)
 
@@ -139,16 +139,16 @@ def test_one_other_value_in_a_recipe(recipe: Path, key: str, value: Any) -> None
     st.sampled_from(RECIPES),
     st.dictionaries(st.sampled_from(KEYS) | st.builds("{}.{}".format, st.sampled_from(SECTIONS), st.just("x")), VALUES),
 )
-def test_many_other_values_in_a_recipe(recipe: Path, changes: dict[str, Any]) -> None:
+def test_fuzz_several_values_of_a_recipe(recipe: Path, changes: dict[str, Any]) -> None:
     message = outcome_of(with_keys(load(str(recipe)).table, changes).encode(), [])
     assert message or not any(key.endswith(".x") for key in changes)
 
 
 @fuzz
 @given(st.sampled_from(RECIPES), st.data())
-def test_a_damaged_recipe(recipe: Path, data: st.DataObject) -> None:
+def test_fuzz_a_damaged_recipe(recipe: Path, data: st.DataObject) -> None:
     content = recipe.read_bytes()
-    if b"extends" in content:  # what it extends is not where the damaged file will be
+    if b"extends" in content:  # its relative paths are not valid where the damaged file will be
         content = with_keys(load(str(recipe)).table, {}).encode()
     begin = data.draw(st.integers(0, len(content)))
     end = data.draw(st.integers(begin, len(content)))
@@ -157,8 +157,8 @@ def test_a_damaged_recipe(recipe: Path, data: st.DataObject) -> None:
 
 @fuzz
 @given(st.binary(max_size=200) | st.text(st.sampled_from("[]{}=.\"'\n#a1-_ ,"), max_size=80).map(str.encode))
-def test_what_is_no_recipe(content: bytes) -> None:
-    assert outcome_of(content, [])  # with no [optimizer] of ours at least
+def test_fuzz_arbitrary_bytes_as_recipe(content: bytes) -> None:
+    assert outcome_of(content, [])  # at least [optimizer] name is missing
 
 
 @fuzz
@@ -173,8 +173,8 @@ def test_what_is_no_recipe(content: bytes) -> None:
         max_size=3,
     ),
 )
-def test_a_command_line(recipe: Path, arguments: list[str]) -> None:
-    # Help is printed, and the interpreter's own options are not ours.
+def test_fuzz_a_command_line(recipe: Path, arguments: list[str]) -> None:
+    # Exclude the help text and the parser's own options.
     assume(not any(a.startswith(("-h", "--help", "--tyro")) for a in arguments))
     message = outcome([f"--job.config_file={recipe}", *arguments])
     keys = [a.partition("=")[0].removeprefix("--") for a in arguments]
@@ -204,7 +204,7 @@ def test_a_command_line(recipe: Path, arguments: list[str]) -> None:
         (["--job.config_file"], "needs the path of a recipe"),
     ],
 )
-def test_a_line_says_what_is_wrong(arguments: list[str], message: str) -> None:
+def test_command_line_errors_name_the_cause(arguments: list[str], message: str) -> None:
     recipe = [] if arguments == ["--job.config_file"] else ["--job.config_file=train_configs/embedded.toml"]
     assert re.search(message, outcome([*recipe, *arguments]))
 
@@ -212,17 +212,17 @@ def test_a_line_says_what_is_wrong(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"training = 3", r"training = 3; it is a section, \[training\]"),
+        (b"training = 3", r"training = 3; it must be a section, \[training\]"),
         (b"[trainig]\nsteps = 3", r"section \[trainig\] is unknown; did you mean 'training'"),
         (b"[training]\nstep = 3", r"\[training\] step is unknown; did you mean 'steps'"),
         (b"[training]\nsteps = 'ten'", r"\[training\] steps = 'ten'; it must be an integer"),
         (b"[training]\nsteps = true", r"\[training\] steps = True; it must be an integer"),
         (b"[quantize.linear.float8]\nemulate = 1", r"\[quantize.linear.float8\] emulate = 1; it must be bool"),
         (b"[model]\nconverters = 'a'", "converters = 'a'; it must be a list of strings"),
-        (b"[job]\ndescription = '\xff'", "recipe.toml is no TOML: 'utf-8' codec can't decode"),
-        (b"[training]\nsteps = " + b"9" * 5000, "recipe.toml is no TOML: Exceeds the limit"),
-        (b"a = " + b"[" * 5000, "recipe.toml is no TOML: "),
+        (b"[job]\ndescription = '\xff'", "recipe.toml is not valid TOML: 'utf-8' codec can't decode"),
+        (b"[training]\nsteps = " + b"9" * 5000, "recipe.toml is not valid TOML: Exceeds the limit"),
+        (b"a = " + b"[" * 5000, "recipe.toml is not valid TOML: "),
     ],
 )
-def test_a_recipe_says_what_is_wrong(content: bytes, message: str) -> None:
+def test_recipe_errors_name_the_cause(content: bytes, message: str) -> None:
     assert re.search(message, outcome_of(content, []))

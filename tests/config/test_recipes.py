@@ -1,4 +1,4 @@
-"""Recipes that extend each other: what they say together, who said it, and that it is what the papers say."""
+"""Composition of recipes: merged values, their origins, and agreement with the papers."""
 
 import itertools
 import tomllib
@@ -19,7 +19,7 @@ from torchtitan_scape.trainer.layout import layout_of
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "train_configs"
 
-# The papers' settings, by hand from their text.
+# The papers' settings, copied from their text.
 LLAMA = {
     "model.name": "llama3",
     "optimizer.lr": 3e-4,
@@ -56,7 +56,7 @@ ALL: dict[str, Any] = {
     "lr_scheduler.decay_ratio": None,  # from the end of the warm-up to the last step
     "training.max_norm": 1.0,
     "training.steps": 100_000,
-    "sync.radius.start": -1,  # a fifth of the steps
+    "sync.radius.start": -1,  # one fifth of the steps
     "training.dtype": "float32",
     "training.mixed_precision_param": "bfloat16",
     "training.mixed_precision_reduce": "float32",
@@ -99,7 +99,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "sync.sparta.code": "1bit",
     },
 }
-# Machine, shard degree; ranks and ranks a node to lay out, and the replicas that there are then.
+# (machine, shard degree, ranks, ranks per node, resulting replicas).
 MACHINES = {"vista": ("vista", 1, 32, 1, 32), "frontier": ("frontier", 8, 64, 8, 8), "one_gpu": ("auto", 1, 1, 1, 1)}
 
 
@@ -108,7 +108,7 @@ def check(table: dict[str, Any]) -> None:
 
 
 def built(recipe: Recipe) -> JobConfig:
-    """As TorchTitan makes it, without a command line, whose parser takes most of the time."""
+    """Return TorchTitan's config without a command line, since its parser takes most of the time."""
     return ConfigManager(JobConfig)._dict_to_dataclass(JobConfig, recipe.table)
 
 
@@ -125,14 +125,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def test_there_are_no_others() -> None:
+def test_every_recipe_part_is_listed_here() -> None:
     for folder, known in (("models", {*MODELS, "common"}), ("methods", METHODS), ("machines", MACHINES)):
         assert {path.stem for path in (RECIPES / folder).glob("*.toml")} == set(known)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_with_any_method_on_a_machine_is_what_the_papers_say(model: str, machine: str, ranks: Any) -> None:
+def test_composed_recipes_match_the_papers(model: str, machine: str, ranks: Any) -> None:
     preset, shard, world, per_node, replicas = MACHINES[machine]
     ranks(world, per_node)
     for method, expected in METHODS.items():
@@ -146,8 +146,8 @@ def test_a_model_with_any_method_on_a_machine_is_what_the_papers_say(model: str,
         assert (layout.replicate, layout.shard) == (replicas, shard)
 
 
-def test_of_two_methods_or_machines_the_last_one_counts() -> None:
-    """So that a method or a machine can be set on top of a recipe that has one."""
+def test_the_last_of_several_methods_or_machines_wins() -> None:
+    """A later file can therefore replace the method or the machine of a recipe."""
 
     def read(*names: str) -> dict[str, Any]:
         values = dict(values_of(built(load(given(*names)))))
@@ -161,14 +161,14 @@ def test_of_two_methods_or_machines_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_can_begin(path: Path, ranks: Any) -> None:
+def test_every_recipe_passes_the_checks(path: Path, ranks: Any) -> None:
     config = built(load(str(path), check))
     ranks(*((1, 1) if config.parallelism.data_parallel_shard_degree == 1 else (8, 8)))
     check_config(config, "cpu")
     layout_of(config)
 
 
-def test_radius_355m_is_that_model_with_radius() -> None:
+def test_radius_355m_is_gpt_355m_with_radius() -> None:
     values = dict(values_of(built(load(given("radius_355m"), check))))
     wanted = ALL | MODELS["gpt_355m"] | METHODS["radius"]
     assert {key: values[key] for key in wanted} == wanted
@@ -179,7 +179,7 @@ def test_radius_355m_is_that_model_with_radius() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Writes recipes beside each other, where the tests then are."""
+    """Return a function that writes recipes into the working directory."""
     monkeypatch.chdir(tmp_path)
 
     def write(**contents: str) -> None:
@@ -191,7 +191,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield write
 
 
-def test_files_are_taken_in_turn_key_by_key(files: Any) -> None:
+def test_files_are_merged_in_order_key_by_key(files: Any) -> None:
     files(
         first='[training]\nsteps = 1\nseq_len = 8\n[model]\nconverters = ["a"]\n[training.dataloader]\nnum_workers = 1',
         sub__second='extends = "../first.toml"\n[training]\nsteps = 2',
@@ -217,51 +217,51 @@ FOUR = {f"r{i}": f'extends = "r{i + 1}.toml"' for i in range(5)}
 @pytest.mark.parametrize(
     "contents, names, message",
     [
-        ({"a": 'extends = "b.toml"', "b": 'extends = "./a.toml"'}, "a.toml", "a circle: a.toml -> b.toml -> ./a.toml"),
-        ({"a": 'extends = "a.toml"'}, "a.toml", "in a circle: a.toml -> a.toml"),
+        ({"a": 'extends = "b.toml"', "b": 'extends = "./a.toml"'}, "a.toml", "a cycle: a.toml -> b.toml -> ./a.toml"),
+        ({"a": 'extends = "a.toml"'}, "a.toml", "in a cycle: a.toml -> a.toml"),
         ({"a": "extends = ['b.toml']"}, "a.toml", "a.toml -> b.toml cannot be read: No such file or directory"),
         ({}, "a.toml", "the recipe a.toml cannot be read: No such file or directory"),
-        ({"a": 'extends = "b.toml"', "b": "[sync"}, "a.toml", "a.toml -> b.toml is no TOML: "),
+        ({"a": 'extends = "b.toml"', "b": "[sync"}, "a.toml", "a.toml -> b.toml is not valid TOML: "),
         (
             {**FOUR, "r5": ""},
             "r0.toml",
-            "over more than 4 steps: r0.toml -> r1.toml -> r2.toml -> r3.toml -> r4.toml -> r5.toml",
+            "in a chain of more than 4: r0.toml -> r1.toml -> r2.toml -> r3.toml -> r4.toml -> r5.toml",
         ),
         ({"a": "extends = 3"}, "a.toml", "a.toml: extends = 3; it must be the path of a recipe, or a list of paths"),
         ({"a": "extends = ['']"}, "a.toml", "a.toml: extends = ['']; it must be the path"),
         ({"a": 'extends = "b\\u0000"'}, "a.toml", "a.toml: extends = 'b\\x00'; it must be the path"),
         ({"a": f"extends = 0x{'f' * 9000}"}, "a.toml", "a.toml: extends = a very large number; it must be the path"),
         ({"a": 'extend = "b.toml"'}, "a.toml", "a.toml: the section [extend] is unknown; did you mean 'extends'?"),
-        ({"a": '[sync]\nextends = "b"'}, "a.toml", "a.toml: [sync] extends is unknown; it stands above the first"),
+        ({"a": '[sync]\nextends = "b"'}, "a.toml", "a.toml: [sync] extends is unknown; move it above the first"),
         ({"a": 'extends = "b.toml"', "b": "[sync.scape]\ndensty = 1"}, "a.toml", "b.toml: [sync.scape] densty is"),
         ({"a": "", "b": "[training]\nsteps = 'ten'"}, "a.toml,b.toml", "b.toml: [training] steps = 'ten'; it must be"),
-        ({"a": ""}, "a.toml,", "'a.toml,' has an empty name in it"),
+        ({"a": ""}, "a.toml,", "'a.toml,' contains an empty name"),
         ({"a": ""}, "a.toml,b.toml", "the recipe b.toml cannot be read"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file(contents: dict[str, str], names: str, message: str, files: Any) -> None:
+def test_recipe_errors_name_the_file(contents: dict[str, str], names: str, message: str, files: Any) -> None:
     files(**contents)
     with pytest.raises(ValueError) as error:
         parse([f"--job.config_file={names}"])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_spaces_between_names_and_a_mark_of_byte_order_are_nothing(files: Any) -> None:
+def test_spaces_and_byte_order_marks_are_ignored(files: Any) -> None:
     files(a="\ufeff[training]\nsteps = 1", b="[training]\nsteps = 2")
     assert load("a.toml, b.toml").files == ["a.toml", "b.toml"]
 
 
-def test_four_steps_are_not_too_many(files: Any) -> None:
+def test_a_chain_of_four_files_is_allowed(files: Any) -> None:
     files(**FOUR | {"r4": "[training]\nsteps = 5"})
     assert load("r0.toml").table == {"training": {"steps": 5}}
     files(a='extends = ["b.toml", "c.toml"]', b='extends = "c.toml"', c="")
-    assert load("a.toml").files == ["c.toml", "b.toml", "c.toml", "a.toml"], "named twice is no circle"
+    assert load("a.toml").files == ["c.toml", "b.toml", "c.toml", "a.toml"], "a file that is named twice is not a cycle"
 
 
-# ------------------------------------------------------------------------------------------ what was started
+# ------------------------------------------------------------------------------------------ resolved.toml
 
 
-def test_the_resolved_recipe_says_who_said_it_and_starts_the_same_run(tmp_path: Path) -> None:
+def test_resolved_toml_records_origins_and_starts_the_same_run(tmp_path: Path) -> None:
     names = [str(RECIPES / f"{name}.toml") for name in ("llama_500m", "methods/adamw", "machines/frontier")]
     path = tmp_path / "run" / "resolved.toml"
     command = [f"--job.config_file={','.join(names)}", "--training.steps=3", '--job.description="ü" \\ 1']
@@ -269,7 +269,7 @@ def test_the_resolved_recipe_says_who_said_it_and_starts_the_same_run(tmp_path: 
     assert first.line() == (
         f"Recipe: {', '.join(first.files)}; the command line sets "
         'job.description = "\\"ü\\" \\\\ 1", model.converters = ["a", "b"], training.steps = 3'
-    ), "a value that is the file's is the file's"
+    ), "a value on the command line that equals the file's is attributed to the file"
     first.write(str(path.parent))
     text = path.read_text()
     for line in (
@@ -282,50 +282,50 @@ def test_the_resolved_recipe_says_who_said_it_and_starts_the_same_run(tmp_path: 
         "gc_freq = 50",
     ):
         assert f"\n{line}\n" in text, line
-    assert "density_warmup_steps = 2000" in text and "[sync.topk]" not in text, "of what is not used, what was set"
+    assert "density_warmup_steps = 2000" in text and "[sync.topk]" not in text, "unused sections: set keys only"
     listed = flatten(tomllib.loads(text))
     assert set(first.origins) <= listed.keys() and "job.config_file" not in listed
 
     again = resolve([f"--job.config_file={path}"])
     assert again.values == first.values and not any(by == COMMAND_LINE for by in again.origins.values())
     again.write(str(path.parent))
-    assert path.read_text() == text, "who said it first stays"
+    assert path.read_text() == text, "the first origins are kept"
     other = resolve([f"--job.config_file={path}", "--training.steps=4"])
     other.write(str(path.parent))
     assert other.files == (*first.files, str(path)) and other.origins == first.origins | {
         "job.description": EARLIER,
         "model.converters": EARLIER,
         "training.steps": COMMAND_LINE,
-    }, "who said the rest is not forgotten"
+    }, "the origins of the other keys are kept"
     once_more = resolve([f"--job.config_file={path}"])
     assert once_more.files == other.files
     assert path.read_text() == other.text() != text and [p.name for p in path.parent.iterdir()] == ["resolved.toml"]
 
 
-def test_what_a_recipe_cannot_say_stands_there_as_a_comment() -> None:
-    """TOML has no None. A key that is None by default is left out; one that the command line made None is not."""
+def test_resolved_toml_comments_values_that_toml_cannot_express() -> None:
+    """TOML has no None. A key that is None by default is omitted; one that the command line set to None is not."""
     given = {"sync.method": "dense", "a.b": None, "a.c": None, "sync.scape.d": 1, "sync.dense.e": 2}
     text = Resolved(parse([]), (), given, {"a.b": COMMAND_LINE}).text()
     body = text[text.index("\n[") :].split("\n")
     assert body == [
         *("", "[sync]", 'method = "dense"', ""),
-        *("[a]", "# b is None, which no recipe can say: --a.b=None", "", "[sync.dense]", "e = 2", ""),
+        *("[a]", "# b is None, which TOML cannot express: --a.b=None", "", "[sync.dense]", "e = 2", ""),
     ]
 
 
-def test_without_recipe_and_arguments_all_is_default() -> None:
+def test_without_recipe_and_arguments_all_values_are_defaults() -> None:
     nothing = resolve([])
     assert nothing.files == () and nothing.origins == {} and nothing.line() == "Recipe: none"
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_dump_folder_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"\[job\] dump_folder = '.*file/run' cannot be written to: Not a directory"):
         resolve([]).write(f"{tmp_path}/file/run")
 
 
-def test_the_last_name_on_the_command_line_counts(files: Any) -> None:
-    """run_train.sh names one itself, in front of what it is given."""
+def test_the_last_config_file_on_the_command_line_wins(files: Any) -> None:
+    """run_train.sh adds its own --job.config_file before the user's arguments."""
     files(a="[training]\nsteps = 1", b="[training]\nsteps = 2\n[job]\ndump_folder = 'there'")
     config = parse(["--job.config_file", "a.toml", "--job.config-file=b.toml"])
     assert (config.training.steps, config.job.dump_folder) == (2, "there")

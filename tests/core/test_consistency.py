@@ -283,7 +283,7 @@ def test_many_differences_are_one_line_and_a_stuck_bit_ends_the_run() -> None:
             collectives.gather_objects(None)
         return str(caught.value), str(again.value)
 
-    for told, again in run_replicas(5, work):
-        assert "ranks 1 and 4: 'p0' and 3 more differ from ranks 0, 2 and 3" in told and "\n" not in told
+    for message, again in run_replicas(5, work):
+        assert "ranks 1 and 4: 'p0' and 3 more differ from ranks 0, 2 and 3" in message and "\n" not in message
         assert again.startswith("after a repair at step 5: ")
     assert ReplicasDifferError.exit_code == 3

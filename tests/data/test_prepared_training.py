@@ -47,8 +47,8 @@ def test_a_resumed_run_on_other_ranks_reads_the_same_global_batches(
     two = [*arguments, *LAYOUTS["1x2"]]
     # Other kinds of data have no position in the checkpoint.
     text = [*two, "--training.dataset=standard_library", "--training.dataset_path=", "--training.steps=7"]
-    (_, run), (good, told) = pool2(attempts, train, (str(whole), two), (str(whole), text))[0]
-    assert not good and "has no position in data of this run's kind" in told.splitlines()[-1]
+    (_, run), (good, message) = pool2(attempts, train, (str(whole), two), (str(whole), text))[0]
+    assert not good and "has no position in data of this run's kind" in message.splitlines()[-1]
 
     summary, best = (json.loads((whole / f"{name}.json").read_text()) for name in ("summary", "best"))
     loss = summary["validation_loss"]
@@ -105,7 +105,7 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     one.keep_latest_k, one.folder, one._being_written = 2, "run", ""
     one.purge_queue, one.spared = SimpleNamespace(put=deleted.append), lambda: 2
     steps = [1, 2, 3, 4]
-    one._whole_steps = lambda: steps
+    one._complete_steps = lambda: steps
     monkeypatch.setattr("torchtitan_scape.trainer.checkpointer.steps_in", lambda folder: steps)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     one._purge_stale_checkpoints()

@@ -1,4 +1,4 @@
-"""README and docs/ as text, blocks of code, commands, links and what stands in backticks."""
+"""Parser of README and docs/: text, code blocks, commands, links and quoted text."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
@@ -14,7 +14,7 @@ _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 @dataclass
 class Command:
-    """A line of a shell block: variables in front, what is started, and its arguments."""
+    """A command in a shell block: environment variables, program and arguments."""
 
     page: str
     text: str
@@ -32,22 +32,22 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def prose(page: str) -> str:
-    """The page without its blocks."""
+    """Return the page without code blocks."""
     return _BLOCK.sub("", read(page))
 
 
 def quoted(page: str) -> list[str]:
-    """What stands in backticks."""
+    """Return the texts in backticks."""
     return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose(page))]
 
 
 def links(page: str) -> list[str]:
-    """Targets of links and images inside the repository."""
+    """Return the targets of links and images inside the repository."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
 
 
 def headings(page: str) -> set[str]:
-    """The anchors of a page's headings."""
+    """Return the anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -63,3 +63,25 @@ def parse_command(page: str, text: str) -> Command | None:
 def commands(page: str) -> list[Command]:
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     return [command for line in lines if (command := parse_command(page, line)) is not None]
+
+
+def tables(page: str) -> list[tuple[str, list[str]]]:
+    """Return (text between the previous table or heading and this one, lines) of each table."""
+    found: list[tuple[str, list[str]]] = []
+    before: list[str] = []
+    lines: list[str] = []
+    for line in [*prose(page).splitlines(), ""]:
+        if line.startswith("|"):
+            lines.append(line)
+            continue
+        if lines:
+            found.append(("\n".join(before), lines))
+            before, lines = [], []
+        before = [] if line.startswith("#") else [*before, line]
+    return found
+
+
+def numbers(text: str) -> list[str]:
+    """Return the numbers of a text, without names that contain digits, as "-1.50"."""
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    return [one.lstrip("+") for one in re.findall(r"(?<![\w.`-])[+-]?\d+(?:\.\d+)?(?![\w.]*[A-Za-z_]|\.\d)", text)]

@@ -1,10 +1,12 @@
-"""The commands and the code of README and docs/, as they stand there.
+"""The commands and the code in README and docs/.
 
-Python runs on two ranks. A command is taken as far as a CPU can take it in seconds: the planner answers; of a run its
-config is checked and its ranks are laid out; of a script its options are read. Runs themselves are slow tests.
+Python code runs on two ranks. Commands are checked as far as possible on a CPU in seconds: planner commands run; for a
+training run the config is checked and the layout is planned; for a script the options are parsed. The slow tests
+execute the runs.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -15,6 +17,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +26,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.benchmarks.bytes import kernel_table
+from scripts.study.grid import GRIDS, Grid
 from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.methods import test_contract
@@ -35,17 +41,18 @@ from torchtitan_scape.methods.registry import METHODS, MethodEntry
 COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]
 SEVERAL_HOSTS = ("NNODES", "RDZV_ENDPOINT")
-# Options of programs that are not ours, which a command may have in front of what they start.
-TORCHRUN, SBATCH = re.compile(r"--(nproc_per_node|nnodes)=\w+"), re.compile(r"--nodes=\d+")
+# Options of other programs, which a command may contain before the module that they start.
+TORCHRUN = re.compile(r"--(nproc_per_node|nnodes|rdzv_backend|rdzv_endpoint)=[\w:]+")
+SBATCH = re.compile(r"--nodes=\d+")
 
 
 class Parsed(BaseException):
-    """Raised in the place of what a script does: its options have been read."""
+    """Raised instead of running a script, after its options were parsed."""
 
 
 @contextmanager
 def stopping_after_the_options() -> Iterator[None]:
-    """Scripts end once argparse has read their options. Subparsers are parsers inside a parser: the outermost ends."""
+    """Stop scripts after argparse has parsed their options. Subparsers are nested; the outermost parser stops."""
     depth = 0
     originals = {name: getattr(argparse.ArgumentParser, name) for name in ("parse_args", "parse_known_args")}
 
@@ -68,9 +75,15 @@ def stopping_after_the_options() -> Iterator[None]:
 
 
 def check_module(module: str, arguments: list[str]) -> None:
-    """Whether `python -m MODULE ARGUMENTS` would start: its own parser reads them."""
+    """Check that the module's own parser accepts the arguments."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
+    if spec.submodule_search_locations:
+        check_module(f"{module}.__main__", arguments)
+        return
+    if module == "scripts.study.__main__":
+        sets = arguments[arguments.index("--sets") + 1].split(",") if "--sets" in arguments else []
+        Grid(GRIDS / f"{arguments[1]}.toml").choose(sets)
     source = (ROOT / spec.origin).read_text()
     if "argparse" not in source:
         assert all(argument in source for argument in arguments), f"{module} does not know {arguments}"
@@ -92,7 +105,7 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 
 def check_run(command: Command) -> None:
-    """A recipe and what overrides it: known keys, values that fit, ranks that can be laid out."""
+    """Check a recipe and its overrides: keys, values and layout."""
     from torchtitan_scape.trainer.layout import layout_of
 
     recipes = command.variables.get("CONFIG_FILE", "train_configs/embedded.toml").split(",")
@@ -121,10 +134,16 @@ def check(command: Command) -> None:
     elif program == "scripts/gpu_check.sh":
         check_module("scripts.gpu.check", arguments)
     elif program == "torchrun":
+        options = {}
         while TORCHRUN.fullmatch(arguments[0]):
+            name, _, options[name] = arguments[0].partition("=")
             arguments = arguments[1:]
         assert arguments[0] == "-m", command.text
-        check_module(arguments[1], arguments[2:])
+        if arguments[1] == "torchtitan_scape.train":
+            ranks = {"NGPU": options["--nproc_per_node"], "NNODES": options.get("--nnodes", "1")}
+            check_run(Command(command.page, command.text, program, arguments[2:], ranks))
+        else:
+            check_module(arguments[1], arguments[2:])
     elif program == "sbatch":
         while arguments[0] == "-A" or SBATCH.fullmatch(arguments[0]):
             arguments = arguments[2 if arguments[0] == "-A" else 1 :]
@@ -140,7 +159,7 @@ def check(command: Command) -> None:
         if "--" in own:
             rest = own[own.index("--") + 1 :]
         check_module(arguments[1], own)
-        if rest and rest[0].startswith("--"):  # the trainer's
+        if rest and rest[0].startswith("--"):  # the trainer's help
             check_run(Command(command.page, command.text, program, rest, command.variables))
         elif rest and (inner := parse_command(command.page, " ".join(rest))):
             check(inner)
@@ -150,41 +169,36 @@ def check(command: Command) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text[:60]}")
-def test_a_command_is_one_that_this_repository_takes(command: Command) -> None:
+def test_documented_commands_are_valid(command: Command) -> None:
     check(command)
 
 
 @pytest.mark.parametrize("command", PLANS, ids=lambda command: command.text[:80])
-def test_the_planner_answers(command: Command, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_planner_commands_succeed(command: Command, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan_scape.planner.plan import main
 
     monkeypatch.chdir(tmp_path)
     levels = Links.from_machine(get_machine("frontier")).levels
     stored = {name: {"latency": link.latency, "bandwidth": link.bandwidth} for name, link in levels.items()}
     (tmp_path / "links.json").write_text(json.dumps({"schema": SCHEMA, "memory_bandwidth": 1e12, "levels": stored}))
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as output:
         assert main(command.arguments[2:]) == 0
-    # Of Frontier's links, where dense gradients hide behind the backward pass, as the page says.
+    # On Frontier's links dense gradients overlap with the backward pass, as the page states.
     answer = "not 1.5 x" if "--shard-axis" in command.arguments else "Compress: no"
-    assert answer in told.getvalue() or "--paper" in command.arguments
+    assert answer in output.getvalue() or "--paper" in command.arguments
 
 
-def test_the_bytes_of_the_kernels_are_those_that_the_script_tells(tmp_path: Any) -> None:
-    command = next(
-        c for c in COMMANDS if c.page == "docs/kernels.md" and "scripts.benchmarks.kernel_bytes" in c.arguments
-    )
-    with patch.object(sys, "argv", [*command.arguments[1:], f"--output={tmp_path}"]), redirect_stdout(io.StringIO()):
-        runpy.run_module(command.arguments[1], run_name="__main__")
-    rows = [row for row in (tmp_path / "bytes.md").read_text().splitlines() if row.startswith("| llama")]
-    assert len(rows) == 6 and all(row in read("docs/kernels.md") for row in rows)
+def test_documented_kernel_bytes_match_the_script() -> None:
+    rows = [row for row in kernel_table({}).splitlines() if row.startswith("| llama")]
+    assert len(rows) == 6 and all(row in read("docs/explanation/kernels.md") for row in rows)
 
 
 SHORT = ["--training.steps=1", "--training.seq_len=32", "--validation.seq_len=32", "--validation.steps=1"]
 
 
 def short_runs() -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Variables and arguments of every run once, on this host alone: of one step with short sequences, or, where
-    the recipe's tokenizer and text are not here, a dry run."""
+    """Return the variables and arguments of every distinct run, reduced to one step with short sequences on this host,
+    or to a dry run if the recipe's tokenizer or text is not available."""
     seen = []
     for command in COMMANDS:
         if command.program == "./run_train.sh":
@@ -199,7 +213,7 @@ def short_runs() -> Iterator[tuple[dict[str, str], list[str]]]:
 
 
 def with_its_data(arguments: list[str], folder: Any) -> list[str]:
-    """A run's arguments, where it reads what another command of the pages prepares: that is done, in `folder`."""
+    """Return a run's arguments, after running the documented command that prepares its data in `folder`."""
     for command in COMMANDS:
         if "torchtitan_scape.data.prepare" in command.arguments and "--output" in command.arguments:
             output = command.arguments[command.arguments.index("--output") + 1]
@@ -212,7 +226,7 @@ def with_its_data(arguments: list[str], folder: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variables", "arguments"), short_runs(), ids=str)
-def test_a_run_runs(variables: dict[str, str], arguments: list[str], tmp_path: Any) -> None:
+def test_documented_runs_succeed(variables: dict[str, str], arguments: list[str], tmp_path: Any) -> None:
     arguments = with_its_data(arguments, tmp_path / "data")
     environment = os.environ | {"PYTHON": server.python(), "NGPU": "2", "OMP_NUM_THREADS": "1"} | variables
     command = [str(ROOT / "run_train.sh"), *arguments, f"--job.dump_folder={tmp_path}"]
@@ -225,11 +239,15 @@ def test_a_run_runs(variables: dict[str, str], arguments: list[str], tmp_path: A
 # ---------------------------------------------------------------------------------------------- Python
 
 
-def run_page(codes: list[str]) -> float | None:
-    """The Python of a page, in one namespace, as a rank of two. The last loss, where it has one."""
+def run_page(codes: list[str], folder: str) -> float | None:
+    """Run the Python of a page in `folder`, in one namespace, as a rank of two; return its last loss if it has one."""
     scope: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(dist.get_rank())
-    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+    with (
+        contextlib.chdir(folder),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+    ):
         for code in codes:
             exec(compile(code, "page", "exec"), scope)
     if "model" in scope:
@@ -241,28 +259,36 @@ def run_page(codes: list[str]) -> float | None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_of_a_page_runs(page: str, pool2: Pool) -> None:
-    losses = pool2(run_page, blocks(page, "python"))
+def test_documented_python_code_runs(page: str, pool2: Pool, tmp_path: Path) -> None:
+    losses = pool2(run_page, blocks(page, "python"), str(tmp_path))
     assert all(loss is None or loss < 1.0 for loss in losses)
 
 
-def test_there_is_python_to_run() -> None:
-    assert {page for page in PAGES if blocks(page, "python")} >= {"docs/own_loop.md", "docs/adding_a_method.md"}
+def test_some_pages_contain_python_code() -> None:
+    assert {page for page in PAGES if blocks(page, "python")} >= {
+        "docs/getting_started/own_loop.md",
+        "docs/how_to/add_a_method.md",
+    }
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_the_method_of_the_page_keeps_the_contract(replicas: int) -> None:
-    """With the very lines that the page would add to the registry and to the contract."""
+def test_the_documented_method_satisfies_the_contract(replicas: int) -> None:
+    """With the lines that the page adds to the registry and to the contract test."""
     scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
-    exec(blocks("docs/adding_a_method.md", "python")[0], scope)
+    for code in blocks("docs/how_to/add_a_method.md", "python")[:2]:  # its options and its implementation
+        exec(code, scope)
+    module = ModuleType("torchtitan_scape.methods.random.method")
+    vars(module)["Random"] = scope["Random"]
     registry, contract = (
-        code.splitlines()[2] for code in blocks("docs/adding_a_method.md", "") if code.splitlines()[1].strip() == "..."
+        code.splitlines()[2]
+        for code in blocks("docs/how_to/add_a_method.md", "")
+        if code.splitlines()[1].strip() == "..."
     )
-    with patch.dict(METHODS, eval(f"{{{registry}}}", scope)):
+    with patch.dict(METHODS, eval(f"{{{registry}}}", scope)), patch.dict(sys.modules, {module.__name__: module}):
         [case] = eval(f"[{contract}]", scope)
-        test_contract.test_delivered_and_pending_is_what_was_given(case, replicas)
-        test_contract.test_bytes_are_those_that_were_planned(case, replicas)
-        test_contract.test_its_dense_limit(case)
-        test_contract.test_a_skipped_step_changes_nothing(case)
-        test_contract.test_send_all_leaves_nothing_pending(case)
-        test_contract.test_what_it_declares_is_all_that_steps_depend_on(case, 4)
+        test_contract.test_applied_plus_pending_equals_the_sum_of_gradients(case, replicas)
+        test_contract.test_sent_bytes_equal_the_planned_bytes(case, replicas)
+        test_contract.test_the_dense_limit_equals_dense_training(case)
+        test_contract.test_a_skipped_step_changes_no_state(case)
+        test_contract.test_a_full_exchange_leaves_no_residual(case)
+        test_contract.test_declared_states_determine_all_later_steps(case, 4)

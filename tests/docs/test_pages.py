@@ -1,48 +1,39 @@
-"""README and docs/: what they name exists, and each page is one that a reader finds."""
+"""README and docs/: quoted paths, keys and names exist, and all pages are linked."""
 
 import json
-import math
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from functools import cache
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, blocks, headings, links, quoted, read
+from tests.docs.pages import PAGES, ROOT, blocks, headings, links, numbers, quoted, read, tables
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.type_checks import check_value
-from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.volumes import VOLUMES, messages
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
-QUESTIONS = {
-    f"docs/{name}.md"
-    for name in (
-        *("recipes", "data", "checkpoints", "failures", "simulation", "planning", "exchange", "memory", "kernels"),
-        *(
-            "own_loop",
-            "local_updates",
-            "sharding",
-            "results",
-            "observations",
-            "evaluation",
-            "architecture",
-            "adding_a_method",
-        ),
-    )
+# Column of gaps that are computed from the losses of the same table.
+MUON = "to dense Muon, %"
+# First cell of a table -> other studies that it quotes, and numbers that no report contains, with the reason.
+OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    # Gaps to dense Muon, computed from the losses of both reports.
+    "method, optimizer": ((), {"7.6", "22.1", "12.4", "23.7", "0.3", "2.1", "8.5", "27.3", "13.0", "32.1"}),
+    "density": ((), {"7"}),  # number of seeds; the report lists their losses
 }
+# The generated page quotes TorchTitan's descriptions.
+OWN_WORDS = [page for page in PAGES if page != "docs/reference/configuration.md"]
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
-# Programs, variables and keys of others.
+# Programs, variables and keys that are not defined here.
 FOREIGN = {"PATH", "WORLD_SIZE", "text", "offload"}
 
 
 def key_type(path: str) -> Any:
-    """The declared type of a key such as "sync.scape.density". Raises KeyError where the config has none."""
+    """Return the declared type of a key such as "sync.scape.density", or raise KeyError."""
     section: Any = JobConfig
     for name in path.split("."):
         if not is_dataclass(section):
@@ -53,7 +44,7 @@ def key_type(path: str) -> Any:
 
 @cache
 def keys() -> dict[str, list[Any]]:
-    """Key -> its types, in whichever section."""
+    """Return the types of every key name over all sections."""
     found: dict[str, list[Any]] = {}
 
     def walk(section: Any) -> None:
@@ -69,33 +60,27 @@ def keys() -> dict[str, list[Any]]:
 
 @cache
 def words() -> set[str]:
-    """Every word of the sources."""
+    """Return every word of the sources."""
     files = [path for room in ROOMS[:6] for path in (ROOT / room).rglob("*") if path.suffix in SOURCES]
     text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.sh"), ROOT / "pyproject.toml"])
     return set(re.findall(r"\w+", text))
 
 
 def value_of(text: str) -> Any:
-    """A TOML value, or None where it is none."""
+    """Return a TOML value, or None if the text is none."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return None
 
 
-def test_the_readme_is_short_and_the_pages_are_all_there() -> None:
-    assert len(read("README.md").splitlines()) <= 150
-    assert set(PAGES) - {"README.md"} == QUESTIONS
-    assert set(links("README.md")) >= QUESTIONS
-
-
-@pytest.mark.parametrize("page", sorted(QUESTIONS))
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_opens_with_its_title(page: str) -> None:
     assert read(page).startswith("# ")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_existing_targets(page: str) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
@@ -116,7 +101,55 @@ def test_quoted_paths_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_quoted_keys_are_known_and_their_values_fit(page: str) -> None:
+def test_numbers_of_a_study_are_those_of_its_report(page: str) -> None:
+    """Every number of a table that follows the name of a report is, rounded to its digits, a number of the report."""
+    for before, lines in tables(page):
+        studies = set(re.findall(r"results/(\w+)/report\.md", before))
+        others, exceptions = OTHER_NUMBERS.get(lines[0].strip("| ").split(" | ")[0], ((), set()))
+        if studies:
+            known = [number for study in studies.union(others) for number in report_numbers(study)]
+            for text in (text for line in without(MUON, lines)[2:] for text in numbers(line) if text not in exceptions):
+                half = Decimal(5).scaleb(Decimal(text).as_tuple().exponent - 1)  # type: ignore[operator]
+                assert any(abs(one - Decimal(text)) <= half for one in known), (
+                    f"{text} of {lines[0]} is not in {studies}"
+                )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_gaps_to_dense_muon_follow_from_the_losses(page: str) -> None:
+    """The reports have gaps to AdamW and AdamS. Gaps to Muon are computed from the row's losses, paired by seed."""
+    for _, lines in tables(page):
+        rows = [cells(line) for line in lines]
+        if MUON not in rows[0] or "losses" not in rows[0]:
+            continue
+        at, of = rows[0].index(MUON), rows[0].index("losses")
+        losses = {row[0]: [float(text) for text in numbers(row[of])] for row in rows[2:]}
+        for row in rows[2:]:
+            gaps = [100 * (one / base - 1) for one, base in zip(losses[row[0]], losses["Muon, dense"], strict=False)]
+            expected = [mean(gaps), *([stdev(gaps)] if len(gaps) > 1 else [])]
+            if row[0] != "Muon, dense":
+                assert [float(text) for text in numbers(row[at])] == pytest.approx(expected, abs=0.061), row
+                assert len(numbers(row[at])) == len(expected), row
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def without(column: str, lines: list[str]) -> list[str]:
+    """Return the lines of a table without a column."""
+    rows = [cells(line) for line in lines]
+    skipped = rows[0].index(column) if column in rows[0] else len(rows[0])
+    return [" | ".join(cell for i, cell in enumerate(row) if i != skipped) for row in rows]
+
+
+@cache
+def report_numbers(study: str) -> list[Decimal]:
+    return [Decimal(text) for text in numbers((ROOT / "results" / study / "report.md").read_text())]
+
+
+@pytest.mark.parametrize("page", OWN_WORDS)
+def test_quoted_keys_exist_and_their_values_are_valid(page: str) -> None:
     sections = {f.name for f in fields(JobConfig)}
     for text in quoted(page):
         for section, key, value in re.findall(r"^\[([a-z_.]+)\](?: ([a-z_0-9]+)(?: = (.+))?)?$", text):
@@ -143,9 +176,9 @@ def test_quoted_keys_are_known_and_their_values_fit(page: str) -> None:
                 raise AssertionError(f"{text}: the value does not fit")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_quoted_names_are_in_the_sources(page: str) -> None:
-    """A name that was changed in the sources is changed here, too."""
+@pytest.mark.parametrize("page", OWN_WORDS)
+def test_quoted_names_exist_in_the_sources(page: str) -> None:
+    """A name that is changed in the sources must be changed in the docs."""
     for text in quoted(page):
         name = text.removeprefix("--").removesuffix("()")
         if re.fullmatch(r"[A-Za-z_][\w.\-]*(=\w+)?", name):
@@ -165,60 +198,6 @@ def test_blocks_of_configuration_are_valid(page: str) -> None:
         json.loads(block)
 
 
-def test_the_methods_of_the_readme() -> None:
-    """Their names, optimizers, shares of dense bytes and memory, for Llama-1.8B as the planner has it."""
-    shapes = get_workload("llama_1_8b").shapes()
-    parameters = sum(map(math.prod, shapes))
-
-    def share(method: PlannedMethod, replicas: int) -> float:
-        return 100 * sent(method, replicas) / sent(PlannedMethod("adams"), replicas)
-
-    def sent(method: PlannedMethod, replicas: int) -> float:
-        return sum(s.sent for m in messages(method, shapes, replicas) for s in m.stages([("network", replicas)]))
-
-    def held(method: PlannedMethod, replicas: int) -> float:
-        both = (VOLUMES[m.kind].memory(m, shapes, replicas) for m in (method, PlannedMethod("adams")))
-        own, adams = (sum(kinds.values()) for kinds in both)
-        return (own - adams) / parameters
-
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", read("README.md"), re.M))
-    assert rows.keys() == METHODS.keys()
-    for name, entry in METHODS.items():
-        assert f"| {', '.join(entry.optimizers)} |" in rows[name]
-    coded, plain = PlannedMethod("scape", 0.05, "int4"), PlannedMethod("scape", 0.1)
-    two = PlannedMethod("scape", 0.025, "2bit")
-    told = f"{share(coded, 16):.1f} % at density 0.05 in four bits, {share(two, 4):.1f} % at 0.025 in two, "
-    assert f"{told}{share(plain, 4):.1f} % at 0.1 in FP32" in rows["scape"]
-    assert f"{held(coded, 4):.2f} / {held(coded, 16):.2f} at 0.05, {held(two, 16):.2f} at 0.025" in rows["scape"]
-    topk, powersgd = PlannedMethod("topk", 0.01), PlannedMethod("powersgd", rank=4)
-    assert f"{share(topk, 4):.1f} / {share(topk, 16):.1f} % at density 0.01" in rows["topk"]
-    assert f"| {held(topk, 4):.1f} / {held(topk, 16):.1f} |" in rows["topk"]
-    tagc = PlannedMethod("tagc", 0.0125)
-    assert f"{share(tagc, 4):.1f} / {share(tagc, 16):.1f} % at density 0.0125" in rows["tagc"]
-    assert f"| {held(tagc, 4):.1f} / {held(tagc, 16):.1f} |" in rows["tagc"]
-    assert f"{share(powersgd, 4):.2f} % at rank 4" in rows["powersgd"]
-    assert f"| {held(powersgd, 16):.1f} |" in rows["powersgd"]
-    demo, signs = (PlannedMethod("demo", values=values, selection="tile", block=64) for values in ("float32", "1bit"))
-    assert f"the {demo.k} largest" in rows["demo"]
-    for of, sent_by in ((": ", demo), ("their signs: ", signs)):
-        assert f"{of}{share(sent_by, 4):.1f} / {share(sent_by, 16):.1f} %" in rows["demo"]
-    assert f"| {held(demo, 4):.1f} / {held(demo, 16):.1f} |" in rows["demo"]
-    radius = PlannedMethod("radius", 0.4, selection="tensor")
-    assert f"{share(radius, 4):.1f} % at density 0.4" in rows["radius"]
-    assert f"keep for {radius.interval} steps" in rows["radius"]
-    assert f"| {held(radius, 16):.1f} |" in rows["radius"]
-    for name, method in (
-        ("diloco", PlannedMethod("diloco", inner_steps=30)),
-        ("streaming_diloco", PlannedMethod("streaming_diloco", wire="e2m1", inner_steps=100, fragments=5, delay=1)),
-    ):
-        assert f"every {method.inner_steps} steps" in rows[name] and f": {share(method, 4):.2g} %" in rows[name]
-        assert f"| {held(method, 4):.1f} |" in rows[name]
-    parts = PlannedMethod("sparta", wire="1bit", inner_steps=3, outer_momentum=0.0)
-    assert f"in one bit: {share(parts, 4):.1f} %" in rows["sparta"]
-    assert f"| {held(parts, 4):.1f} / {held(parts, 16):.1f} |" in rows["sparta"]
-    sparse = PlannedMethod("sparseloco", 1 / 64, values="2bit", selection="tile", inner_steps=30, outer_momentum=0.0)
-    assert f"in two bits: {share(sparse, 4):.2f} / {share(sparse, 16):.2f} %" in rows["sparseloco"]
-    assert f"| {held(sparse, 4):.1f} / {held(sparse, 16):.1f} |" in rows["sparseloco"]
-    four, eight = (PlannedMethod("quantized", wire=code, block=128) for code in ("e2m1", "int8"))
-    assert f"{share(four, 4):.1f} % (in eight: {share(eight, 16):.1f} %)" in rows["quantized"]
-    assert f"| {held(four, 16):.1f} |" in rows["quantized"]
+def test_the_site_has_all_pages() -> None:
+    nav = re.findall(r"- ([\w/]+\.md)$", read("mkdocs.yml").partition("\nnav:")[2], re.M)
+    assert sorted(f"docs/{page}" for page in nav) == sorted(page for page in PAGES if page != "README.md")

@@ -1,4 +1,4 @@
-"""The first three commands of docs/evaluation.md lead to a score."""
+"""The first three commands of docs/how_to/export_and_evaluate.md lead to a score."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT, blocks
 @pytest.mark.slow
 def test_three_commands_lead_to_a_score(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra eval, with the lm-evaluation-harness, is not installed")
-    script = blocks("docs/evaluation.md", "bash")[0]
+    script = blocks("docs/how_to/export_and_evaluate.md", "bash")[0]
     assert len(script.splitlines()) == 3
     for path in ROOT.iterdir():
         if path.name not in ("outputs", ".git"):

@@ -1,7 +1,7 @@
-"""What only a GPU can show: `scripts/gpu_check.sh correctness`, or SCAPE_GPU_TESTS=1 and `python -m pytest tests/gpu`.
+"""Tests on a GPU: `scripts/gpu_check.sh correctness`, or SCAPE_GPU_TESTS=1 and `python -m pytest tests/gpu`.
 
 The rest of the suite hides GPUs, so that it is the same everywhere. `SCAPE_GPU_TESTS=smoke TRITON_INTERPRET=1` runs one
-small case of each test on a CPU, as far as it can: that nothing here fails by a slip when a GPU is at hand.
+small case of each test on a CPU where possible, to find mistakes in this file without a GPU.
 """
 
 import gc
@@ -47,7 +47,7 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU can show it")
 @pytest.mark.parametrize("in_use", [1.0, 0.5, None], ids=["dense", "warm-up", "target"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 1)], ids=["aligned", "gradients off", "parameters off"])
-def test_a_step_follows_the_twin(
+def test_a_step_equals_the_pytorch_reference(
     density: float, in_use: float | None, dtype: torch.dtype, offsets: tuple[int, int]
 ) -> None:
     used = density if in_use is None else in_use
@@ -58,19 +58,19 @@ def test_a_step_follows_the_twin(
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 64, 256, 4096, 32768])
-def test_blocks_of_other_sizes(block_size: int) -> None:
+def test_other_block_sizes_equal_the_pytorch_reference(block_size: int) -> None:
     check_step(replace(BASE, block_size=block_size))
     check_step(replace(BASE, block_size=block_size, columns=None, keeps=1.0))
 
 
-def test_selection_of_ties() -> None:
-    """beta1 = 0 makes mt the gradient; a few values make ties the rule."""
+def test_ties_are_selected_as_in_the_reference() -> None:
+    """With beta1 = 0, mt is the gradient; few distinct values make ties common."""
     values = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5)
     check_step(replace(BASE, values=values, beta1=0.0, in_use=1.0, density=1.0, next=0.1))
 
 
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.01])
-def test_masks_arrive(density: float) -> None:
+def test_received_masks_are_decoded(density: float) -> None:
     check_rotate(replace(BASE, next=density))
 
 
@@ -80,7 +80,7 @@ def test_a_skipped_step_writes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_dense_adams_and_the_finite_check(dtype: torch.dtype, offset: int) -> None:
+def test_dense_adams_and_the_finite_check_equal_the_reference(dtype: torch.dtype, offset: int) -> None:
     check_adams([100_000, 0, 5, 8192], offset, dtype, 0, DEVICE)
     check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, DEVICE)
 
@@ -88,15 +88,15 @@ def test_dense_adams_and_the_finite_check(dtype: torch.dtype, offset: int) -> No
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [32, 128, 1024])
 @pytest.mark.parametrize("name", FORMATS)
-def test_block_codes_follow_the_twin(name: str, block: int, scale: torch.dtype) -> None:
-    """To the last bit, the twin on the GPU and on the CPU."""
+def test_block_codes_equal_the_reference(name: str, block: int, scale: torch.dtype) -> None:
+    """Bitwise, compared with the reference on the GPU and on the CPU."""
     check_follows(name, block, scale, 3, BLOCKS, DEVICE)
     x = rows_of(2, 26, block, "cpu")
     twin, kernel = BlockCode(name, block, scale), BlockCode(name, block, scale, "triton")
     assert torch.equal(twin.encode(x), kernel.encode(x.to(DEVICE)).cpu())
 
 
-def test_stochastic_rounding_and_the_turn_follow_the_twin() -> None:
+def test_stochastic_rounding_and_hadamard_equal_the_reference() -> None:
     for name, block in (("int8", 256), ("int4", 128)):
         check_rounding_follows(name, block, 3, BLOCKS, DEVICE)
 
@@ -109,7 +109,7 @@ def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:
 
 
 def weights(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
-    """The same at every call, whichever thread makes it, and whatever others draw meanwhile."""
+    """Return the same weights at every call, independent of the thread and of other random draws."""
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator, device=DEVICE)) for shape in shapes]
 
@@ -133,8 +133,8 @@ def unpacked(optimizer: Scape) -> Tensor:
         dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16"),
     ],
 )
-def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> None:
-    """Rounding may swap two entries that nearly tie, which moves single entries by a whole step."""
+def test_replicas_are_equal_and_follow_the_reference(options: dict[str, Any]) -> None:
+    """Rounding may exchange two nearly equal entries in a selection, which changes single entries by a full step."""
 
     def work(collectives: ThreadCollectives, kernels: str) -> tuple[list[Tensor], Tensor]:
         parameters, optimizer = start(collectives, kernels=kernels, **options)
@@ -153,8 +153,8 @@ def test_replicas_stay_equal_and_follow_the_twin(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("selection", ["block", "tensor"])
-def test_simulated_replicas_are_the_replicas(selection: str) -> None:
-    """To the last bit, and no step waits for the device."""
+def test_simulated_replicas_equal_real_replicas_on_a_gpu(selection: str) -> None:
+    """Bitwise, and no step waits for the device."""
     options: dict[str, Any] = dict(density=0.1, density_warmup_steps=4, selection=selection)
 
     def work(collectives: ThreadCollectives) -> tuple[list[Tensor], Tensor]:
@@ -174,9 +174,15 @@ def test_simulated_replicas_are_the_replicas(selection: str) -> None:
         gradients = []
         for replica in range(2):
             draw(step, replica, shared)
-            gradients.append([s.parameter.grad.clone().view(-1) for s in each[replica].method.ordered])
+            gradients.append([p.grad.clone() for p in shared])
+
+        def one(i: int, gradients: list[list[Tensor]] = gradients) -> None:
+            for parameter, gradient in zip(shared, gradients[i], strict=True):
+                parameter.grad = gradient
+            each[i].step()
+
         with no_synchronisation():
-            simulated.run(lambda i, own=gradients: each[i].step(gradients=own[i]))  # type: ignore[misc]
+            simulated.run(one)
     for ours, theirs in zip(shared, ranks[0][0], strict=True):
         assert torch.equal(ours.detach(), theirs)
     for optimizer, (_, state) in zip(each, ranks, strict=True):
@@ -198,7 +204,7 @@ def no_synchronisation() -> Iterator[None]:
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("options", [{}, {"update": "sharded"}, {"selection": "tensor", "kernels": "auto"}])
 def test_no_step_waits_for_the_device(options: dict[str, Any], kernels: str) -> None:
-    """From the first step on, through the density's warm-up and at the target."""
+    """From the first step on, during the density warm-up and at the target density."""
     parameters, optimizer = start(**{"density": 0.1, "density_warmup_steps": 3, "kernels": kernels, **options})
     for step in range(min(7, STEPS)):
         draw(step, 0, parameters)
@@ -209,7 +215,7 @@ def test_no_step_waits_for_the_device(options: dict[str, Any], kernels: str) -> 
 @pytest.mark.parametrize("bf16_weights", [False, True])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_offload_changes_nothing_and_does_not_wait(update: str, bf16_weights: bool) -> None:
-    """To the last bit, many groups of tensors through two buffers; only the first step reads the master."""
+    """Bitwise, with many groups of tensors in two buffers; only the first step waits, to read the master."""
     results = []
     for offload in ([], ["state", "master"] if bf16_weights else ["state"]):
         model = nn.ParameterList(weights(SHAPES * 8))
@@ -239,14 +245,14 @@ def test_dense_adams_does_not_wait() -> None:
 @needs_gpu
 @pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_memory_over_dense_adams(density: float, warmup: int) -> None:
-    """Masks, the payload buffers of the target density, rates of visits and tables; nothing of the model's size, ever.
+def test_memory_in_addition_to_dense_adams(density: float, warmup: int) -> None:
+    """Masks, payload buffers of the target density, visit rates and tables, but nothing of the model's size.
 
-    By what was asked for: the allocator may give a megabyte more each time.
+    Requested bytes are counted, since the allocator may round each request up by a megabyte.
     """
     shapes, peaks = [(4096, 2048)] * 8 + [(2048,)] * 8, []
     for name in ("adams", "scape"):
-        gc.collect()  # what other tests and the first round have left would be freed in between, and count as less
+        gc.collect()  # free the memory of other tests now, otherwise it would be subtracted
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -264,9 +270,9 @@ def test_memory_over_dense_adams(density: float, warmup: int) -> None:
     axes = sum(sum(s) for s in shapes if len(s) > 1)
     layout = BlockLayout(tuple(math.prod(s) for s in shapes if len(s) > 1), 1024, 1)
     payload = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + 8 * 2048
-    # A single replica's own selection is a whole mask; of N replicas it is an N-th. Lists have 12 bytes a tile: one of
-    # those that are selected in, three each of what goes by in a stream and of what is worked on at the mask's entries.
+    # A single replica selects a full mask, one of N replicas 1/N of it. Tile lists have 12 bytes per tile: one list for
+    # the selection, three for the streaming passes, and three for the passes over the mask's entries.
     lists = 12 * entries * (1 / SELECT_TILE + 3 / STREAM_TILE + 3 / COMPACT_TILE)
-    visits = (16 + 17) * axes  # kept, and while they are renewed
+    visits = (16 + 17) * axes  # the current ones, and the new ones while they are computed
     tables = 1 << 20  # by tensor, sums by tile, tiles of the payload and of the masks
     assert peaks[1] - peaks[0] <= 3 * layout.mask_bytes() + 8 * payload + visits + lists + tables

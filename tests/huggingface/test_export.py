@@ -152,8 +152,8 @@ def test_the_validated_weights_are_exported(name: str, export: Any, runs: Path) 
     if name == "diloco":
         assert code == 2 and "no masters" in output and not found.exists()
     else:
-        apart = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
-        assert 0 < float(apart) < 1e-2
+        difference = (tensors(found)["model.embed_tokens.weight"] - ours).abs().max()
+        assert 0 < float(difference) < 1e-2
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""The Triton passes against the torch twin, on any device: run in the interpreter on a CPU, and on a GPU.
+"""Checks of the Triton passes against the PyTorch passes: in the interpreter on a CPU, and on a GPU.
 
-What only moves or compares values is held to be equal bit for bit, with the one multiplication and addition that make
-mt. The update is held to the exact value within a bound on the rounding of its operations.
+Passes that only move or compare values must be bitwise equal, including the computation of mt. The update must equal
+the exact value within a bound on the rounding errors of its operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from kernels.scape.updaters import ReplicatedUpdate
 from kernels.scape.visits import MIN_VISIT_RATE, Staleness
 
 Make = Callable[..., ScapePasses]
-ULP = 2.0**-22  # of a division on a GPU, which errs by two units in the last place; twice four roundings to nearest
+ULP = 2.0**-22  # error bound of a division on a GPU, two units in the last place; more than four roundings to nearest
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
     block_size: int = 16
     replicas: int = 1
     replica: int | None = None
-    density: float = 0.1  # the target
+    density: float = 0.1  # target density
     in_use: float = 0.1
     previous: float = 0.1
     next: float = 0.1
@@ -45,13 +45,13 @@ class Case:
     writes: bool = True
     gradient_dtype: torch.dtype = torch.float32
     parameter_dtype: torch.dtype = torch.float32
-    offset: int = 0  # entries by which the gradients' storage is shifted off its alignment
+    offset: int = 0  # entries by which the gradients' storage is misaligned
     parameter_offset: int = 0
     seed: int = 0
     chunk_entries: int = 0
     chunk_multiple: int = 1
-    keeps_wire_error: bool = False  # rounding errors of the step before
-    columns: tuple[int, ...] | None = None  # of rows; staleness is that of row and column
+    keeps_wire_error: bool = False  # the last step left quantization errors
+    columns: tuple[int, ...] | None = None  # row lengths for staleness; None for no scaling
     keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
     device: str = "cpu"
@@ -95,7 +95,7 @@ class Case:
     def step(
         self, parameters: list[Tensor], gradients: list[Tensor], masks: tuple[Mask, Mask], **scalars: Any
     ) -> PassInputs:
-        """Of these tensors; an applied one, with a clipping factor of 1, unless `scalars` say otherwise."""
+        """Return the inputs of a step. By default it is applied, with a clip factor of 1; `scalars` override this."""
         fields = {
             "next_density": self.next,
             "applied": torch.tensor(True, device=self.device),
@@ -106,7 +106,7 @@ class Case:
         return PassInputs(parameters, gradients, [self.rates] * len(parameters), *masks, **{**fields, **scalars})
 
     def mask(self, density: float, seed: int) -> Mask:
-        """A mask of this density, as selection makes them."""
+        """Return a mask of this density that was selected from random values."""
         bits = torch.zeros(-(-self.layout.mask_bytes() // 4) * 4, dtype=torch.uint8)[: self.layout.mask_bytes()]
         if density < 1.0 and bits.numel():
             plan = PayloadPlan("block", 1.0, None)
@@ -121,7 +121,7 @@ class Case:
         return Mask(padded[: bits.numel()].copy_(bits), density)
 
     def draw(self, dtype: torch.dtype, seed: int, values: tuple[float, ...] = (), offset: int = 0) -> list[Tensor]:
-        """Flat tensors of the case's sizes, shifted off their alignment by `offset` entries."""
+        """Draw flat tensors of the case's sizes, misaligned by `offset` entries."""
         generator = torch.Generator().manual_seed(seed)
         tensors = []
         for n in self.sizes:
@@ -129,26 +129,26 @@ class Case:
                 drawn = torch.tensor(values)[torch.randint(len(values), (n,), generator=generator)]
             else:
                 drawn = torch.randn(n, generator=generator)
-            home = torch.zeros(n + offset, dtype=dtype, device=self.device)
-            tensors.append(home[offset:].copy_(drawn))
+            storage = torch.zeros(n + offset, dtype=dtype, device=self.device)
+            tensors.append(storage[offset:].copy_(drawn))
         return tensors
 
 
 def used(case: Case, mask: Mask, tensor: int) -> Tensor:
-    """bool (n,): a tensor's entries in a mask."""
+    """Return bool (n,): true for a tensor's entries in a mask."""
     n = case.sizes[tensor]
     bits = case.layout.bits(mask, tensor) if tensor < len(case.sparse) else None
     return torch.ones(n, dtype=torch.bool, device=case.device) if bits is None else reference.unpack_bits(bits, n)
 
 
 def check_wires(ours: Tensor | None, theirs: Tensor | None) -> None:
-    """Selection: the same bytes."""
+    """Assert that both selections have the same bytes."""
     assert (ours is None) == (theirs is None)
     assert ours is None or theirs is None or torch.equal(ours, theirs), "selection"
 
 
 def check_step(case: Case) -> None:
-    """One step of both: pack, selection, squares, update."""
+    """Run one step of both backends and compare payload, selection, norm and update."""
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     twin: Any = case.passes(torch_passes)
     kernel = case.passes(triton_passes)
@@ -180,7 +180,7 @@ def check_step(case: Case) -> None:
 
     check_wires(*wires)
 
-    # The payload in chunks of its own, where it has no buffer.
+    # A payload without buffer is copied to and from chunks.
     if not kernel.compact and not masks[0].dense:
         total = torch.cat(payloads)
         for factor, cuts in ((1, sorted({0, total.numel()})), (2, uneven_cuts(twin.counts))):
@@ -188,9 +188,9 @@ def check_step(case: Case) -> None:
                 chunk = torch.full((end - first,), float("nan"), device=case.device)
                 kernel.pieces().fill(chunk, first)
                 assert torch.equal(chunk, total[first:end])
-                kernel.pieces().land(chunk * factor, first)
-        landed = [kernel.gradients[i][used(case, masks[0], i)] for i in range(len(case.sizes))]
-        assert torch.equal(torch.cat(landed), total * 2)
+                kernel.pieces().store(chunk * factor, first)
+        stored = [kernel.gradients[i][used(case, masks[0], i)] for i in range(len(case.sizes))]
+        assert torch.equal(torch.cat(stored), total * 2)
         for i, payload in enumerate(payloads):
             kernel.gradients[i][used(case, masks[0], i)] = payload
 
@@ -198,17 +198,19 @@ def check_step(case: Case) -> None:
 
 
 def uneven_cuts(counts: Sequence[int], short: int = 7, long: int = 4999) -> list[int]:
-    """Where a payload of so many entries a tensor is cut, from 0 to its end: seven by seven about the borders of
-    tensors; elsewhere a chunk that is longer than a tile and one of seven take turns. All cuts but few fall inside a
-    block and a tile, and a payload of some hundreds of entries goes seven by seven."""
+    """Return the ends of the chunks of a payload, from 0 to its end; counts: entries of each tensor.
+
+    Near the borders of tensors chunks have `short` entries; elsewhere they alternate with `long` ones, which exceed a
+    tile. Most ends are inside a block and a tile, and a payload of some hundred entries has short chunks only.
+    """
     borders = [0, *accumulate(counts)]
     cuts, length = [0], long
     while (at := cuts[-1]) < borders[-1]:
         near = any(abs(at - border) <= 6 * short for border in borders)
         length = short if near or length > short else long
-        ahead = min(border - at for border in borders if border > at)
+        distance = min(border - at for border in borders if border > at)
         if length == long:
-            length = max(short, min(long, ahead - 6 * short))
+            length = max(short, min(long, distance - 6 * short))
         cuts.append(min(at + length, borders[-1]))
     return cuts
 
@@ -222,7 +224,7 @@ def check_update(
     before: list[Tensor],
     parameters: list[Tensor],
 ) -> None:
-    """Norm and update against the exact values, within the rounding of each operation."""
+    """Compare norm and update with the exact values, within the rounding errors of all operations."""
     r, clip = case.rates, 0.7
     b1, b2 = r.beta1, r.beta2
     residuals = [s.clone() for s in kernel.states]
@@ -255,8 +257,8 @@ def check_update(
             most, columns = case.staleness.most, case.staleness.columns[i]
             mean = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), most)
             entering = fresh.view(-1, columns).double()
-            often = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
-            factor = (mean / often.flatten()[on].clamp(min=MIN_VISIT_RATE)).clamp(1.0, most)
+            frequency = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
+            factor = (mean / frequency.flatten()[on].clamp(min=MIN_VISIT_RATE)).clamp(1.0, most)
             u, u_error = (
                 torch.where(fresh[on], u * factor, u),
                 torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * factor, u_error),
@@ -280,13 +282,13 @@ def check_update(
 
 
 def check_skipped(case: Case) -> None:
-    """A step that is not applied writes nothing that lasts."""
+    """Assert that a step that is not applied changes no state."""
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     kernel = case.passes(triton_passes)
     parameters = case.draw(case.parameter_dtype, case.seed + 5)
-    lasting = [kernel.storage.flat["state"], *parameters, masks[0].bits, masks[1].bits]
-    lasting += [kernel.visits.rates] if kernel.visits else []
-    kept = [t.clone() for t in lasting]
+    persistent = [kernel.storage.flat["state"], *parameters, masks[0].bits, masks[1].bits]
+    persistent += [kernel.visits.rates] if kernel.visits else []
+    before = [t.clone() for t in persistent]
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]
     kernel.bind(
         case.step(
@@ -301,12 +303,12 @@ def check_skipped(case: Case) -> None:
     pack_all(kernel)
     squares_all(kernel)
     update_all(kernel)
-    for old, new in zip(kept, lasting, strict=True):
+    for old, new in zip(before, persistent, strict=True):
         assert torch.equal(old, new)
 
 
 def check_entering(case: Case) -> None:
-    """Newly entered entries of every row and column, of both backends."""
+    """Compare the counts of newly entered entries of both backends with a direct count."""
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     counts = []
     for kind in (torch_passes, triton_passes):
@@ -324,7 +326,7 @@ def check_entering(case: Case) -> None:
 
 
 def check_rotate(case: Case) -> None:
-    """What the runs selected becomes the mask in use, by either form on the wire, of either backend."""
+    """Assert that the received selections become the current mask, in both encodings and both backends."""
     twin = case.passes(torch_passes)
     dense, gradients = Mask(torch.zeros(0)), case.draw(torch.float32, case.seed, case.values)
     twin.bind(case.step([torch.zeros_like(g) for g in gradients], gradients, (dense, dense)))
@@ -334,14 +336,14 @@ def check_rotate(case: Case) -> None:
         in_use, previous = case.mask(case.in_use, 1), case.mask(case.previous, 2)
         passes.rotate(wire, case.next, in_use.bits, previous.bits)
         results.append((in_use.bits, previous.bits))
-    # Behind the last block lies padding that nobody reads.
+    # The padding after the last block is undefined.
     real = case.layout.total_blocks * case.block_size // 8
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours[:real], theirs[:real])
 
 
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Dense AdamS against its twin, to the rounding of some ten operations."""
+    """Compare dense AdamS of both backends, within the rounding errors of about ten operations."""
     from kernels.dense.torch_passes import TorchAdams
     from kernels.dense.triton_passes import TritonAdams
 
@@ -357,8 +359,8 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
         results.append((parameters, moments))
     ulp = ULP if dtype == torch.float32 else 2.0**-7
     for ours, theirs in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
-        unit = ulp if ours.dtype == dtype else ULP
-        assert bool(((ours.double() - theirs.double()).abs() <= 16 * unit * (ours.double().abs() + 0.2)).all())
+        bound = ulp if ours.dtype == dtype else ULP
+        assert bool(((ours.double() - theirs.double()).abs() <= 16 * bound * (ours.double().abs() + 0.2)).all())
 
 
 def check_finite(

@@ -19,7 +19,7 @@ from tests.toy import make_scape
     st.sampled_from([1.0, 0.5, 0.1, 0.01]),
 )
 def test_runs_cover_every_entry_once(sizes: list[int], block_size: int, replicas: int, density: float) -> None:
-    """Fewer blocks than replicas, empty tensors and tensors of one entry included; property 6's count."""
+    """Including fewer blocks than replicas, empty tensors and tensors of one entry."""
     layout = BlockLayout(tuple(sizes), block_size, replicas)
     assert layout.total_blocks == sum(math.ceil(n / block_size) for n in sizes)
     assert layout.run_blocks == math.ceil(layout.total_blocks / replicas)
@@ -43,7 +43,7 @@ def test_entries_per_block(density: float, k: int) -> None:
     assert entries_per_block(density, 1024) == k
 
 
-def test_a_density_below_one_entry_a_block_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_density_below_one_entry_per_block_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """40 + 3 real entries in blocks of 16: three and one."""
     parameters = [nn.Parameter(torch.ones(4, 10)), nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(5))]
     optimizer = make_scape(parameters, lr=0.1, block_size=16, density=0.001)
@@ -51,7 +51,7 @@ def test_a_density_below_one_entry_a_block_is_said_once(caplog: pytest.LogCaptur
         p.grad = torch.ones_like(p)
     optimizer.step()
     (message,) = [r.getMessage() for r in caplog.records]
-    assert "density 0.001 of a block of 16 entries is less than one" in message
+    assert "density 0.001 is less than one entry per block of 16" in message
     assert "which is a density of 0.093" in message
     caplog.clear()
     make_scape(parameters, lr=0.1, block_size=16, density=0.04)

@@ -1,4 +1,4 @@
-"""The code of a block's offsets: the bits as Elias and Fano have them, sizes in closed form, and the way back."""
+"""Elias-Fano code of in-block offsets: bits, sizes in closed form, and decoding."""
 
 import math
 
@@ -13,8 +13,8 @@ from kernels.scape.blocks import BlockLayout, offset_bytes, offset_code
 from kernels.scape.mask_code import decode_offsets, encode_offsets
 
 
-def spelled(offsets: list[int], low: int, block_size: int) -> list[int]:
-    """A block's code, bit by bit: unary counts of the high parts, each ended by a zero except the last; low bits."""
+def literal_code(offsets: list[int], low: int, block_size: int) -> list[int]:
+    """Return a block's code bit by bit: unary counts of the high parts, separated by zeros, then the low bits."""
     unary = []
     for high in range(-(-block_size // 2**low)):
         unary += [1] * sum(offset >> low == high for offset in offsets) + [0]
@@ -23,14 +23,14 @@ def spelled(offsets: list[int], low: int, block_size: int) -> list[int]:
 
 
 def draw(blocks: int, k: int, block_size: int, seed: int) -> Tensor:
-    """Ascending offsets, some of them repeated."""
+    """Draw ascending offsets, some of them repeated."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, block_size, (blocks, k), generator=generator).sort(dim=1).values
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 64, 128, 1024, 32768])
-def test_blocks_come_back(block_size: int) -> None:
-    """k from one to full, in the fewest bytes that any number of low bits gives, and never more than whole offsets."""
+def test_blocks_round_trip(block_size: int) -> None:
+    """For k from one to the block size: the code is the shortest over all numbers of low bits."""
     width = math.ceil(math.log2(block_size))
     for k in {1, 2, 3, 5, block_size // 8, block_size // 5, block_size // 2, block_size - 1, block_size}:
         code = offset_code(k, block_size)
@@ -52,7 +52,7 @@ def test_bits_are_those_of_elias_and_fano(block_size: int, blocks: int, k: int, 
     coded = encode_offsets(offsets, block_size)
     for row, own in zip(offsets.tolist(), coded.view(blocks, code.nbytes).tolist(), strict=True):
         bits = [byte >> j & 1 for byte in own for j in range(8)]
-        expected = spelled(row, code.low, block_size)
+        expected = literal_code(row, code.low, block_size)
         assert bits == expected + [0] * (len(bits) - len(expected))
     assert torch.equal(decode_offsets(coded, blocks, k, block_size), offsets)
 
@@ -65,8 +65,8 @@ def test_bytes_of_a_block(block_size: int, k: int, nbytes: int) -> None:
     assert offset_bytes(7, k, block_size) == 7 * nbytes
 
 
-def test_the_bitmap_stays_where_it_is_smaller() -> None:
-    """Blocks of 1024: 255 offsets take 128 bytes, as the bitmap, and 250 less."""
+def test_the_bitmap_is_used_where_it_is_smaller() -> None:
+    """In blocks of 1024, 255 offsets need 128 bytes, as the bitmap, and 250 offsets need fewer."""
     layout = BlockLayout((5000,), 1024, 2)
     for density, sends, nbytes in ((250 / 1024, True, 126), (255 / 1024, False, 128), (0.5, False, 128)):
         assert layout.sends_offsets(density, "block") == sends
@@ -92,11 +92,11 @@ def test_a_short_block_repeats_its_last_entry(n: int, k: int) -> None:
     st.sampled_from([2, 16, 64]),
     st.sampled_from([0.5, 0.1, 0.05, 0.01]),
 )
-def test_stretches_on_the_wire_have_whole_sixteens(
+def test_sent_selections_are_padded_to_16_bytes(
     sizes: list[int], block_size: int, replicas: int, density: float
 ) -> None:
     layout = BlockLayout(tuple(sizes), block_size, replicas)
-    told, wire = layout.selection_bytes(density, "block"), layout.wire_bytes(density, "block")
-    assert wire % 16 == 0 and 0 <= wire - told < 16
+    nbytes, wire = layout.selection_bytes(density, "block"), layout.wire_bytes(density, "block")
+    assert wire % 16 == 0 and 0 <= wire - nbytes < 16
     k = max(1, round(density * block_size))
-    assert told == layout.run_blocks * min(offset_code(k, block_size).nbytes, block_size // 8)
+    assert nbytes == layout.run_blocks * min(offset_code(k, block_size).nbytes, block_size // 8)

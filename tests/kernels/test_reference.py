@@ -1,4 +1,4 @@
-"""The passes on local tensors, against oracles in plain Python."""
+"""SCAPE's reference passes against plain Python."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_bits_round_trip(bits: list[bool]) -> None:
     assert packed.tolist() == expected
 
 
-# Few distinct values, so that ties are the rule; denormals and signed zeros included.
+# Few distinct values, so that ties are common; including denormals and signed zeros.
 _VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3e38, 0.5])
 
 
@@ -45,7 +45,7 @@ def test_largest_is_exact(values: list[float], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_finite_names_the_tensor(bad: float) -> None:
+def test_finite_identifies_the_tensor(bad: float) -> None:
     gradients = [torch.ones(3), torch.ones(5), torch.empty(0)]
     assert finite(gradients).tolist() == [True, True, True]
     gradients[1][4] = bad
@@ -59,8 +59,8 @@ def _mask(n: int, generator: torch.Generator, density: float) -> torch.Tensor:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 100), st.booleans(), st.booleans(), st.booleans())
-def test_pack_loses_nothing(seed: int, n: int, all_in_use: bool, all_before: bool, in_place: bool) -> None:
-    """Property 2: the payload scattered back plus the state off A is mt, bit for bit."""
+def test_pack_preserves_every_entry(seed: int, n: int, all_in_use: bool, all_before: bool, in_place: bool) -> None:
+    """The payload on A and the state off A are mt, bitwise."""
     generator = torch.Generator().manual_seed(seed)
     used = torch.ones(n, dtype=torch.bool) if all_in_use else _mask(n, generator, 0.3)
     before = torch.ones(n, dtype=torch.bool) if all_before else _mask(n, generator, 0.3)
@@ -84,7 +84,7 @@ def test_pack_loses_nothing(seed: int, n: int, all_in_use: bool, all_before: boo
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
-def test_a_skipped_step_changes_nothing(seed: int, n: int, all_in_use: bool) -> None:
+def test_a_skipped_step_changes_no_state(seed: int, n: int, all_in_use: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     used, before = _mask(n, generator, 0.3), _mask(n, generator, 0.3)
     indices = None if all_in_use else used.nonzero().view(-1)

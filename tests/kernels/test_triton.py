@@ -1,4 +1,7 @@
-"""What needs a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+"""Triton kernels: interpreter and compilation, in separate processes, and the arguments of launches.
+
+Triton reads TRITON_INTERPRET on import, so the interpreter needs a separate process.
+"""
 
 import json
 import os
@@ -45,18 +48,20 @@ def run(*command: str, **environment: str) -> str:
 
 @pytest.mark.skipif(
     Version(triton.__version__) < (3, 7) and Version(np.__version__) >= (2, 4),
-    reason="Triton 3.6 interprets no loop over a number that it was given with NumPy 2.4 or later",
+    reason="Triton 3.6 cannot interpret a loop over a number with NumPy 2.4 or later",
 )
 @pytest.mark.parametrize("all_examples", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_kernels_in_the_interpreter(all_examples: str) -> None:
-    """Hypothesis drives every kernel against the twin; the output of a failure is shown."""
+    """Compare every kernel with PyTorch in the interpreter; the output of a failure is part of the message."""
     tests = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels/interpreted")
     assert "skipped" not in run("-m", "pytest", *tests, TRITON_INTERPRET="1", SCAPE_ALL_EXAMPLES=all_examples)
 
 
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
-    """Ahead of time, without a GPU, in few of the configurations that the script knows. At the default block size on
-    NVIDIA registers suffice."""
+    """Ahead of time, without a GPU, in some configurations of the script.
+
+    At the default block size no kernel spills registers on NVIDIA.
+    """
     run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
     device_code = [
@@ -101,8 +106,8 @@ def shifted(entries: int, offset: int) -> Tensor:
 
 @pytest.mark.parametrize("in_use", [1.0, 0.1], ids=["dense", "target"])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP's gradients are views into one buffer, at any offset. The update reads them while the mask is dense."""
+def test_only_aligned_tensors_use_wide_loads(in_use: float, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's gradients are views into one buffer at any offset. The update reads them if the mask is dense."""
     calls: list[tuple[str, bool]] = []
 
     def note(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
@@ -124,30 +129,32 @@ def test_wide_loads_are_for_aligned_tensors(in_use: float, offset: int, monkeypa
 
 
 def test_large_payloads_are_covered_once() -> None:
-    """Positions behind 2^24, which FP32 cannot count, and tensors without a remainder."""
+    """With positions above 2^24, which FP32 cannot represent, and tensors without a remainder."""
     sizes = (0, 36_000_003, 4096, 1029)
     updater = ReplicatedUpdate(BlockLayout(sizes, 1024, 1), (7, 0, 3))
     passes = triton_passes(updater, PayloadPlan("block", 0.6, 0), torch.device("cpu"))
     passes.counts, passes.payload_layout = (
         passes.payload_counts(0.6),
-        updater.in_buffer(passes.payload_counts(0.6), passes.plan),
+        updater.buffered_payload(passes.payload_counts(0.6), passes.plan),
     )
     (part,) = passes.parts
     whole, rest = passes.tile_payload(part)
     assert bool((whole[:, 1] % 4 == 0).all()) and bool((whole[:, 2] == 4096).all())
-    stretches = sorted((first, first + length, tensor) for tensor, first, length in torch.cat([whole, rest]).tolist())
+    ranges = sorted((first, first + length, tensor) for tensor, first, length in torch.cat([whole, rest]).tolist())
     position, entries = 0, [0] * len(passes.counts)
-    for first, end, tensor in stretches:
+    for first, end, tensor in ranges:
         assert first == position
         entries[tensor] += end - first
         position = end
     assert entries == passes.counts and position == sum(passes.counts) > 2**24
 
 
-def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the first steps, and the first at the target density; a density on its way brings few forms more, by the
-    width of its codes and where a list of tiles is cut."""
-    forms: list[set[Any]] = []
+def test_a_step_compiles_the_variants_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exceptions are the first steps, and the first one at the target density.
+
+    A warm-up density adds few variants, which depend on the width of its codes and on the split of the lists of tiles.
+    """
+    variants: list[set[Any]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
         if 0 in grid:
@@ -159,7 +166,7 @@ def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch
             elif isinstance(value, int):
                 known = None if parameter.do_not_specialize else (value == 1, value % 16 == 0)
                 special.append((value < 2**31, known))
-        forms[-1].add((kernel.fn.__name__, warps, *map(str, constants.items()), *special))
+        variants[-1].add((kernel.fn.__name__, warps, *map(str, constants.items()), *special))
 
     monkeypatch.setattr(launching, "launch", note)
     layout, steps, density = BlockLayout((40_000, 8_192), 1024, 2), 12, 0.05
@@ -170,7 +177,7 @@ def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch
     rates, count = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, torch.ones((), dtype=torch.float64)
     parameters = [torch.zeros(n) for n in (40_000, 8_192, 100)]
     for step in range(1, steps + 1):
-        forms.append(set())
+        variants.append(set())
         following = density_at(step + 1, density, 8)
         gradients = [torch.zeros_like(p) for p in parameters]
         passes.bind(
@@ -186,7 +193,7 @@ def test_a_step_compiles_what_the_one_before_has(monkeypatch: pytest.MonkeyPatch
         passes.release()
         passes.rotate(torch.zeros(2 * selected.numel(), dtype=torch.uint8), following, masks[0].bits, masks[1].bits)
         masks[1].density, masks[0].density = masks[0].density, following
-    anew = [found.difference(*forms[:i]) for i, found in enumerate(forms)]
-    # The third step's mask is the first that goes as offsets, the eighth has the target density.
-    assert {form[0] for found in anew[3:7] for form in found} <= {"decode_offsets_kernel", "move_kernel"}
-    assert not any(anew[8:]) and len(set().union(*forms)) <= 20
+    new = [found.difference(*variants[:i]) for i, found in enumerate(variants)]
+    # The mask of the third step is the first one sent as offsets; the eighth has the target density.
+    assert {variant[0] for found in new[3:7] for variant in found} <= {"decode_offsets_kernel", "move_kernel"}
+    assert not any(new[8:]) and len(set().union(*variants)) <= 20

@@ -1,9 +1,9 @@
-"""What holds for every method of the replicate axis. A method is one line of `CASES`."""
+"""Contract of every method of the replicate axis. A method is tested by adding it to `CASES`."""
 
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,27 +16,35 @@ from tests.pool import Pool, attempts
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, Ring
+from topology.groups import ReplicaGroups
+from topology.links import bytes_by_level
 from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
+from topology.ring_bytes import LevelSize
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards, store_gradient
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.volumes import messages
 
-# Matrices, one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero, and
-# what is not compressed.
+# Matrices: one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero. Then
+# uncompressed parameters.
 SHAPES = [(40, 24), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
 WITHOUT = 4
 STEPS = 8
+EQUAL = 1e-12  # relative tolerance of byte counts, which are sums of floats
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """options: as a run has them. dense: with which the method is dense training, up to `tolerance`. begins: steps
-    until it compresses; from then on what it sends repeats every `period` steps. conserves: whether all that is given
-    is delivered some day."""
+    """A method with options.
+
+    Attributes:
+        dense: changed options for which the method equals dense training, up to `tolerance`.
+        begins: steps before it compresses. After that the bytes per step repeat every `period` steps.
+        conserves: applied plus pending updates equal the sum of all gradients.
+    """
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +66,7 @@ CASES = [
     Case("topk", {"density": 0.1, "selection": "tile", "values": "2bit"}, dense={"density": 1.0}),
     Case("topk", {"density": 0.1, "block_size": 64, "values": "e2m1"}, dense={"density": 1.0}),
     Case("tagc", {"density": 0.1}, dense={"density": 1.0}),
-    Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # a mean over those that sent a component
+    Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # the mean is over the senders of a component
     Case("demo", {"chunk": 6, "k": 4, "values": "sign"}, {"k": 64, "values": "float32"}, conserves=False),
     Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
     Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
@@ -115,12 +123,12 @@ def gradients(step: int, replica: int) -> list[Tensor]:
 
 
 def kept(method: Method) -> dict[str, Tensor]:
-    """Copies of all that it keeps."""
+    """Return copies of all states."""
     return {f"{s.kind}.{name}": t.clone() for s in method.states() for name, t in s.tensors.items()}
 
 
 def pending(method: Method) -> list[Tensor]:
-    """Of every parameter, flat FP64."""
+    """Return the pending update of every parameter, flat FP64."""
     found = [torch.zeros(torch.Size(shape).numel(), dtype=torch.float64) for shape in SHAPES]
     for state in method.states():
         for name, values in state.tensors.items() if state.on_migration in ("gradient", "displacement") else ():
@@ -132,7 +140,7 @@ def pending(method: Method) -> list[Tensor]:
 
 @dataclass
 class Played:
-    """Of one replica: what was delivered, what was kept, trained and pending after a step, bytes sent in it."""
+    """Results of one replica by step: applied updates, states, weights, pending updates, sent bytes."""
 
     given: list[list[Tensor]] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
@@ -156,21 +164,21 @@ def play(
         own = gradients(number, collectives.replica)
         if number == nan_at and collectives.replica == collectives.replicas - 1:
             own[0][3] = torch.nan
-        # Without the guard, whose flag this is.
+        # There is no guard here, so the test computes its flag.
         step = StepInfo(number, torch.tensor(number != nan_at))
         with torch.no_grad():
             played.given.append(exchanged(method, own, step))
         played.trained.append(trained_by(method))
         played.kept.append(kept(method))
         played.pending.append(pending(method))
-        sent = sum(collectives.traffic.sent_by_level().values())
+        sent = sum(collectives.ledger.sent_by_level().values())
         played.sent.append(sent - before)
         before = sent
     return played
 
 
 def update(method: Method, gradients: list[Tensor], step: StepInfo) -> None:
-    """What the container does after `synchronize`, without clipping."""
+    """Update as `GradientMethod.step` does after `synchronize`, without clipping."""
     optimizer = method.context.optimizer
     assert isinstance(optimizer, AdamS)
     for shard, gradient in zip(method.context.shards, gradients, strict=True):
@@ -180,15 +188,15 @@ def update(method: Method, gradients: list[Tensor], step: StepInfo) -> None:
 
 
 def trained_by(method: Method) -> tuple[list[Tensor], dict[str, Any]]:
-    """Copies of the parameters and of the optimizer's state."""
+    """Return copies of the parameters and of the optimizer's state."""
     parameters = [shard.parameter.detach().clone() for shard in method.context.shards]
     return parameters, copy.deepcopy(method.context.optimizer.state_dict())
 
 
 def exchanged(method: Method, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
-    """What a step delivers: what `synchronize` gives, or, where replicas differ, what the model they share moves by.
+    """Return the update that a step applies: the synchronized gradient, or the change of the shared weights.
 
-    There a replica steps by its gradient.
+    With per-replica weights every replica first takes a step along its own gradient.
     """
     if not method.per_replica_weights:
         given = method.synchronize(gradients, step)
@@ -211,13 +219,13 @@ def shared_model(method: Method) -> list[Tensor]:
 
 @functools.cache
 def as_replicas(case: Case, replicas: int) -> list[Played]:
-    """Of every replica. Played once, for tests that read it."""
+    """Return the results of every replica. Computed once for all tests."""
     return run_replicas(replicas, lambda collectives: play(collectives, case))
 
 
 def on_gloo(case: Case) -> Played:
     collectives = ProcessGroupCollectives(dist.group.WORLD)
-    collectives.chunk_entries = 64  # as `run_replicas` has it: chunks are padded
+    collectives.chunk_entries = 64  # as in `run_replicas`, because padding depends on the chunk size
     return play(collectives, case)
 
 
@@ -237,13 +245,13 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(params=[case for case in CASES if not is_local(case)], ids=str)
 def synchronising(request: pytest.FixtureRequest) -> Case:
-    """A method that replicas take gradients from."""
+    """A case of a `GradientMethod`."""
     return request.param
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> None:
-    """In the mean over replicas, of every parameter, at every step; and all replicas take the same bits."""
+def test_applied_plus_pending_equals_the_sum_of_gradients(case: Case, replicas: int) -> None:
+    """In the mean over replicas, for every parameter and step; and all replicas receive the same bits."""
     ranks = as_replicas(case, replicas)
     total, delivered = ([torch.zeros_like(t) for t in mean(0, 1)] for _ in range(2))
     for i in range(STEPS):
@@ -259,7 +267,7 @@ def test_delivered_and_pending_is_what_was_given(case: Case, replicas: int) -> N
     assert torch.equal(ranks[0].given[-1][WITHOUT], torch.zeros_like(ranks[0].given[-1][WITHOUT]))
 
 
-def test_shared_state_is_shared(case: Case) -> None:
+def test_replicated_states_are_bitwise_equal(case: Case) -> None:
     def work(collectives: ReplicaCollectives) -> dict[str, Tensor]:
         method = make(case, collectives)
         play(collectives, case, method=method)
@@ -269,8 +277,8 @@ def test_shared_state_is_shared(case: Case) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_a_skipped_step_changes_nothing(case: Case) -> None:
-    """Of what is kept, to the last bit; and the steps after it are free of NaN."""
+def test_a_skipped_step_changes_no_state(case: Case) -> None:
+    """States are bitwise unchanged, and later steps contain no NaN."""
     at = case.begins + 3
     for rank in run_replicas(3, lambda collectives: play(collectives, case, nan_at=at)):
         before, after = rank.kept[at - 2], rank.kept[at - 1]
@@ -280,8 +288,8 @@ def test_a_skipped_step_changes_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, STEPS))
-def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> None:
-    """A new method with the states of another goes on as that one, to the last bit, in any phase."""
+def test_declared_states_determine_all_later_steps(case: Case, at: int) -> None:
+    """A new method object with the states of another one continues bitwise like that one, in any phase."""
     wholes = as_replicas(case, 2)
 
     def work(collectives: ReplicaCollectives) -> Played:
@@ -304,41 +312,54 @@ def test_what_it_declares_is_all_that_steps_depend_on(case: Case, at: int) -> No
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_bytes_are_those_that_were_planned(case: Case, replicas: int) -> None:
+def test_sent_bytes_equal_the_planned_bytes(case: Case, replicas: int) -> None:
     for rank in as_replicas(case, replicas):
         steady = rank.sent[case.begins :]
         for first in range(len(steady) - case.period + 1):
-            assert sum(steady[first : first + case.period]) == pytest.approx(case.period * rank.planned)
+            assert sum(steady[first : first + case.period]) == pytest.approx(case.period * rank.planned, rel=EQUAL)
 
 
-def test_bytes_over_nodes_are_those_that_were_planned(case: Case) -> None:
-    """Where buffers are filled up, so that every level can divide them."""
-    collectives = DryRunCollectives(ReplicaGroups(None, None, rings=(Ring("node", 2, 0), Ring("network", 3, 0))))
+def test_sent_bytes_on_two_levels_equal_the_planned_bytes(case: Case) -> None:
+    """With buffers that are padded so that every level can divide them."""
+    collectives = DryRunCollectives(
+        ReplicaGroups(None, None, levels=(RankGroup("node", 2, 0), RankGroup("network", 3, 0)))
+    )
     collectives.chunk_entries = 64
     played = play(collectives, case)
     steady = played.sent[case.begins : case.begins + case.period]
-    assert sum(steady) == pytest.approx(case.period * played.planned)
+    assert sum(steady) == pytest.approx(case.period * played.planned, rel=EQUAL)
 
 
-def test_the_planner_has_its_bytes(case: Case) -> None:
-    """From shapes and options alone, up to what chunks and messages are filled up with."""
-    shapes = [(800, 120), (330, 250), (1, 1), (160, 64), (700,), (1,)]
-    method = make(case, DryRunCollectives(ReplicaGroups(None, None, rings=(Ring("node", 4, 0),))), shapes=shapes)
-    dense = tuple(i for i in range(len(shapes)) if f"p{i}" in getattr(method.options, "dense_names", ()))
-    planned = replace(method.options.planned("AdamS"), dense=dense)
-    sent = sum(stage.sent for message in messages(planned, shapes, 4) for stage in message.stages([("node", 4)]))
-    assert method.planned_bytes() == pytest.approx(sent, rel=2e-2)
+@pytest.mark.parametrize("levels", [(("node", 4),), (("node", 2), ("network", 3))], ids=str)
+def test_plan_and_ledger_have_equal_bytes_on_every_level(case: Case, levels: tuple[tuple[str, int], ...]) -> None:
+    """The plan is computed from names, shapes and options, without a method object."""
+    groups = tuple(RankGroup(level, size, 0) for level, size in levels)
+    collectives = DryRunCollectives(ReplicaGroups(None, None, levels=groups))
+    method = make(case, collectives)
+    model = LocalModel(tuple(f"p{i}" for i in range(len(SHAPES))), tuple(SHAPES))
+    sizes = [LevelSize(level, size) for level, size in levels]
+    calls = METHODS[case.method].options(**case.options).cost().collective_calls(model, sizes)
+    assert calls == method.collective_calls()
+    planned = bytes_by_level([stage for call in calls for stage in call.stages(sizes)])
+    before: dict[str, float] = {}
+    for number in range(1, case.begins + case.period + 1):
+        if number == case.begins + 1:
+            before = collectives.ledger.sent_by_level()
+        with torch.no_grad():
+            exchanged(method, gradients(number, 0), StepInfo(number, torch.tensor(True)))
+    counted = {level: sent - before.get(level, 0.0) for level, sent in collectives.ledger.sent_by_level().items()}
+    assert counted == pytest.approx({level: case.period * sent for level, sent in planned.items()}, rel=EQUAL)
 
 
-def test_its_dense_limit(case: Case) -> None:
+def test_the_dense_limit_equals_dense_training(case: Case) -> None:
     dense = case.dense or {}
     for rank in run_replicas(3, lambda collectives: play(collectives, case, **dense)):
         for i in range(STEPS):
             assert all(close(a, b, case.tolerance) for a, b in zip(rank.given[i], mean(i + 1, 3), strict=True)), i
 
 
-def test_sums_are_means_times_n(synchronising: Case) -> None:
-    """Where a loss was divided by the global token count its gradients come N times smaller."""
+def test_a_gradient_scale_of_n_equals_n_times_larger_gradients(synchronising: Case) -> None:
+    """If the loss is divided by the global token count, gradients are N times smaller."""
 
     def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
         found = []
@@ -355,8 +376,8 @@ def test_sums_are_means_times_n(synchronising: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_what_is_started_arrives_as_if_it_had_been_waited_for(synchronising: Case) -> None:
-    """To the last bit, state included, though replicas tell each other something else meanwhile."""
+def test_an_asynchronous_exchange_has_the_same_bits(synchronising: Case) -> None:
+    """Including states, although replicas run another collective meanwhile."""
 
     def work(collectives: ReplicaCollectives) -> tuple[Played, Played]:
         at_once, begun = play(collectives, synchronising), make(synchronising, collectives)
@@ -379,7 +400,7 @@ def test_what_is_started_arrives_as_if_it_had_been_waited_for(synchronising: Cas
             assert all(torch.equal(values, other.kept[i][key]) for key, values in one.kept[i].items())
 
 
-def test_send_all_leaves_nothing_pending(case: Case) -> None:
+def test_a_full_exchange_leaves_no_residual(case: Case) -> None:
     def work(collectives: ReplicaCollectives) -> list[Tensor]:
         method = make(case, collectives)
         play(collectives, case, method=method)
@@ -394,14 +415,14 @@ def test_send_all_leaves_nothing_pending(case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def on_ranks(pool2: Pool, pool4: Pool) -> Callable[[int], list[list[tuple[bool, Any]]]]:
-    """Of so many gloo ranks, of each what every case of `CASES` comes to: they are started once for all."""
+    """Return the results of every case on every gloo rank. The ranks are started once for all cases."""
     pools = {2: pool2, 4: pool4}
     return functools.cache(lambda world: pools[world](attempts, on_gloo, *((case,) for case in CASES)))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_simulated_replicas_are_ranks(case: Case, world: int, on_ranks: Any) -> None:
-    """Of real gloo processes, up to the order of sums; these take the same bits, and as many bytes are counted."""
+def test_simulated_replicas_equal_gloo_ranks(case: Case, world: int, on_ranks: Any) -> None:
+    """Up to the order of sums; gloo ranks receive the same bits as each other, and the counted bytes are equal."""
     outcomes = [rank[CASES.index(case)] for rank in on_ranks(world)]
     assert all(good for good, _ in outcomes), outcomes
     real, simulated = [played for _, played in outcomes], as_replicas(case, world)
@@ -409,22 +430,21 @@ def test_simulated_replicas_are_ranks(case: Case, world: int, on_ranks: Any) -> 
         assert mine.sent == pytest.approx(theirs.sent) and mine.planned == theirs.planned
         for i in range(STEPS):
             assert all(torch.equal(a, b) for a, b in zip(theirs.given[i], real[0].given[i], strict=True))
-    # Selections among nearly equal entries may differ by rounding: the first steps are compared.
+    # Compare the first steps only: later, rounding may change the selection among nearly equal entries.
     for i in range(case.begins + 2):
         assert all(close(a, b) for a, b in zip(simulated[0].given[i], real[0].given[i], strict=True)), i
 
 
 def test_every_method_is_in_the_contract() -> None:
-    """Methods that hold the optimizer's state have tests of their own."""
+    """Methods with `holds_optimizer_state` have separate tests."""
     own_tests = {name for name, entry in METHODS.items() if entry.method.holds_optimizer_state}
     assert {case.method for case in CASES} == METHODS.keys() - own_tests
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not is_local(case)], ids=str)
-def test_a_gpu_waits_for_nothing_and_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A skipped step included; to the last bit. Entries of masks whose number is not known are asked for; local updates
-    ask at their exchanges."""
-    waits_here(monkeypatch, Radius, "_counts")
+def test_a_gpu_never_waits_and_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Including a skipped step. Exceptions: Radius reads unknown mask sizes, and local updates wait at exchanges."""
+    waits_here(monkeypatch, Radius, "_entries_in_mask")
     expected = run_replicas(2, lambda collectives: play(collectives, case, nan_at=5))
     plain = exchanged
 

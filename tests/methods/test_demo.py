@@ -1,4 +1,4 @@
-"""DeMo and sign descent against what arXiv:2411.19870 writes down, number by number in float64."""
+"""DeMo and sign descent compared with arXiv:2411.19870, entry by entry in float64."""
 
 import math
 from functools import cache
@@ -15,23 +15,30 @@ from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, trained
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
-from torchtitan_scape.methods.demo.method import Basis, Demo, DemoOptions
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.demo.method import Basis, Demo
+from torchtitan_scape.methods.demo.options import DemoOptions
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
+from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.optimizers.signsgd import SignSGD
-from torchtitan_scape.planner.payload import divided
-from torchtitan_scape.planner.volumes import PlannedRun, messages, simulated_memory_bytes
+from torchtitan_scape.planner.run import PlannedRun
 
 OPTIONS: dict[str, Any] = {"chunk": 8, "k": 5, "beta": 0.95}
 
 
 class Literal:
-    """N replicas in one place: m = beta m + g; the k largest of the cosine transform of each tile leave m and go to
-    all; the mean over those that sent a component, transformed back, has the sign of the step."""
+    """N replicas in one process.
+
+    m = beta m + g. The k largest components of the cosine transform of each tile are subtracted from m and sent. The
+    update is the sign of the inverse transform of the mean over the senders of each component.
+    """
 
     def __init__(self, replicas: int, chunk: int, k: int, beta: float, values: str = "float32") -> None:
         self.chunk, self.k, self.beta, self.signs = chunk, k, beta, values == "sign"
-        self.theta = local.start()  # FP32: a mean in another order is no other sign
+        self.theta = local.start()  # FP32, so that the order of a sum does not change a sign
         self.m = [{n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(replicas)]
         self.t = 0
 
@@ -44,7 +51,7 @@ class Literal:
             for i, own in enumerate(self.m):
                 if n != local.WITHOUT:
                     own[n] = self.beta * own[n] + local.gradient(n, theta, self.t, i).double()
-                told: list[tuple[int, int, float]] = []
+                received: list[tuple[int, int, float]] = []
                 momentum = own[n].view(matrix.shape)
                 for top in range(0, matrix.shape[0], height):
                     for left in range(0, matrix.shape[1], width):
@@ -55,10 +62,10 @@ class Literal:
                         for place in sorted(range(len(flat)), key=lambda p: -abs(flat[p]))[: self.k]:
                             row, column = divmod(place, width)
                             sent[row, column] = flat[place]
-                            told.append((top + row, left + column, flat[place]))
+                            received.append((top + row, left + column, flat[place]))
                         tile -= cosines(height).T @ sent @ cosines(width)
-                size = sum(abs(value) for *_, value in told) / len(told)
-                for row, column, value in told:
+                size = sum(abs(value) for *_, value in received) / len(received)
+                for row, column, value in received:
                     sums[row, column] += math.copysign(size, value) if self.signs else value
                     counts[row, column] += 1
             average, g = sums / counts.clamp(min=1), torch.zeros_like(sums)
@@ -71,7 +78,7 @@ class Literal:
 
 @cache
 def cosines(size: int) -> Tensor:
-    """Row k: cos(pi k (2 j + 1) / 2 size), of length 1; what is 0 on paper is 0."""
+    """Return the matrix with rows cos(pi k (2 j + 1) / 2 size), normalized, with exact zeros."""
     rows = []
     for k in range(size):
         row = [round(math.cos(math.pi * k * (2 * j + 1) / (2 * size)), 15) for j in range(size)]
@@ -81,8 +88,8 @@ def cosines(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("values", ["float32", "sign"])
-def test_it_is_the_literal_form(values: str, pool1: Pool, pool2: Pool) -> None:
-    """50 steps of two replicas of one process, and of two gloo ranks: parameters, and what stays in the momentum."""
+def test_equals_the_reference_algorithm(values: str, pool1: Pool, pool2: Pool) -> None:
+    """Parameters and momentum of 50 steps, with two simulated replicas and with two gloo ranks."""
     options = OPTIONS | {"values": values}
     literal = Literal(2, **options)
     for _ in range(50):
@@ -97,20 +104,20 @@ def test_it_is_the_literal_form(values: str, pool1: Pool, pool2: Pool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (15, 7), (33, 5), (1, 1), (67, 2), (64,), (7,), (3, 5, 7)])
-def test_what_is_transformed_comes_back(shape: tuple[int, ...]) -> None:
-    cut = divided(shape, 64)
+def test_the_inverse_transform_restores_the_input(shape: tuple[int, ...]) -> None:
+    cut = divisor_grid(shape, 64)
     basis = Basis.of(cut, torch.device("cpu"))
     assert cut.rows % cut.height == 0 == cut.columns % cut.width and max(cut.height, cut.width) <= 64
     tiles = torch.randn(cut.tiles, cut.size, generator=torch.Generator().manual_seed(0))
-    components = basis.transformed(tiles)
-    assert float((basis.back(components) - tiles).norm() / tiles.norm()) < 1e-6
+    components = basis.transform(tiles)
+    assert float((basis.inverse(components) - tiles).norm() / tiles.norm()) < 1e-6
     assert float(components.norm()) == pytest.approx(float(tiles.norm()), rel=1e-6)
-    flat = basis.transformed(torch.ones(1, cut.size))
+    flat = basis.transform(torch.ones(1, cut.size))
     assert float(flat[0, 0]) == pytest.approx(cut.size**0.5) and float(flat[0, 1:].abs().sum()) < 1e-3
 
 
-def test_with_beta_1_nothing_is_lost() -> None:
-    """What one replica was given has been sent or is kept, at every step."""
+def test_beta_1_conserves_the_gradients() -> None:
+    """In every step, each gradient of a single replica was sent or is in its momentum."""
     case = Case("demo", {"chunk": 8, "k": 3, "beta": 1.0})
     (rank,) = run_replicas(1, lambda collectives: play(collectives, case))
     total = [torch.zeros_like(t) for t in mean(0, 1)]
@@ -122,9 +129,10 @@ def test_with_beta_1_nothing_is_lost() -> None:
     assert sum(float(pending.norm()) for pending in rank.pending[-1]) > 1.0
 
 
-def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
-    """32 of 64 x 64 take 4 bytes and 1.2 for their places, or a bit; all of a tile of fewer."""
+def test_the_cost_has_the_bytes_and_memory() -> None:
+    """32 of 64 x 64 components take 4 bytes or 1 bit each, and 1.2 bytes of offset; smaller tiles send all."""
     shapes = [(192, 128), (96, 10), (7,)]
+    model = LocalModel.of_shapes(shapes)
 
     def work(collectives: ReplicaCollectives) -> float:
         named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
@@ -133,30 +141,30 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
         return Demo(setting, options).planned_bytes()
 
     places = 6 * offset_code(32, 4096).nbytes + 2 * offset_code(32, 480).nbytes + offset_code(7, 7).nbytes
-    assert places < 1.5 * 32 * 8  # METHODS: 12 bits each
+    assert places < 1.5 * 32 * 8  # 12 bits each
     counts = (6 * 32, 2 * 32, 7)
     for values, own in (("float32", 4 * sum(counts)), ("sign", sum(4 + -(-count // 8) for count in counts))):
         options = DemoOptions(values=values)  # type: ignore[arg-type]
-        planned = options.planned("SignSGD")
-        (message,) = messages(planned, shapes, 4)
-        assert message.nbytes == -(-(own + places) // 16) * 16
-        sent = sum(stage.sent for stage in message.stages([("network", 4)]))
+        planned = PlannedRun(options, "SignSGD")
+        (call,) = planned.collective_calls(model, [LevelSize("network", 4)])
+        assert call.count == -(-(own + places) // 16) * 16
+        sent = sum(stage.sent for stage in call.stages([LevelSize("network", 4)]))
         assert run_replicas(4, work) == pytest.approx([sent] * 4)
     n = 4.0 * (192 * 128 + 96 * 10 + 7)
-    assert simulated_memory_bytes(planned, shapes, 1) == {
+    assert planned.simulated_memory(model, 1) == {
         "parameters": n,
         "gradients": n,
         "residual": n,
-        "messages": message.nbytes,
+        "messages": call.count,
     }
     assert planned.name == "demo 32 1bit with signsgd"
-    assert "state" not in simulated_memory_bytes(PlannedRun("signsgd"), shapes, 1)
+    assert "state" not in PlannedRun(DenseOptions(), "SignSGD").simulated_memory(model, 1)
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [({"beta": 0.0}, "beta = 0.0; it must lie in"), ({"chunk": 0}, "chunk = 0; it must be 1 to"), ({"k": 0}, "k = 0")],
 )
-def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_demo_options_raise_an_error(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DemoOptions(**wrong)

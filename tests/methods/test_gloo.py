@@ -1,4 +1,4 @@
-"""The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and bad replicas."""
+"""The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and inconsistent replicas."""
 
 import itertools
 import re
@@ -59,10 +59,10 @@ def train_plain(**options: Any) -> dict[str, Any]:
         (4, "block", "replicated", "2bit"),
     ],
 )
-def test_replicas_stay_equal_and_follow_the_literal_form(
+def test_replicas_are_equal_and_follow_the_reference_algorithm(
     world: int, selection: str, update: str, wire: str, request: pytest.FixtureRequest
 ) -> None:
-    """Properties 3, 4 and 5 over gloo. It adds in another order for 4 replicas, hence the wider bound."""
+    """Properties 3, 4 and 5 over gloo. With 4 replicas gloo sums in another order, hence the wider bound."""
     pool: Pool = request.getfixturevalue(f"pool{world}")
     options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "update": update, "wire": wire}
     results = pool(train_plain, **options)
@@ -83,7 +83,7 @@ def test_replicas_stay_equal_and_follow_the_literal_form(
 
 
 class Net(nn.Module):
-    """Odd sizes, so that shards are uneven: 2 ranks hold 4 and 3 rows, and the bias of 1 leaves one empty."""
+    """A net with odd sizes and uneven shards: 4 and 3 rows on 2 ranks, and an empty shard of the bias of size 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def batch(step: int, reader: int) -> tuple[Tensor, Tensor]:
 
 
 def train_sharded(replicate: int, shard: int, density: float) -> tuple[Tensor, list[float], int]:
-    """FSDP2 over the shard axis alone, SCAPE over the replicate axis."""
+    """Train with FSDP2 on the shard axis and SCAPE on the replicate axis."""
     world = dist.get_world_size()
     layout = plan_layout(world, ranks_per_node=world, machine=get_machine("local"), replicate=replicate, shard=shard)
     mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
@@ -136,7 +136,7 @@ def train_sharded(replicate: int, shard: int, density: float) -> tuple[Tensor, l
 
 
 def train_dense_alone(world: int) -> tuple[Tensor, list[float]]:
-    """One process on the whole batch."""
+    """Train with one process on the entire batch."""
     model = make_net()
     optimizer = AdamS(model.parameters(), lr=1e-2)
     norms = []
@@ -151,8 +151,8 @@ def train_dense_alone(world: int) -> tuple[Tensor, list[float]]:
 
 
 @pytest.mark.parametrize("replicate, shard", [(4, 1), (2, 2), (1, 4)])
-def test_every_split_of_four_ranks_is_dense_at_density_one(replicate: int, shard: int, pool4: Pool) -> None:
-    """Property 1 over both axes, with one norm for the whole model."""
+def test_every_layout_of_four_ranks_is_dense_at_density_one(replicate: int, shard: int, pool4: Pool) -> None:
+    """Property 1 over both axes, with one norm of the whole model."""
     expected, norms = train_dense_alone(4)
     for full, found, skipped in pool4(train_sharded, replicate, shard, 1.0):
         torch.testing.assert_close(full, expected, rtol=1e-4, atol=1e-6)
@@ -161,7 +161,7 @@ def test_every_split_of_four_ranks_is_dense_at_density_one(replicate: int, shard
 
 
 @pytest.mark.parametrize("replicate, shard", [(4, 1), (2, 2), (1, 4)])
-def test_sparse_over_both_axes_keeps_ranks_equal(replicate: int, shard: int, pool4: Pool) -> None:
+def test_sparse_exchange_with_shards_keeps_replicas_equal(replicate: int, shard: int, pool4: Pool) -> None:
     results = pool4(train_sharded, replicate, shard, 0.25)
     for full, norms, _ in results[1:]:
         assert torch.equal(full, results[0][0]) and norms == results[0][1]
@@ -169,7 +169,7 @@ def test_sparse_over_both_axes_keeps_ranks_equal(replicate: int, shard: int, poo
 
 
 def train_by_group_alone() -> float:
-    """A plain ProcessGroup for the replicas: the group of the shards is read off the DTensors."""
+    """Train with a plain ProcessGroup of replicas; the optimizer finds the shard group in the DTensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_net()
     fully_shard(model, mesh=mesh["shard"])
@@ -183,13 +183,13 @@ def train_by_group_alone() -> float:
     return optimizer.grad_norm.item()
 
 
-def test_norm_covers_shards_of_a_plain_group(pool4: Pool) -> None:
+def test_the_norm_includes_all_shards_with_a_plain_process_group(pool4: Pool) -> None:
     entries = sum(p.numel() for p in Net().parameters())
     assert pool4(train_by_group_alone) == pytest.approx([entries**0.5] * 4)
 
 
 def train_norms_alone() -> Tensor:
-    """A model without a matrix: nothing to mask, and empty masks are never sent."""
+    """Train a model without matrices: it has no masks, and sends none."""
     parameter = nn.Parameter(torch.ones(7))
     optimizer = make_scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
     for _ in range(3):
@@ -198,32 +198,34 @@ def train_norms_alone() -> Tensor:
     return parameter.detach().clone()
 
 
-def test_a_model_of_dense_tensors_alone(pool2: Pool) -> None:
+def test_a_model_without_matrices(pool2: Pool) -> None:
     first, second = pool2(train_norms_alone)
     assert torch.equal(first, second) and bool((first < 1).all())
 
 
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
-    """Two nodes of two: neighbours in a flat ring are on the node for some and over the network for others."""
-    from torchtitan_scape.methods.scape.chunking import best_chunk
+    """Return the chunk size on two nodes of two ranks. In a flat ring the link to the next rank differs by rank."""
     from torchtitan_scape.methods.scape.options import ScapeOptions
 
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     with torch.device("meta"):
         shapes = [tuple(p.shape) for p in nn.Linear(32768, 32768).parameters()]
     groups = build_groups(layout, timedelta(seconds=60), hierarchical)
-    return best_chunk(shapes, ScapeOptions(density=0.1), layout, dist.get_rank(), len(collectives_of(groups).rings))
+    options = ScapeOptions(density=0.1).resolve_for_links(
+        shapes, layout, dist.get_rank(), len(collectives_of(groups).levels)
+    )
+    return options.chunk_bytes
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])
-def test_all_ranks_cut_the_payload_alike(hierarchical: bool, pool4: Pool) -> None:
+def test_all_ranks_choose_the_same_chunk_size(hierarchical: bool, pool4: Pool) -> None:
     sizes = set(pool4(chunk_of_a_large_payload, hierarchical))
     assert len(sizes) == 1
-    assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one part"
+    assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one chunk"
 
 
 def train_with_holes() -> list[Tensor]:
-    """Rank 0 has no gradient for the first parameter in any step: zeros, and the same collectives."""
+    """Train without a gradient of the first parameter on rank 0: it counts as zeros, and collectives are the same."""
     parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
     optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
     for step in range(4):
@@ -235,14 +237,14 @@ def train_with_holes() -> list[Tensor]:
     return [p.detach().clone() for p in parameters]
 
 
-def test_a_missing_gradient_on_one_rank(pool2: Pool) -> None:
+def test_a_missing_gradient_on_one_rank_counts_as_zeros(pool2: Pool) -> None:
     first, second = pool2(train_with_holes)
     assert torch.equal(flat(first), flat(second))
     assert not torch.equal(first[0], draw(0, SPARSE)[0])
 
 
 def train_alone() -> tuple[Tensor, Tensor]:
-    """A process group of one replica, at density 1, beside dense AdamS with the same clipping."""
+    """Train a single replica at density 1, and dense AdamS with the same clipping."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     ours, theirs = ([nn.Parameter(p) for p in draw(0, SPARSE + DENSE)] for _ in range(2))
     scape = make_scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
@@ -256,7 +258,7 @@ def train_alone() -> tuple[Tensor, Tensor]:
     return flat([p.detach() for p in ours]), flat([p.detach() for p in theirs])
 
 
-def test_one_replica_is_dense_adams(pool2: Pool) -> None:
+def test_a_single_replica_equals_dense_adams(pool2: Pool) -> None:
     for ours, theirs in pool2(train_alone):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
@@ -267,8 +269,8 @@ def shards_as_replicas() -> None:
     make_scape(model.named_parameters(), lr=0.1, replicas=dist.group.WORLD)
 
 
-def test_shards_are_no_replicas(pool2: Pool) -> None:
-    """The likely slip: FSDP over all ranks, and the same ranks as replicas."""
+def test_shards_given_as_replicas_are_refused(pool2: Pool) -> None:
+    """A likely mistake: FSDP over all ranks, and the same ranks as replicas."""
     for good, text in pool2.outcomes(shards_as_replicas):
         assert not good and "ValueError: ranks [0, 1] are given as replicas" in text
 
@@ -298,7 +300,7 @@ def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: st
 
 
 def skip_together() -> list[int]:
-    """Rank 1 alone has a NaN; all ranks skip, and know the culprit at the end."""
+    """Train with NaNs on rank 1 only: all ranks skip, and the error names rank 1."""
     parameter = nn.Parameter(torch.ones(4, 8))
     optimizer = make_scape([("w", parameter)], lr=0.1, replicas=dist.group.WORLD, max_skipped_steps=2)
     counts = []
@@ -309,13 +311,13 @@ def skip_together() -> list[int]:
     return counts
 
 
-def test_rank_and_parameter_of_a_lasting_nan_are_named(pool2: Pool) -> None:
+def test_persistent_nans_name_rank_and_parameter(pool2: Pool) -> None:
     for good, text in pool2.outcomes(skip_together):
         assert not good and "rank 1, parameter 'w'" in text and "max_skipped_steps=2" in text
 
 
 def fsdp_on_weights_in_bf16() -> list[Tensor]:
-    """Losses and gradients of FSDP2's mixed precision on FP32 weights, and on the same kept in BF16."""
+    """Return loss and gradients with FSDP2's mixed precision, for FP32 weights and for the same weights in BF16."""
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for bf16_weights in (False, True):
@@ -328,7 +330,7 @@ def fsdp_on_weights_in_bf16() -> list[Tensor]:
         net.set_force_sum_reduction_for_comms(True)
         if bf16_weights:
             hold_in_bfloat16(net, scaled=True)
-        for step in range(2):  # the second gathers into what the first left
+        for step in range(2):  # the second step gathers into the buffers of the first one
             loss = net(draw(step, [(5, 8)])[0]).float().square().sum()
             loss.backward()
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
@@ -338,13 +340,13 @@ def fsdp_on_weights_in_bf16() -> list[Tensor]:
     return found
 
 
-def test_fsdp_sees_weights_in_bf16_as_its_cast_of_fp32(pool2: Pool) -> None:
+def test_fsdp_computes_with_bf16_weights_as_with_cast_fp32_weights(pool2: Pool) -> None:
     for wide, narrow in pool2(fsdp_on_weights_in_bf16):
         assert torch.equal(wide, narrow) and bool(wide.isfinite().all()) and bool(wide.any())
 
 
 def cut_by_tensor_parallelism() -> str:
-    """What is said of parameters whose second one two ranks cannot cut evenly; FSDP may."""
+    """Return the error for a parameter that tensor parallelism cannot divide evenly; FSDP can."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     cuts = [((6, 3), mesh, Cut(0)), ((3,), mesh, Replicate()), ((5, 3), shards, Cut(0)), ((4, 5), mesh, Cut(1))]
@@ -355,6 +357,6 @@ def cut_by_tensor_parallelism() -> str:
     return str(error.value)
 
 
-def test_tensor_parallelism_cuts_evenly(pool2: Pool) -> None:
+def test_uneven_tensor_parallel_shards_are_refused(pool2: Pool) -> None:
     said = r"tensor_parallel_degree = 2 does not divide dimension 1 of 'output.weight', \(4, 5\); choose one that does"
-    assert all(re.search(said, told) for told in pool2(cut_by_tensor_parallelism))
+    assert all(re.search(said, message) for message in pool2(cut_by_tensor_parallelism))

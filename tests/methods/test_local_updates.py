@@ -1,4 +1,4 @@
-"""Local updates: the frame, and DiLoCo and streaming DiLoCo in it against what their papers write down."""
+"""Local updates: the base class, and DiLoCo and Streaming DiLoCo compared with their papers."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from torchtitan_scape.methods.local_updates import FragmentSchedule
+from torchtitan_scape.methods.local_options import FragmentSchedule
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 
 SHAPES = {
     "embed": (20, 8),
@@ -21,7 +23,7 @@ SHAPES = {
     "layers.2.bias": (8,),
     "norm": (8,),
 }
-WITHOUT = "layers.2.bias"  # no replica ever has its gradient
+WITHOUT = "layers.2.bias"  # its gradient is always None
 LR, BETAS, EPS, DECAY, MAX_NORM = 0.02, (0.9, 0.95), 1e-8, 0.1, 1.0
 DILOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.9}
 STREAMING = {
@@ -41,7 +43,7 @@ def start() -> dict[str, Tensor]:
 
 
 def gradient(name: str, value: Tensor, step: int, replica: int) -> Tensor:
-    """Of a bowl whose middle every replica sees elsewhere in every step."""
+    """Return the gradient of a quadratic with a random minimum per replica and step."""
     seed = 1000 * step + 10 * replica + list(SHAPES).index(name)
     return 0.2 * (value + torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)))
 
@@ -50,9 +52,9 @@ def gradient(name: str, value: Tensor, step: int, replica: int) -> Tensor:
 
 
 class Literal:
-    """Algorithms of arXiv:2311.08105 and 2501.18512 for N replicas in one place, as METHODS reads them.
+    """Algorithms of arXiv:2311.08105 and arXiv:2501.18512 for N replicas in one process.
 
-    Inner AdamW on a replica's own gradient, clipped by its own norm; outer SGD with PyTorch's Nesterov momentum.
+    Inner AdamW on each replica's own gradient, clipped by its own norm; outer SGD with Nesterov momentum as in PyTorch.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ def _group(endpoint: Any) -> Any:
 
 
 def step(optimizers: Any, number: int, nan: bool = False) -> None:
-    """One step of the trainer; in the last replica's gradient there may be a NaN."""
+    """Run one training step, optionally with a NaN in the last replica's gradient."""
     endpoints = optimizers.replicas.endpoints
     for endpoint in endpoints:
         for shard in optimizers.shards():
@@ -181,19 +183,19 @@ def step(optimizers: Any, number: int, nan: bool = False) -> None:
 
 
 def parameters(optimizers: Any) -> list[dict[str, Tensor]]:
-    """Of every replica of this process."""
+    """Return the parameters of every replica of this process."""
     each = [one.shards for one in optimizers.weights] if optimizers.weights else [optimizers.shards()]
     return [{shard.name: shard.parameter.detach().clone() for shard in shards} for shards in each]
 
 
 def kept(optimizers: Any) -> list[dict[str, Tensor]]:
-    """Copies of what every replica's method keeps."""
+    """Return copies of the method's states of every replica."""
     each = optimizers.replicas.run(lambda i: optimizers.methods[i].states())
     return [{f"{s.kind}.{n}": t.clone() for s in states for n, t in s.tensors.items()} for states in each]
 
 
 def trained(steps: int, *args: Any, nan_at: int = 0, **more: Any) -> list[tuple[list[Any], list[Any]]]:
-    """(parameters, what is kept), of every replica of this process, after every step."""
+    """Return (parameters, states) of every replica of this process after every step."""
     optimizers, found = build(*args, **more), []
     for number in range(1, steps + 1):
         step(optimizers, number, nan=number == nan_at)
@@ -202,14 +204,14 @@ def trained(steps: int, *args: Any, nan_at: int = 0, **more: Any) -> list[tuple[
 
 
 def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """L2 of the difference over that of b."""
-    apart = sum((a[n] - b[n]).double().square().sum() for n in a)
-    return float((apart / sum(b[n].double().square().sum() for n in a)) ** 0.5)  # type: ignore[union-attr]
+    """Return the relative L2 difference of a and b."""
+    difference = sum((a[n] - b[n]).double().square().sum() for n in a)
+    return float((difference / sum(b[n].double().square().sum() for n in a)) ** 0.5)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
-def test_it_is_the_literal_form(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """50 steps of three replicas of one process, and of two gloo ranks: parameters of all, and the anchor."""
+def test_equals_the_reference_algorithm(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """Parameters and anchor of 50 steps, with three simulated replicas and with two gloo ranks."""
     for replicas in (3, 2):
         literal = Literal(replicas, **{key: value for key, value in options.items() if key != "code"})
         for _ in range(50):
@@ -226,7 +228,9 @@ def test_it_is_the_literal_form(method: str, options: dict[str, Any], pool1: Poo
 
 
 @pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
-def test_what_is_shared_is_shared_and_what_is_own_differs(method: str, options: dict[str, Any], pool1: Pool) -> None:
+def test_replicated_states_are_equal_and_per_replica_states_differ(
+    method: str, options: dict[str, Any], pool1: Pool
+) -> None:
     (history,) = pool1(trained, 12, method, options, 3)
     for number, (own, states) in enumerate(history, 1):
         for other in states[1:]:
@@ -234,11 +238,11 @@ def test_what_is_shared_is_shared_and_what_is_own_differs(method: str, options: 
         after = method == "diloco" and number % 6 == 0
         same = [torch.equal(own[0][n], own[2][n]) for n in SHAPES if n != WITHOUT]
         assert all(same) if after else not any(same)
-    # What no replica has a gradient of decays alone.
+    # A parameter without a gradient only decays.
     assert torch.equal(history[2][0][0][WITHOUT], history[2][0][1][WITHOUT])
 
 
-def test_one_step_of_sgd_and_no_outer_momentum_is_dense_training(pool2: Pool) -> None:
+def test_one_inner_step_without_outer_momentum_is_dense_training(pool2: Pool) -> None:
     plain = {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     dense = pool2(trained, 12, "dense", {}, 1, inner="SGD", max_norm=1e9)
     local = pool2(trained, 12, "diloco", plain, 1, inner="SGD", max_norm=1e9)
@@ -247,7 +251,7 @@ def test_one_step_of_sgd_and_no_outer_momentum_is_dense_training(pool2: Pool) ->
 
 
 @pytest.mark.parametrize("inner", ["AdamW", "AdamS"])
-def test_one_replica_follows_its_inner_optimizer(inner: str, pool1: Pool) -> None:
+def test_a_single_replica_follows_its_inner_optimizer(inner: str, pool1: Pool) -> None:
     plain = {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0}
     (alone,) = pool1(trained, 12, "dense", {}, 1, inner=inner)
     for method, more in (
@@ -258,8 +262,8 @@ def test_one_replica_follows_its_inner_optimizer(inner: str, pool1: Pool) -> Non
         assert far(local[-1][0][0], alone[-1][0][0]) < 1e-6
 
 
-def test_a_delay_delays_the_use_and_nothing_else(pool1: Pool) -> None:
-    """The anchor takes the same step, to the last bit, so many steps later."""
+def test_a_delay_only_delays_the_use_of_the_result(pool1: Pool) -> None:
+    """The anchor takes bitwise the same step, `delay` steps later."""
     (late,) = pool1(trained, 9, "streaming_diloco", STREAMING | {"delay": 3, "fragments": 1}, 2)
     (now,) = pool1(trained, 9, "streaming_diloco", STREAMING | {"delay": 0, "fragments": 1}, 2)
     for n in SHAPES:
@@ -269,10 +273,13 @@ def test_a_delay_delays_the_use_and_nothing_else(pool1: Pool) -> None:
         assert not torch.equal(moved, begin) and torch.equal(anchors[1][8], moved)
 
 
-def test_nothing_begins_and_nothing_lands_at_a_skipped_step(pool1: Pool) -> None:
-    """What was due waits for its turn in the next round, what was to land for the next step."""
+def test_a_skipped_step_starts_and_applies_no_exchange(pool1: Pool) -> None:
+    """A fragment that was due is exchanged in the next round; a result that was due is applied in the next step."""
     options = STREAMING | {"fragments": 1, "delay": 1}
-    for nan_at, moves in ((6, [13]), (7, [8, 13])):  # at which the exchange is due, and at which it lands
+    for nan_at, moves in (
+        (6, [13]),
+        (7, [8, 13]),
+    ):  # the step of the start, and the step of the result
         (history,) = pool1(trained, 14, "streaming_diloco", options, 2, nan_at=nan_at)
         before, after = history[nan_at - 2], history[nan_at - 1]
         for a, b in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True):
@@ -282,8 +289,8 @@ def test_nothing_begins_and_nothing_lands_at_a_skipped_step(pool1: Pool) -> None
         assert all(t.isfinite().all() for own in history[-1][0] for t in own.values())
 
 
-def test_what_is_held_beyond_the_next_turn_lands_with_it(pool1: Pool) -> None:
-    """A checkpoint says what is in flight, and the number of its step says since when."""
+def test_a_result_delayed_beyond_the_next_exchange_is_applied_with_it(pool1: Pool) -> None:
+    """A checkpoint contains the exchange in flight; its start follows from the step number."""
     options = STREAMING | {"fragments": 1, "inner_steps": 3, "delay": 3}
     (history,) = pool1(trained, 10, "streaming_diloco", options, 2, nan_at=6)
     anchors = [states[0]["anchor.embed"] for _, states in history]
@@ -291,26 +298,21 @@ def test_what_is_held_beyond_the_next_turn_lands_with_it(pool1: Pool) -> None:
 
 
 def kept_after_a_skip() -> list[bool]:
-    """Whether what the codec lost is kept when a save asks for what is in flight after a step that was skipped."""
-    from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-    from torchtitan_scape.methods.streaming_diloco import method as streaming_diloco
-
-    feedback = partial(Quantized, options=QuantizedOptions())
-    streaming_diloco.averaged_by = lambda code: feedback  # type: ignore[attr-defined]
+    """Return whether quantization errors are stored if a checkpoint reads an exchange after a skipped step."""
+    StreamingDilocoOptions.averaging = lambda self: QuantizedOptions()  # type: ignore[method-assign]
     optimizers = build("streaming_diloco", STREAMING | {"fragments": 1, "code": "e2m1"}, 2)
     for number in range(1, 8):
         step(optimizers, number, nan=number == 7)
     return [bool(states["residual.embed"].any()) for states in kept(optimizers)]
 
 
-def test_what_is_in_flight_is_of_the_step_that_began_it(pool1: Pool) -> None:
-    """The flag of a step is a tensor that the next one overwrites."""
+def test_an_exchange_uses_the_flag_of_its_own_step(pool1: Pool) -> None:
+    """The flag of a step is a tensor that the next step overwrites."""
     assert pool1(kept_after_a_skip) == [[True, True]]
 
 
 def flushed(method: str, options: dict[str, Any]) -> list[Any]:
-    """What is kept, and how far replicas are from the anchor, when all was to be sent in a step that was skipped and
-    in the one after it."""
+    """Return states and residual norm by step, for a full exchange that was requested in a skipped step."""
     optimizers, found = build(method, options, 2), []
     for number in range(1, 9):
         if number == 7:
@@ -320,7 +322,7 @@ def flushed(method: str, options: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_a_flush_leaves_replicas_equal(pool1: Pool) -> None:
+def test_a_full_exchange_makes_replicas_equal(pool1: Pool) -> None:
     (history,) = pool1(flushed, "streaming_diloco", STREAMING)
     assert history[5][1] > 0 and history[6][1] == history[5][1] and history[7][1] == 0.0
     assert any(key.startswith("in_flight") for key in history[6][0])
@@ -328,7 +330,7 @@ def test_a_flush_leaves_replicas_equal(pool1: Pool) -> None:
 
 
 def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
-    """What replicas have before and after a flush that is no step; whether inner optimizers are as they were."""
+    """Return all values before and after `flush`, and whether the inner optimizers are unchanged."""
     optimizers, found = build(method, options, 2), []
     for number in range(1, 9):
         step(optimizers, number)
@@ -348,9 +350,7 @@ def flushed_alone(method: str, options: dict[str, Any]) -> tuple[list[Any], list
 @pytest.mark.parametrize(
     "method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING), ("sparta", {"interval": 4})]
 )
-def test_a_flush_after_the_last_step_is_an_exchange_and_no_step(
-    method: str, options: dict[str, Any], pool1: Pool
-) -> None:
+def test_flush_exchanges_without_an_optimizer_step(method: str, options: dict[str, Any], pool1: Pool) -> None:
     ((before, after, same),) = pool1(flushed_alone, method, options)
     assert same
     for n in SHAPES:
@@ -364,14 +364,14 @@ def test_a_flush_after_the_last_step_is_an_exchange_and_no_step(
 
 
 @pytest.mark.slow
-def test_host_memory_holds_the_same_numbers(pool1: Pool) -> None:
+def test_states_in_host_memory_have_the_same_bits(pool1: Pool) -> None:
     plain, host = (pool1(trained, 12, "streaming_diloco", STREAMING | {"host": on}, 2)[0][-1] for on in (False, True))
     for a, b in zip([*plain[0], *plain[1]], [*host[0], *host[1]], strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 def with_a_flipped_bit() -> list[str]:
-    """What the consistency check says while parameters differ, and once an anchor does."""
+    """Return the results of the consistency check while parameters differ, and after an anchor differs."""
     from torchtitan_scape.core.consistency import ReplicasDifferError
 
     optimizers, said = build("diloco", DILOCO, 1), []
@@ -387,13 +387,13 @@ def with_a_flipped_bit() -> list[str]:
     return said
 
 
-def test_what_is_shared_is_compared(pool2: Pool) -> None:
+def test_the_consistency_check_compares_anchors(pool2: Pool) -> None:
     for first, second in pool2(with_a_flipped_bit):
         assert first == "equal" and "anchor of 'embed'" in second
 
 
 def shown(simulated: int) -> tuple[bool, bool, bool]:
-    """Whether the model is the anchor inside and what it was outside, and the rates those of the schedule."""
+    """Return whether the model has the anchor inside, its own weights outside, and the schedule's learning rate."""
     optimizers = build("diloco", DILOCO, simulated)
     for number in range(1, 9):
         optimizers.inner.param_groups[0]["lr"] = 0.01 / number
@@ -406,13 +406,13 @@ def shown(simulated: int) -> tuple[bool, bool, bool]:
     return inside, all(torch.equal(before[n], outside[n]) for n in before), rates == {0.01 / 8}
 
 
-def test_the_model_is_the_anchor_while_it_is_shown(pool1: Pool) -> None:
+def test_shared_weights_puts_the_anchor_into_the_model(pool1: Pool) -> None:
     for simulated in (1, 3):
         assert pool1(shown, simulated) == [(True, True, True)]
 
 
-def test_state_is_made_without_a_step() -> None:
-    """Also where one of length 0 would be 0 / 0."""
+def test_states_exist_before_the_first_step() -> None:
+    """Also if a step of length 0 would compute 0 / 0."""
     from torchtitan_scape.core.parameters import collect_shards
     from torchtitan_scape.replica.simulation import ReplicaWeights
 
@@ -423,7 +423,7 @@ def test_state_is_made_without_a_step() -> None:
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (LR, 0.0)
 
 
-def test_every_entry_is_due_once_in_a_round() -> None:
+def test_every_entry_is_due_once_per_round() -> None:
     for inner_steps in (1, 2, 5, 30, 100):
         for fragments in (1, 2, 3, 5, 8):
             schedule = FragmentSchedule(inner_steps, fragments)

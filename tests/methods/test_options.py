@@ -1,4 +1,4 @@
-"""What a section of a recipe says of itself by its fields."""
+"""Fields of option sections: validation, comparison between ranks, and documentation."""
 
 import ast
 import inspect
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.methods.options import FREE, LAYOUT, Options
+from torchtitan_scape.core.options import FREE, LAYOUT, Options
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 
@@ -27,13 +27,13 @@ class Toy(Options):
         self.require(0 < self.share <= 1, "share", "it must lie in (0, 1]")
 
 
-def test_fields_say_what_is_compared_and_what_decides_the_layout() -> None:
+def test_field_metadata_determines_comparison_and_layout() -> None:
     one, other = Toy(names=["y", "x"], chunk=4), Toy(names=["x", "y"])
     assert one.fingerprint() == other.fingerprint() == {"share": 0.5, "kind": "a", "names": ["x", "y"]}
     assert one.layout() == {"kind": "a", "names": ["x", "y"]}
 
 
-def test_values_are_checked_and_named() -> None:
+def test_invalid_values_raise_an_error_with_the_key() -> None:
     with pytest.raises(ValueError, match=r"^\[sync\.toy\] share = 2; it must lie in \(0, 1\]$"):
         Toy(share=2)
     with pytest.raises(ValueError, match=r"^\[sync\.toy\] kind = 'c'; it must be 'a' \| 'b'$"):
@@ -42,14 +42,14 @@ def test_values_are_checked_and_named() -> None:
         Toy(chunk=1.5)  # type: ignore[arg-type]
 
 
-def test_what_does_nothing_in_scape_is_no_difference() -> None:
+def test_scape_options_without_effect_are_not_compared() -> None:
     off = ScapeOptions(staleness_scaling=False, keep_moment=0.1)
     assert off.fingerprint() == ScapeOptions(staleness_scaling=False, max_staleness=3.0).fingerprint()
     assert off.fingerprint() != ScapeOptions().fingerprint()
     assert ScapeOptions(offload=["state"], chunk_bytes=8).fingerprint() == ScapeOptions().fingerprint()
 
 
-def test_every_option_of_scape_is_explained() -> None:
+def test_every_option_of_scape_has_a_docstring() -> None:
     """--help shows the docstring after a field."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(ScapeOptions)).body if isinstance(node, ast.ClassDef))
     explained = set()
@@ -67,6 +67,6 @@ def test_every_option_of_scape_is_explained() -> None:
         ("--sync.scape.max_wait=3", "it is now max_staleness"),
     ],
 )
-def test_an_old_key_on_the_command_line_is_told_its_new_name(argument: str, message: str) -> None:
+def test_a_renamed_key_on_the_command_line_names_the_new_key(argument: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"command line: {argument}: {message}"):
         parse(["--job.config_file=train_configs/embedded.toml", argument])

@@ -1,4 +1,4 @@
-"""Chunks that go out during the backward pass give the bits of those that go out after it, whatever happens."""
+"""Overlap of the exchange with the backward pass gives the same bits as an exchange after it."""
 
 from datetime import timedelta
 from functools import partial
@@ -35,7 +35,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks that each replica runs in another order, so that gradients come in another order; and more."""
+    """A net with two blocks that replicas run in different orders, so that their gradients are completed in
+    different orders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         optimizers.zero_grad()
         if step == FAILS_AT and shard == 1:
             optimizers.request_full_exchange()
-            model.fails = rank == 0  # after the last layer's gradients; the other replica has all of them
+            model.fails = rank == 0  # after the last layer's gradients; the other replica has started all of them
             try:
                 micro_batch(step, 1)
             except RuntimeError:
@@ -117,7 +118,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         for number in range(2):
             micro_batch(step, number)
         if isinstance(optimizers._overlap, BackwardOverlap):
-            begun.append(len(optimizers._overlap._arriving))
+            begun.append(len(optimizers._overlap._in_flight))
         optimizers.step()
     optimizers.finish_previous_step()
     kept = [t for state in optimizers.methods[0].states() for t in state.tensors.values()]
@@ -140,10 +141,10 @@ def both(shard: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("world, shard", [(2, 1), (4, 2)])
-def test_the_bits_are_those_without(world: int, shard: int, request: pytest.FixtureRequest) -> None:
-    """Two micro-batches, a step with a NaN, one with a gradient that a replica lacks, one after a pass that failed.
+def test_overlap_does_not_change_a_bit(world: int, shard: int, request: pytest.FixtureRequest) -> None:
+    """Two micro-batches, a step with a NaN, a step with a missing gradient, and a step after a failed backward pass.
 
-    Blocks are compiled and checkpointed, with FSDP around them or none.
+    Blocks are compiled and checkpointed, with and without FSDP.
     """
     ranks = request.getfixturevalue(f"pool{world}")(both, shard)
     for rank in ranks:
@@ -154,7 +155,7 @@ def test_the_bits_are_those_without(world: int, shard: int, request: pytest.Fixt
     for method in range(2):
         replicas = [ranks[i][method][1] for i in range(0, world, shard)]
         assert torch.equal(replicas[0]["parameters"], replicas[1]["parameters"])
-        # Where a replica lacks a gradient, its chunk and those after it go at the end; then its chunk alone.
+        # With a missing gradient its chunk and all later ones start at the end; in the next step only its chunk does.
         chunks, (held, alone) = replicas[0]["chunks"], UNUSED_AT
         assert replicas[0]["begun"] == [chunks] * STEPS
         assert replicas[1]["begun"][held] < replicas[1]["begun"][alone] < chunks
@@ -178,6 +179,6 @@ def used_twice() -> None:
         model(torch.ones(1, 3)).sum().backward()
 
 
-def test_a_gradient_that_comes_twice_is_refused(pool2: Pool) -> None:
+def test_a_second_gradient_of_a_parameter_raises_an_error(pool2: Pool) -> None:
     for good, text in pool2.outcomes(used_twice):
         assert not good and "' twice, as for a module" in text and "set [sync] overlap = false" in text

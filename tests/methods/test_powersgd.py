@@ -1,4 +1,4 @@
-"""PowerSGD against the paper's algorithm in FP64, and against PyTorch's hook on equal inputs."""
+"""PowerSGD compared with the paper's algorithm in FP64, and with PyTorch's hook on equal inputs."""
 
 from typing import Any
 
@@ -17,9 +17,10 @@ from topology.collectives import ReplicaCollectives
 from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.powersgd.method import Powersgd, PowersgdOptions, orthonormalised
+from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalize
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 
-FACTORED = (0, 4)  # of SHAPES; the others would not be smaller
+FACTORED = (0, 4)  # indices in SHAPES; the factors of the others would not be smaller
 
 
 def gram_schmidt(matrix: np.ndarray) -> np.ndarray:
@@ -34,7 +35,7 @@ def gram_schmidt(matrix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("rank", [1, 2])
-def test_it_is_the_papers_algorithm(replicas: int, rank: int) -> None:
+def test_equals_the_algorithm_of_the_paper(replicas: int, rank: int) -> None:
     case = Case("powersgd", {"rank": rank, "start": 0})
     first: dict[str, Tensor] = {}
 
@@ -60,8 +61,8 @@ def test_it_is_the_papers_algorithm(replicas: int, rank: int) -> None:
                 np.testing.assert_allclose(kept, error, rtol=1e-3, atol=1e-4)
 
 
-def test_a_gradient_of_low_rank_comes_back() -> None:
-    """After two steps that warm Q up; the sum of what was left out comes with it."""
+def test_a_low_rank_gradient_is_exact() -> None:
+    """After two steps in which Q converges; the accumulated residual is included."""
 
     def work(collectives: ReplicaCollectives) -> tuple[Tensor, Tensor]:
         method = make(Case("powersgd", {"rank": 3, "start": 0}), collectives)
@@ -78,15 +79,15 @@ def test_a_gradient_of_low_rank_comes_back() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5])
-def test_columns_are_orthonormal(columns: int) -> None:
+def test_orthonormalized_columns_are_orthonormal(columns: int) -> None:
     matrix = torch.randn(20, columns, generator=torch.Generator().manual_seed(0))
-    q = orthonormalised(matrix)
+    q = orthonormalize(matrix)
     torch.testing.assert_close(q.T @ q, torch.eye(columns), rtol=0, atol=1e-5)
-    assert not orthonormalised(torch.zeros(20, columns)).isnan().any()
+    assert not orthonormalize(torch.zeros(20, columns)).isnan().any()
 
 
 def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What DDP with PyTorch's hook makes of gradients, and what we make of the same; the first Q is the hook's."""
+    """Return the gradients of DDP with PyTorch's hook and of this implementation, with the hook's initial Q."""
     me = dist.get_rank()
     model = nn.Linear(shape[1], shape[0], bias=False)
     wrapped = DistributedDataParallel(model)
@@ -110,12 +111,12 @@ def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[lis
         local.weight.data.copy_(model.weight.data)
         local(inputs).square().sum().backward()
         assert local.weight.grad is not None
-        if number == 3:  # the hook draws its first Q now
+        if number == 3:  # the hook draws its initial Q now
             seed = np.random.RandomState(7).randint(1_000_000_000)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 drawn = torch.randn(shape[1], rank)
-            method.states()[1].tensors["w"].copy_(orthonormalised(drawn))
+            method.states()[1].tensors["w"].copy_(orthonormalize(drawn))
         with torch.no_grad():
             ours.append(
                 method.synchronize([local.weight.grad.view(-1)], StepInfo(number, torch.tensor(True)))[0].view(shape)
@@ -124,7 +125,7 @@ def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[lis
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_it_is_pytorchs_hook(rank: int, pool2: Pool) -> None:
+def test_equals_the_powersgd_hook_of_pytorch(rank: int, pool2: Pool) -> None:
     for theirs, ours in pool2(against_the_hook, rank, (24, 40), 7):
         for number, (a, b) in enumerate(zip(theirs, ours, strict=True), 1):
             assert (a - b).norm() <= 1e-4 * a.norm(), number

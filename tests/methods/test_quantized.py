@@ -1,4 +1,4 @@
-"""Gradients in block codes, against the method written down once more, and what it promises of bytes and residuals."""
+"""Gradients in block codes: equality with a second implementation, bytes, and residuals."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,15 +15,18 @@ from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, Ring, build_groups
+from topology.groups import ReplicaGroups, build_groups
 from topology.layout import plan_layout
 from topology.links import bytes_by_level
 from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
+from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-from torchtitan_scape.planner.volumes import messages
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
 CHUNK, STEPS = 128, 50
@@ -45,13 +48,13 @@ def make(collectives: ReplicaCollectives, shapes: Any = SHAPES, **options: Any) 
 
 
 def gradients(step: int, replica: int, at: list[Tensor]) -> list[Tensor]:
-    """Of a bowl whose centre is another one on every replica, with noise."""
+    """Return noisy gradients of a quadratic with a different minimum on every replica."""
     generator = torch.Generator().manual_seed(1000 * step + replica)
     return [p - replica + torch.randn(p.shape, generator=generator) * (1.0 + i) for i, p in enumerate(at)]
 
 
 def descend(collectives: ReplicaCollectives, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """(parameters, residuals) after plain gradient descent."""
+    """Return (parameters, residuals) after plain gradient descent."""
     method, at = make(collectives, **options), [torch.zeros(prod(shape)) for shape in SHAPES]
     for number in range(1, STEPS + 1):
         own = gradients(number, collectives.replica, at)
@@ -63,8 +66,8 @@ def descend(collectives: ReplicaCollectives, **options: Any) -> tuple[list[Tenso
 # ---------------------------------------------------------------------------------------- written down once more
 
 
-def told(x: np.ndarray, code: str) -> np.ndarray:
-    """What a block arrives as: the nearest levels, ties to the even one, times the scale in BF16, rounded up."""
+def decoded_values(x: np.ndarray, code: str) -> np.ndarray:
+    """Return the decoded block: nearest levels, ties to even, times the scale in BF16, which is rounded up."""
     most = np.abs(x).max()
     if most < 2.0**-100:
         return np.zeros_like(x)
@@ -78,7 +81,7 @@ def told(x: np.ndarray, code: str) -> np.ndarray:
 
 
 def blocks_of(replicas: int, block: int) -> Iterator[tuple[int, slice, int]]:
-    """(parameter, its entries, their owner) of every block, chunk by chunk from the last parameter on."""
+    """Return (parameter, its entries, their owner) of every block, by chunk, starting with the last parameter."""
     every = [(i, slice(a, min(a + block, prod(s)))) for i, s in enumerate(SHAPES) for a in range(0, prod(s), block)]
     every.sort(key=lambda one: (-one[0], one[1].start))
     per_chunk = max(1, CHUNK // block)
@@ -90,7 +93,7 @@ def blocks_of(replicas: int, block: int) -> Iterator[tuple[int, slice, int]]:
 
 
 def literal(replicas: int, code: str, block: int, feedback: bool) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
-    """(parameters, residuals of every replica)."""
+    """Return (parameters, residuals of every replica)."""
     at = [np.zeros(prod(shape), np.float32) for shape in SHAPES]
     residuals = [[np.zeros_like(p) for p in at] for _ in range(replicas)]
     for number in range(1, STEPS + 1):
@@ -99,11 +102,11 @@ def literal(replicas: int, code: str, block: int, feedback: bool) -> tuple[list[
             total = np.zeros(entries.stop - entries.start, np.float32)
             for g, residual in zip(given, residuals, strict=True):
                 x = g[i].numpy()[entries] + (residual[i][entries] if feedback else np.float32(0))
-                sent = told(x, code)
+                sent = decoded_values(x, code)
                 residual[i][entries] = x - sent
                 total += sent
             mean = total / np.float32(replicas)
-            result = told(mean, code)
+            result = decoded_values(mean, code)
             residuals[owner][i][entries] += (mean - result) * np.float32(replicas)
             at[i][entries] -= np.float32(0.05) * result
     return at, residuals
@@ -123,23 +126,23 @@ def check_follows(found: list[tuple[list[Tensor], list[Tensor]]], code: str, blo
 @pytest.mark.parametrize(
     "replicas, code, block, feedback", [(3, "e2m1", 32, True), (2, "int4", 64, False), (4, "e3m0", 32, True)]
 )
-def test_it_is_the_method_as_written_down(replicas: int, code: str, block: int, feedback: bool) -> None:
+def test_equals_the_reference_implementation(replicas: int, code: str, block: int, feedback: bool) -> None:
     options = dict(code=code, block=block, error_feedback=feedback)
     check_follows(run_replicas(replicas, lambda c: descend(c, **options)), code, block, feedback)
 
 
 def on_gloo() -> tuple[list[Tensor], list[Tensor]]:
-    """Over lanes: two exchanges in flight."""
+    """Descend on gloo ranks with comm streams: two exchanges are in flight."""
     world = dist.get_world_size()
     layout = plan_layout(world, ranks_per_node=1, machine=get_machine("local"), replicate=world, shard=1)
     return descend(ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60))), block=32)
 
 
-def test_ranks_follow_it_too(pool2: Pool) -> None:
+def test_gloo_ranks_equal_the_reference_implementation(pool2: Pool) -> None:
     check_follows(pool2(on_gloo), "e2m1", 32, True)
 
 
-def test_eight_bits_are_within_a_hundredth_of_dense() -> None:
+def test_int8_is_within_one_percent_of_dense() -> None:
     exact = [torch.zeros(prod(shape)) for shape in SHAPES]
     for number in range(1, STEPS + 1):
         every = zip(*(gradients(number, r, exact) for r in range(3)), strict=True)
@@ -150,11 +153,11 @@ def test_eight_bits_are_within_a_hundredth_of_dense() -> None:
             assert (torch.cat(at) - torch.cat(exact)).norm() <= 1e-2 * torch.cat(exact).norm()
 
 
-# ----------------------------------------------------------------------------------------------- what it promises
+# ----------------------------------------------------------------------------------------------------- properties
 
 
-def test_blocks_of_zeros_and_denormals_are_kept_for_later() -> None:
-    """What is too small for a scale stays in the residual; where a block has larger numbers they alone arrive."""
+def test_entries_too_small_for_a_scale_stay_in_the_residual() -> None:
+    """Entries below the smallest scale stay in the residual; in a block with larger entries only those are sent."""
 
     def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
         method = make(collectives, block=32)
@@ -173,8 +176,8 @@ def test_blocks_of_zeros_and_denormals_are_kept_for_later() -> None:
         assert bool((rest[torch.arange(32) != 8] == -3.0).all()) and not result[4][64:].any()
 
 
-def test_a_norm_keeps_a_scale_of_its_own() -> None:
-    """Beside a matrix a thousand times as large it would arrive as zeros."""
+def test_small_parameters_do_not_share_a_scale_with_large_ones() -> None:
+    """In a block with a matrix of thousand times larger entries, a norm would be decoded as zeros."""
 
     def work(collectives: ReplicaCollectives) -> list[Tensor]:
         method = make(collectives, [(16, 10), (10,), (16, 10)], code="int8")
@@ -189,41 +192,42 @@ def test_a_norm_keeps_a_scale_of_its_own() -> None:
 LARGE = [(700, 300), (1000,), (300, 77), (5,), (1, 1), (4096, 64)]
 
 
-@pytest.mark.parametrize("rings", [(("network", 4),), (("node", 2), ("network", 3))])
+@pytest.mark.parametrize("levels", [(("network", 4),), (("node", 2), ("network", 3))])
 @pytest.mark.parametrize("code, block", [("e2m1", 128), ("int8", 32)])
-def test_bytes_are_those_of_the_closed_form(rings: tuple[tuple[str, int], ...], code: str, block: int) -> None:
-    """By level, to the byte: counted, planned by the method, and the planner's."""
-    groups = ReplicaGroups(None, None, rings=tuple(Ring(level, size, 0) for level, size in rings))
+def test_sent_bytes_equal_the_cost_formula(levels: tuple[tuple[str, int], ...], code: str, block: int) -> None:
+    """By level: counted bytes, the method's plan, and the planner's cost are equal."""
+    groups = ReplicaGroups(None, None, levels=tuple(RankGroup(level, size, 0) for level, size in levels))
     collectives = DryRunCollectives(groups)
     options = QuantizedOptions(code=code, block=block)  # type: ignore[arg-type]
     method = make(collectives, LARGE, code=code, block=block)
     assert len(method.chunks) == 8
     method.synchronize([torch.ones(prod(shape)) for shape in LARGE], StepInfo(1, torch.tensor(True)))
-    counted = collectives.traffic.sent_by_level()
-    (message,) = messages(options.planned("AdamW"), LARGE, collectives.replicas)
-    assert bytes_by_level(message.stages(rings)) == pytest.approx(counted, abs=0.5)
+    counted = collectives.ledger.sent_by_level()
+    sizes = [LevelSize(level, size) for level, size in levels]
+    (call,) = options.cost().collective_calls(LocalModel.of_shapes(LARGE), sizes)
+    assert bytes_by_level(call.stages(sizes)) == pytest.approx(counted, abs=0.5)
     assert method.planned_bytes() == pytest.approx(sum(counted.values()), abs=0.5)
 
 
-def test_four_bits_are_an_eighth_of_dense() -> None:
+def test_four_bits_send_one_eighth_of_dense() -> None:
     collectives = DryRunCollectives(replicas=4)
     method = make(collectives, [(4096, 4096)])
     assert method.planned_bytes() / collectives.reduced_bytes(4096**2) == pytest.approx(0.129, abs=1e-4)
 
 
 def over_nodes() -> dict[str, Any]:
-    """Two nodes of two: sums inside are not coded."""
+    """Descend on two nodes of two ranks; sums within a node are not encoded."""
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("local"), replicate=4, shard=1)
     collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
     method, rank = make(collectives, block=32), dist.get_rank()
     given = gradients(1, rank, [torch.zeros(prod(shape)) for shape in SHAPES])
     result = method.synchronize([g.clone() for g in given], StepInfo(1, torch.tensor(True)))
-    counted = sum(collectives.traffic.sent_by_level().values())
+    counted = sum(collectives.ledger.sent_by_level().values())
     residual = [t.view(-1) for t in method.states()[0].tensors.values()]
     return {"given": given, "result": result, "residual": residual, "sent": counted, "planned": method.planned_bytes()}
 
 
-def test_over_nodes_nothing_is_lost(pool4: Pool) -> None:
+def test_quantization_over_two_nodes_conserves_the_gradients(pool4: Pool) -> None:
     ranks = pool4(over_nodes)
     for i in range(len(SHAPES)):
         assert all(torch.equal(rank["result"][i], ranks[0]["result"][i]) for rank in ranks)
@@ -232,6 +236,6 @@ def test_over_nodes_nothing_is_lost(pool4: Pool) -> None:
     assert all(rank["sent"] == pytest.approx(rank["planned"]) for rank in ranks)
 
 
-def test_another_block_is_refused() -> None:
+def test_an_invalid_block_size_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[sync.quantized\] block = 48; it must be a power of two from 32 to 1024"):
         QuantizedOptions(block=48)

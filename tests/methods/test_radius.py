@@ -1,4 +1,4 @@
-"""Radius against Algorithms 1 and 2 of its paper, line by line in FP64, inside the container that clips and updates."""
+"""Radius in the optimizer, compared with Algorithms 1 and 2 of its paper, line by line in FP64."""
 
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
-from torchtitan_scape.methods.radius.method import Radius, RadiusOptions
+from torchtitan_scape.methods.radius.method import Radius
+from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
 
-# Three blocks, the last one short; less than a block; one entry; none; one without a gradient; what is not compressed.
+# Three blocks, the last one short; less than a block; one entry; none; one without a gradient; uncompressed parameters.
 SHAPES = [(40, 60), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
 WITHOUT = 4
 STEPS = 50
@@ -40,7 +41,7 @@ def given(step: int, replica: int, nan_at: tuple[int, ...]) -> list[Tensor]:
 
 
 class Literal:
-    """All replicas at once. Numbers of lines are those of Algorithm 1."""
+    """All replicas in one process. Comments contain the line numbers of Algorithm 1."""
 
     def __init__(self, replicas: int, rule: str, options: dict[str, Any]) -> None:
         self.options = {"selection": "tensor", "clip_refresh": "literal", "release_scale": 1.0} | options
@@ -48,7 +49,7 @@ class Literal:
         self.w = [w.double().view(-1) for w in drawn(0)]
         self.m, self.v = ([torch.zeros_like(w) for w in self.w] for _ in range(2))
         self.residual = [[torch.zeros_like(w) for w in self.w] for _ in range(replicas)]
-        self.top: list[Tensor] | None = None  # places, of every tensor
+        self.top: list[Tensor] | None = None  # indices in the mask of every tensor
         self.threshold = -(-options["start"] // options["interval"]) * options["interval"]
 
     def step(self, g: list[list[Tensor]]) -> None:
@@ -61,7 +62,7 @@ class Literal:
         fresh = [mean(tensors) for tensors in zip(*g, strict=True)]
         refresh = self.t >= self.threshold and self.t % self.options["interval"] == 0
         if self.t < self.threshold or (self.top is None and not refresh):
-            delivered = fresh  # lines 3 to 5; and where the first refresh was skipped
+            delivered = fresh  # lines 3 to 5; also if the first refresh was skipped
         elif refresh:
             whole = [[r + x for r, x in zip(*pair, strict=True)] for pair in zip(self.residual, g, strict=True)]  # 8
             delivered = [mean(tensors) for tensors in zip(*whole, strict=True)]  # 9
@@ -95,7 +96,7 @@ class Literal:
         return found  # 17
 
     def _correction(self, i: int, g: Tensor) -> Tensor:
-        """Algorithm 2 without decay, and the same of AdamS, whose v is that of the moment before."""
+        """Algorithm 2 without decay; for AdamS v is computed from the previous moment."""
         b1, b2 = BETAS
         self.v[i] = b2 * (self.m[i].square() if self.rule == "AdamS" else self.v[i]) + (1 - b2) * g.square()
         self.m[i] = b1 * self.m[i] + (1 - b1) * g
@@ -119,7 +120,7 @@ def mean(tensors: Any) -> Tensor:
 def train(
     replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...] = (), method: str = "radius"
 ) -> dict[str, Any]:
-    """The container on random gradients; all of the replicas in this process, or one in each rank."""
+    """Train the optimizer on random gradients, with all replicas in this process or one replica per rank."""
     from topology.in_process import OneReplica, SimulatedReplicas
     from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -145,7 +146,7 @@ def train(
     for number in range(1, STEPS + 1):
         for replica in [dist.get_rank()] if alone else range(played):
             for i, (p, g) in enumerate(zip(model, given(number, replica, nan_at), strict=True)):
-                p.grad = None if i == WITHOUT else g / replicas  # as of a loss that is divided by all tokens
+                p.grad = None if i == WITHOUT else g / replicas  # the loss is divided by the global token count
             optimizers.stash_replica_gradients()
         optimizers.step()
         history.append([p.detach().clone() for p in model])
@@ -176,21 +177,21 @@ FOUR = {"density": 0.3, "interval": 10, "start": 12}  # 20, 30, 40, 50
         (1, "AdamW foreach", TWO | {"clip_refresh": "fresh"}, ()),
         (2, "AdamW fused", TWO, ()),
         (3, "AdamS", TWO, (25,)),
-        # The first refresh is skipped, and that at 40: what is pending stays so until 50.
+        # The first refresh and the one at step 40 are skipped: the residual remains until step 50.
         (3, "AdamW foreach", FOUR | {"selection": "block", "release_scale": 3.0}, (20, 25, 40)),
         (2, "AdamW foreach", FOUR | {"clip_refresh": "fresh"}, (40,)),
         (2, "AdamS", FOUR | {"release_scale": 2.0, "density": 0.1}, (20,)),
     ],
 )
-def test_it_is_the_papers_algorithm(
+def test_equals_the_algorithm_of_the_paper(
     replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...], pool1: Pool
 ) -> None:
     (found,) = pool1(train, replicas, name, options, nan_at)
     compare(found, replicas, name, options, nan_at, found["residuals"])
 
 
-def test_it_is_the_papers_algorithm_on_ranks(pool2: Pool) -> None:
-    """And they hold the same bits, whatever they hold alike."""
+def test_gloo_ranks_equal_the_algorithm_of_the_paper(pool2: Pool) -> None:
+    """Replicated tensors are bitwise equal."""
     first, second = pool2(train, 2, "AdamW foreach", TWO, (25,))
     assert all(torch.equal(a, b) for a, b in zip(first["history"][-1], second["history"][-1], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first["masks"][0], second["masks"][0], strict=True))
@@ -200,7 +201,7 @@ def test_it_is_the_papers_algorithm_on_ranks(pool2: Pool) -> None:
 def compare(
     found: dict[str, Any], replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...], residuals: Any
 ) -> None:
-    """Parameters after every step, masks and residuals at the end, with those of the literal form."""
+    """Compare parameters after every step, and masks and residuals at the end, with the algorithm."""
     literal = Literal(replicas, name.split()[0], options)
     for number, parameters in enumerate(found["history"], 1):
         literal.step([given(number, replica, nan_at) for replica in range(replicas)])
@@ -217,7 +218,7 @@ def compare(
 @pytest.mark.parametrize(
     "options", [{"density": 1.0, "interval": 7, "start": 0}, {"density": 0.2, "interval": 1, "start": 0}]
 )
-def test_its_limits_are_dense_adamw(options: dict[str, Any], pool1: Pool) -> None:
+def test_the_limits_of_radius_equal_dense_adamw(options: dict[str, Any], pool1: Pool) -> None:
     (dense,) = pool1(train, 2, "AdamW foreach", {}, (), "dense")
     (found,) = pool1(train, 2, "AdamW foreach", options)
     assert all(distance(a, b) < 1e-6 for a, b in zip(found["history"], dense["history"], strict=True))
@@ -226,8 +227,8 @@ def test_its_limits_are_dense_adamw(options: dict[str, Any], pool1: Pool) -> Non
 OLD = Case("radius", {"density": 0.25, "interval": 3, "start": 0})
 
 
-def test_off_the_mask_adamw_stops_and_adams_goes_on() -> None:
-    """By so many times the rate, as docs/architecture.md has it."""
+def test_entries_outside_the_mask_stop_with_adamw_but_not_with_adams() -> None:
+    """By the multiples of the learning rate in docs/reference/methods/radius.md."""
     moved = {}
     for make_optimizer in (torch.optim.AdamW, AdamS):
         w = nn.Parameter(torch.zeros(1))
@@ -252,8 +253,8 @@ def filled(entries: int) -> int:
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_bytes_between_refreshes_and_at_them(replicas: int) -> None:
-    """8 (N - 1) / N times the entries, filled up to fours: those on the mask and what is not compressed, or all."""
+def test_bytes_of_steps_with_and_without_a_refresh(replicas: int) -> None:
+    """8 (N - 1) / N bytes per entry, padded to multiples of four: mask entries and uncompressed ones, or all."""
     on_mask = sum(max(1, round(0.25 * n)) for n in sizes(True))
     one = 8 * (replicas - 1) / replicas
     for rank in run_replicas(replicas, lambda collectives: play(collectives, OLD)):
@@ -262,8 +263,8 @@ def test_bytes_between_refreshes_and_at_them(replicas: int) -> None:
             assert sent == pytest.approx(one * filled(entries + sum(sizes(False)))), number
 
 
-def test_a_mask_serves_under_other_options() -> None:
-    """Until the next refresh, whatever density, interval and start are: as after a resumption."""
+def test_a_mask_remains_valid_under_other_options() -> None:
+    """Until the next refresh, as after resuming with another density, interval or start."""
 
     def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], float, Tensor]:
         old = make(OLD, collectives)
@@ -272,10 +273,10 @@ def test_a_mask_serves_under_other_options() -> None:
         for state in method.states():
             for name, values in state.tensors.items():
                 values.copy_(kept(old)[f"{state.kind}.{name}"])
-        before = sum(collectives.traffic.sent_by_level().values())
+        before = sum(collectives.ledger.sent_by_level().values())
         with torch.no_grad():
             found = method.synchronize(gradients(9, collectives.replica), StepInfo(9, torch.tensor(True)))
-        sent = sum(collectives.traffic.sent_by_level().values()) - before
+        sent = sum(collectives.ledger.sent_by_level().values()) - before
         mask = next(s for s in method.states() if s.kind == "mask").entries("p0", torch.Size(CONTRACT_SHAPES[0]))
         return found, sent, mask
 
@@ -286,8 +287,8 @@ def test_a_mask_serves_under_other_options() -> None:
         assert torch.equal(found[0] != 0, mask.view(-1).bool())
 
 
-def test_masks_are_packed_and_come_back_by_entry() -> None:
-    """A checkpoint has a byte of each entry, of the parameter's shape: other shards read it."""
+def test_masks_are_stored_packed_and_saved_by_entry() -> None:
+    """A checkpoint has one byte per entry, in the parameter's shape, so that other layouts can read it."""
 
     def work(collectives: ReplicaCollectives) -> None:
         method = make(OLD, collectives)
@@ -306,8 +307,8 @@ def test_masks_are_packed_and_come_back_by_entry() -> None:
     run_replicas(2, work)
 
 
-def test_a_refresh_before_any_step_was_applied() -> None:
-    """An optimizer that makes its state in its first step has none: the mask stays all ones."""
+def test_a_refresh_before_the_first_applied_step_keeps_the_mask() -> None:
+    """An optimizer that creates its state in the first step has none yet, so that the mask remains all ones."""
 
     def work(collectives: ReplicaCollectives) -> None:
         shards = collect_shards([{"params": [nn.Parameter(torch.zeros(4, 4))], "param_names": ["w"]}])
@@ -323,7 +324,7 @@ def test_a_refresh_before_any_step_was_applied() -> None:
     run_replicas(2, work)
 
 
-def test_sending_all_is_a_refresh() -> None:
+def test_a_full_exchange_is_a_refresh() -> None:
     def work(collectives: ReplicaCollectives) -> bool:
         method = make(OLD, collectives)
         play(collectives, OLD, method=method)
@@ -345,7 +346,7 @@ def test_sending_all_is_a_refresh() -> None:
     [
         ({"density": 0.0}, r"\[sync.radius\] density = 0.0; it must lie in \(0, 1\]"),
         ({"interval": 0}, "interval = 0; it must be 1 or more"),
-        ({"start": -2}, "start = -2; it must be 0 or more, or -1 for a fifth of training.steps"),
+        ({"start": -2}, "start = -2; it must be 0 or more, or -1 for one fifth of training.steps"),
         ({"release_scale": 0.5}, "release_scale = 0.5; it must be 1"),
         ({"clip_refresh": "never"}, "clip_refresh = 'never'"),
     ],
@@ -355,7 +356,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) ->
         RadiusOptions(**options)
 
 
-def test_moments_that_grow_off_the_mask_are_refused() -> None:
+def test_betas_with_growing_updates_outside_the_mask_are_refused() -> None:
     def work(collectives: ReplicaCollectives) -> None:
         named = [("w", nn.Parameter(torch.zeros(4, 4)))]
         for optimizer, text in (

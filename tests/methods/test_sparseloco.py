@@ -1,4 +1,4 @@
-"""SparseLoCo in the frame of local updates, against what arXiv:2508.15706 writes down."""
+"""SparseLoCo compared with arXiv:2508.15706."""
 
 from typing import Any
 
@@ -12,17 +12,24 @@ from tests.methods.test_local_updates import SHAPES, far, trained
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.methods.sparseloco.method import Sparseloco, SparselocoOptions
-from torchtitan_scape.planner.volumes import PlannedRun, messages, simulated_memory_bytes
+from torchtitan_scape.methods.sparseloco.method import Sparseloco
+from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
 
 
 class Literal(local.Literal):
-    """For N replicas in one place: e_i = decay e_i + (anchor - theta_i); a replica sends the largest of every tile, in
-    two bits, and keeps the rest in e_i; the anchor takes the mean, over those that sent an entry, at once."""
+    """N replicas in one process.
+
+    e_i = decay e_i + (anchor - theta_i). A replica sends the largest entries of every tile in two bits, and stores the
+    rest in e_i. The anchor moves by the mean over the senders of each entry.
+    """
 
     def __init__(self, replicas: int, inner_steps: int, **options: Any) -> None:
         super().__init__(replicas, inner_steps, 1.0, 0.0)
@@ -41,8 +48,8 @@ class Literal(local.Literal):
 
 
 @pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "values": "float32"}], ids=["published", "equations"])
-def test_it_is_the_literal_form(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """50 steps of three replicas of one process, and of two gloo ranks: parameters, anchor and what is kept back."""
+def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
+    """Parameters, anchor and residual of 50 steps, with three simulated replicas and with two gloo ranks."""
     for replicas in (3, 2):
         literal = Literal(replicas, 6, **{**PUBLISHED, **changes})
         for _ in range(50):
@@ -60,7 +67,7 @@ def test_it_is_the_literal_form(changes: dict[str, Any], pool1: Pool, pool2: Poo
             assert far(kept, dict(zip(SHAPES, literal.codec.residual[i], strict=True))) < 1e-5
 
 
-def test_its_defaults_are_the_published_settings() -> None:
+def test_defaults_equal_the_published_settings() -> None:
     options = SparselocoOptions()
     assert (options.inner_steps, options.outer_lr, options.outer_momentum) == (30, 1.0, 0.0)
     assert {key: getattr(options, key) for key in PUBLISHED} == PUBLISHED
@@ -68,8 +75,8 @@ def test_its_defaults_are_the_published_settings() -> None:
         SparselocoOptions(decay=0.0)
 
 
-def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
-    """A message once in a round, of tiles that hold parameters of one dimension, too."""
+def test_the_cost_has_the_bytes_and_memory() -> None:
+    """One message per round; tiles include one-dimensional parameters."""
     shapes = [(192, 128), (4096,), (7,)]
 
     def work(collectives: ReplicaCollectives) -> float:
@@ -78,13 +85,14 @@ def test_the_planner_has_its_bytes_and_what_it_holds() -> None:
         shards = collect_shards(optimizer.param_groups)
         return Sparseloco(MethodContext(shards, collectives, optimizer=optimizer), SparselocoOptions()).planned_bytes()
 
-    own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # filled up to 16 bytes
-    planned = SparselocoOptions().planned("AdamW")
-    (message,) = messages(planned, shapes, 4)
-    assert message.nbytes == own and own % 16 == 0
-    sent = sum(stage.sent for stage in message.stages([("network", 4)]))
+    own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # padded to 16 bytes
+    planned, model = PlannedRun(SparselocoOptions(), "AdamW"), LocalModel.of_shapes(shapes)
+    levels = [LevelSize("network", 4)]
+    call, rest = planned.collective_calls(model, levels)
+    assert call.count == own and own % 16 == 0 and rest.count == 0
+    sent = sum(stage.sent for stage in call.stages(levels))
     assert sent == pytest.approx(3 * own / 30)
     assert run_replicas(4, work) == pytest.approx([sent] * 4)
-    n, alone = 192 * 128 + 4096 + 7, simulated_memory_bytes(PlannedRun("adamw"), shapes, 1)
+    n, alone = 192 * 128 + 4096 + 7, PlannedRun(DenseOptions(), "AdamW").simulated_memory(model, 1)
     kept = dict.fromkeys(("anchor", "displacements", "residual"), 4.0 * n)
-    assert simulated_memory_bytes(planned, shapes, 1) == alone | kept | {"messages": own}
+    assert planned.simulated_memory(model, 1) == alone | kept | {"messages": own}

@@ -1,4 +1,4 @@
-"""SPARTA against its literal form: whose turn it is, what arrives, and what stays with a replica."""
+"""SPARTA: schedule of block groups, means, and quantization errors, compared with a reference algorithm."""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from topology.process_groups import collectives_of
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.sparta import method as sparta
-from torchtitan_scape.methods.sparta.method import BLOCK, Sparta, SpartaOptions
+from torchtitan_scape.methods.sparta.method import Sparta
+from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions
 
 # More than a block, short last ones, less than a block, nothing.
 PARTS = [(5 * BLOCK, 1), (BLOCK + 5, 3), (4, 5), (0, 4), (200,), (9, BLOCK + 1)]
 
 
-def has_turn(shapes: Sequence[tuple[int, ...]], step: int, interval: int) -> list[Tensor]:
-    """Of every tensor, by entry: whether it is averaged in a step."""
+def is_due(shapes: Sequence[tuple[int, ...]], step: int, interval: int) -> list[Tensor]:
+    """Return for every tensor, by entry, whether it is averaged in a step."""
     begin, found = 0, []
     for shape in shapes:
         blocks = begin + torch.arange(math.prod(shape)) // BLOCK
@@ -37,7 +38,7 @@ def has_turn(shapes: Sequence[tuple[int, ...]], step: int, interval: int) -> lis
 
 
 class LiteralSparta(Literal):
-    """Algorithm 1 of the paper with parts in turn, FP32: averaging parameters is averaging what they have moved."""
+    """Algorithm 1 of the paper in FP32, with cyclic parts. Averaging parameters equals averaging displacements."""
 
     def __init__(self, replicas: int, interval: int) -> None:
         super().__init__(replicas, inner_steps=10**9, outer_lr=1.0, outer_momentum=0.0)
@@ -45,14 +46,14 @@ class LiteralSparta(Literal):
 
     def step(self) -> None:
         super().step()
-        now = has_turn(list(SHAPES.values()), self.t, self.interval)
+        now = is_due(list(SHAPES.values()), self.t, self.interval)
         for n, turn in zip(SHAPES, now, strict=True):
             mean = torch.stack([theta[n] for theta in self.theta]).mean(0)
             for theta in (*(theta[n] for theta in self.theta), self.anchor[n].data):
                 theta.copy_(torch.where(turn, mean, theta))
 
 
-def test_it_is_the_literal_form(pool1: Pool, pool2: Pool) -> None:
+def test_equals_the_reference_algorithm(pool1: Pool, pool2: Pool) -> None:
     options = {"interval": 3, "code": "float32", "warmup_steps": 0}
     for replicas in (3, 2):
         literal = LiteralSparta(replicas, 3)
@@ -70,7 +71,7 @@ def test_it_is_the_literal_form(pool1: Pool, pool2: Pool) -> None:
 
 
 class Alone:
-    """Replicas of one process, whose parameters are set by hand."""
+    """Simulated replicas with given parameters."""
 
     def __init__(self, replicas: int, chunk: int = 1 << 22, steps: int = 0, **options: Any) -> None:
         self.replicas = SimulatedReplicas(replicas)
@@ -93,12 +94,12 @@ class Alone:
         self.replicas.run(lambda i: self.methods[i].exchange(step))
 
     def of(self, i: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies of anchor and parameters of a replica."""
+        """Return copies of the anchor and the parameters of a replica."""
         anchor = self.methods[i].states()[0]
         return [t.clone() for t in anchor.tensors.values()], [p.detach().clone() for p in self.parameters[i]]
 
-    def said(self, i: int) -> list[Tensor]:
-        """The parameters of a replica, with what it owes as their owner."""
+    def corrected(self, i: int) -> list[Tensor]:
+        """Return the parameters of a replica minus its owner error."""
         parameters = [p.detach().clone() for p in self.parameters[i]]
         for state in self.methods[i].states()[1:]:
             for p, owner_error in zip(parameters, state.tensors.values(), strict=True):
@@ -108,8 +109,8 @@ class Alone:
 
 @pytest.mark.parametrize("chunk", [1 << 22, 2 * BLOCK])
 @pytest.mark.parametrize("interval", [1, 4])
-def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
-    """Averaged, and nothing else touched, whatever chunks it goes in."""
+def test_every_entry_is_averaged_once_per_round(interval: int, chunk: int) -> None:
+    """No other entry changes, and chunks do not matter."""
     alone = Alone(3, chunk, interval=interval, code="float32")
     for number in range(1, interval + 1):
         alone.move(number)
@@ -117,7 +118,7 @@ def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
         alone.step(number)
         for i in range(3):
             anchors, thetas = alone.of(i)
-            for k, now in enumerate(has_turn(PARTS, number, interval)):
+            for k, now in enumerate(is_due(PARTS, number, interval)):
                 mean = sum(own[1][k] for own in before) / 3
                 torch.testing.assert_close(thetas[k][now], mean[now], rtol=1e-6, atol=1e-6)  # type: ignore[index]
                 assert torch.equal(anchors[k][now], thetas[k][now])
@@ -127,30 +128,32 @@ def test_every_entry_has_its_turn(interval: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("replicas, chunk", [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)])
 @pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
-def test_what_a_code_loses_stays_with_the_replica(code: str, replicas: int, chunk: int) -> None:
-    """An exchange in a code leaves the mean of the replicas' parameters, with what owners owe, where it was; anchors
-    are equal, to the bit. In the warm-up parts have other owners."""
+def test_quantization_errors_stay_in_the_replicas_parameters(code: str, replicas: int, chunk: int) -> None:
+    """An encoded exchange preserves the mean of the parameters minus the owners' errors; anchors are bitwise equal.
+
+    During the warm-up slices have other owners.
+    """
     alone, count = Alone(replicas, chunk, interval=4, code=code, warmup_steps=10), range(replicas)
     for number in range(1, 30):
         alone.move(number)
-        before, said_before = [alone.of(i) for i in count], [alone.said(i) for i in count]
+        before, corrected_before = [alone.of(i) for i in count], [alone.corrected(i) for i in count]
         alone.step(number)
-        after, said = [alone.of(i) for i in count], [alone.said(i) for i in count]
-        block_groups = {lane % 4 for lane in alone.methods[0].block_groups(number)}
+        after, corrected = [alone.of(i) for i in count], [alone.corrected(i) for i in count]
+        block_groups = {group % 4 for group in alone.methods[0].block_groups(number)}
         for k in range(len(PARTS)):
-            now = torch.stack([has_turn(PARTS, lane, 4)[k] for lane in block_groups]).any(0)
-            means = [sum(own[k] for own in each) / replicas for each in (said_before, said)]
+            now = torch.stack([is_due(PARTS, group, 4)[k] for group in block_groups]).any(0)
+            means = [sum(own[k] for own in each) / replicas for each in (corrected_before, corrected)]
             torch.testing.assert_close(means[1], means[0], rtol=1e-5, atol=1e-5)
             assert all(torch.equal(own[0][k], after[0][0][k]) for own in after[1:])
             for (anchor, theta), (then, moved) in zip(after, before, strict=True):
                 assert torch.equal(anchor[k][~now], then[k][~now]) and torch.equal(theta[k][~now], moved[k][~now])
                 assert not now.any() or not torch.equal(anchor[k][now], then[k][now])
-    # What is pending does not grow: a code of one bit gets rid of as much as comes in.
+    # Pending updates do not grow: even one bit per entry sends as much as is added.
     assert all((a - t).abs().max() < 60 for a, t in zip(*alone.of(0), strict=True) if a.numel())
 
 
-def test_none_trains_far_from_the_mean() -> None:
-    """Of many replicas, in the warm-up as after it: what an owner loses of a mean, times their number, is apart."""
+def test_no_replica_is_far_from_the_mean() -> None:
+    """With many replicas, during and after the warm-up: N times the owner's error is a separate state."""
     alone, count, far_off = Alone(16, interval=3, warmup_steps=60), range(16), {1: 0.0, 2: 0.0}
     for number in range(1, 90):
         alone.move(number)
@@ -158,16 +161,19 @@ def test_none_trains_far_from_the_mean() -> None:
         block_groups = len(alone.methods[0].block_groups(number))
         if block_groups == 3 or number % 4:
             continue
-        said, own = [alone.said(i) for i in count], [alone.of(i)[1] for i in count]
+        corrected, own = [alone.corrected(i) for i in count], [alone.of(i)[1] for i in count]
         for k in (k for k, t in enumerate(own[0]) if t.numel()):
-            mean = sum(each[k] for each in said) / 16
+            mean = sum(each[k] for each in corrected) / 16
             far_off[block_groups] = max(far_off[block_groups], *((each[k] - mean).abs().max().item() for each in own))
-    # 3 steps of N(0, 1), and what codes lose of them; what owners lose is 16 times that.
+    # Three steps of N(0, 1) and their quantization errors; an owner's errors count 16 times.
     assert far_off[2] < 10.0 and far_off[1] < 15.0
 
 
 def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
-    """Four replicas on two nodes, as many: (anchors, parameters, parameters with what is owed) after every step."""
+    """Run one of four replicas on two nodes; return its tensors before and after every step.
+
+    They are the anchors, the parameters before and after the exchange, and the latter minus the owner's errors.
+    """
     sparta.OWNER_ERROR_ABOVE = 3
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     collectives = collectives_of(build_groups(layout, timedelta(seconds=60), True))
@@ -189,15 +195,15 @@ def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
     return found
 
 
-def test_what_a_node_loses_is_apart(pool4: Pool) -> None:
-    """It is lost of a sum of its replicas: none of them may train with that alone. In the mean nothing is lost."""
+def test_the_error_of_a_nodes_sum_is_a_separate_state(pool4: Pool) -> None:
+    """It belongs to the sum over a node, so that no single replica may apply it. The mean is preserved."""
     owner_error = [torch.zeros(shape) for shape in PARTS]
     for number, steps in enumerate(zip(*pool4(over_two_nodes), strict=True), 1):
         for k in range(len(PARTS)):
-            anchors, befores, thetas, said = ([each[kind][k] for each in steps] for kind in range(4))
+            anchors, befores, thetas, corrected = ([each[kind][k] for each in steps] for kind in range(4))
             assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
-            torch.testing.assert_close(sum(said), sum(befores) - owner_error[k], rtol=1e-5, atol=1e-5)
-            owner_error[k] = sum(thetas) - sum(said)
+            torch.testing.assert_close(sum(corrected), sum(befores) - owner_error[k], rtol=1e-5, atol=1e-5)
+            owner_error[k] = sum(thetas) - sum(corrected)
             now = thetas[0] != befores[0]
             assert number != 7 or not now.any()
             for anchor, theta in zip(anchors, thetas, strict=True):
@@ -206,8 +212,8 @@ def test_what_a_node_loses_is_apart(pool4: Pool) -> None:
 
 
 @pytest.mark.parametrize("code", ["1bit", "2bit"])
-def test_what_fills_up_a_block_has_no_part_in_its_means(code: str) -> None:
-    """A code that tells a block's mean magnitude loses nothing where all are equal, of tensors below a block either."""
+def test_padding_does_not_change_the_means_of_a_block(code: str) -> None:
+    """A code with a block's mean magnitude is exact for equal magnitudes, also for tensors smaller than a block."""
     alone = Alone(2, interval=1, code=code)
     for own in alone.parameters:
         for p in own:
@@ -219,19 +225,19 @@ def test_what_fills_up_a_block_has_no_part_in_its_means(code: str) -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 5, 8])
-def test_a_skipped_step_and_a_flush(replicas: int) -> None:
+def test_a_skipped_step_changes_nothing_and_a_full_exchange_equalizes(replicas: int) -> None:
     alone = Alone(replicas, interval=3)
     for number in range(1, 5):
         alone.move(number)
         alone.step(number)
     alone.move(5)
-    before = (*alone.of(0), alone.said(0))
+    before = (*alone.of(0), alone.corrected(0))
     alone.step(5, applied=False)
-    for one, other in zip((*alone.of(0), alone.said(0)), before, strict=True):
+    for one, other in zip((*alone.of(0), alone.corrected(0)), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    owes = any((a != b).any() for a, b in zip(alone.of(0)[1], alone.said(0), strict=True))
-    assert owes == (replicas > 4)
-    mean = [sum(alone.said(i)[k] for i in range(replicas)) / replicas for k in range(len(PARTS))]
+    has_owner_error = any((a != b).any() for a, b in zip(alone.of(0)[1], alone.corrected(0), strict=True))
+    assert has_owner_error == (replicas > 4)
+    mean = [sum(alone.corrected(i)[k] for i in range(replicas)) / replicas for k in range(len(PARTS))]
     for method in alone.methods:
         method.request_full_exchange()
     alone.step(6)
@@ -241,11 +247,11 @@ def test_a_skipped_step_and_a_flush(replicas: int) -> None:
             torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_at_first_more_lanes_go_round() -> None:
+def test_the_warm_up_averages_more_block_groups() -> None:
     alone = Alone(2, interval=6, warmup_steps=10, code="float32")
     block_groups = [alone.methods[0].block_groups(number) for number in range(1, 14)]
     assert [len(each) for each in block_groups] == [6, 5, 4, 4, 3, 2, 2, 2, 1, 1, 1, 1, 1]
-    assert [lane for each in block_groups for lane in each] == list(range(1, 34))
+    assert [group for each in block_groups for group in each] == list(range(1, 34))
     for number in (1, 2, 9, 10):
         alone.move(number)
         alone.step(number)
@@ -255,28 +261,28 @@ def test_at_first_more_lanes_go_round() -> None:
 
 
 @pytest.mark.parametrize(("interval", "warmup"), [(14, 49), (6, 49), (30, 250), (5, 0), (1, 7)])
-def test_none_waits_for_longer_than_a_round(interval: int, warmup: int) -> None:
+def test_no_block_group_waits_for_more_than_one_round(interval: int, warmup: int) -> None:
     method = Alone(2, interval=interval, warmup_steps=warmup).methods[0]
     last = dict.fromkeys(range(interval), 0)
     for number in range(1, warmup + 3 * interval):
-        for lane in method.block_groups(number):
-            waited, last[lane % interval] = number - last[lane % interval], number
+        for group in method.block_groups(number):
+            waited, last[group % interval] = number - last[group % interval], number
             assert waited <= interval
     assert min(last.values()) > warmup + interval
 
 
-def test_the_warm_up_is_a_twentieth_of_the_run() -> None:
+def test_the_default_warm_up_is_5_percent_of_the_run() -> None:
     alone = Alone(2, steps=400, interval=8, warmup_steps=-1)
     assert [len(alone.methods[0].block_groups(number)) for number in (1, 11, 21, 22)] == [8, 3, 1, 1]
 
 
-def test_it_sends_one_part_in_so_many() -> None:
-    """In one bit and a BF16 scale a block: at interval 3 0.0117 of dense FP32, but for what fills up blocks."""
+def test_a_step_sends_one_block_group() -> None:
+    """One bit per entry and a BF16 scale per block: at interval 3 0.0117 of dense FP32, plus padding."""
     alone = Alone(4, interval=3)
     entries = sum(-(-math.prod(shape) // BLOCK) for shape in PARTS) * BLOCK
     planned = alone.methods[0].planned_bytes()
     assert planned >= 1.5 * entries * 1.125 / 8 / 3
-    ledger = alone.replicas.endpoints[0].traffic
+    ledger = alone.replicas.endpoints[0].ledger
     before = sum(ledger.sent_by_level().values())
     for number in range(1, 4):
         alone.move(number)

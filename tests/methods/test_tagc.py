@@ -1,4 +1,4 @@
-"""TAGC between replicas, against the method written down once more, and what it says of its bytes."""
+"""TAGC between replicas, compared with a second implementation, and its counted bytes."""
 
 from typing import Any
 
@@ -9,14 +9,16 @@ from torch import Tensor
 from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import StepInfo
-from torchtitan_scape.methods.tagc.method import TagcOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-from torchtitan_scape.planner.volumes import messages, simulated_memory_bytes
+from torchtitan_scape.methods.tagc.options import TagcOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 
 class Literal:
-    """Replicas of flat gradients: sets of places, in Python."""
+    """All replicas in one process, with sets of indices in Python."""
 
     def __init__(self, replicas: int, density: float, dense: tuple[int, ...] = ()) -> None:
         self.k, self.replicas = max(1, round(density * 1024)), replicas
@@ -49,8 +51,8 @@ class Literal:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("options", [{"density": 0.05}, {"density": 0.3, "dense_names": ["p1"]}])
-def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
-    """Both forms of the index: offsets at the first density, bits at the second."""
+def test_equals_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
+    """Both encodings of the index: offsets at the first density, a bitmap at the second."""
     literal = Literal(replicas, options["density"], (1,) if "dense_names" in options else ())
     ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("tagc", options)))
     for number in range(1, STEPS + 1):
@@ -64,27 +66,29 @@ def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
                     assert torch.equal(kept, literal.residual[replica][i])
 
 
-def test_places_and_values_have_ledgers_of_their_own() -> None:
-    """Of 1024 entries 307 are chosen by each of two replicas; whole are 8 entries. The index is two times 128 bytes."""
+def test_index_and_values_are_counted_separately() -> None:
+    """Two replicas select 307 of 1024 entries each; 8 entries are uncompressed. The index is two times 128 bytes."""
 
     def work(collectives: ReplicaCollectives) -> dict[str, float]:
         method = make(Case("tagc", {"density": 0.3}), collectives)
         method.synchronize(gradients(1, collectives.replica), StepInfo(1, torch.tensor(True)))
-        return {kind: sent for (_, _, kind), sent in collectives.traffic.sent.items()}
+        return {kind: sent for (_, _, kind), sent in collectives.ledger.sent.items()}
 
     blocks = 4  # of (40, 24), (33, 5), (1, 1), (16, 16)
     expected = {"index": blocks * 128.0, "payload": 4.0 * (blocks * 616 + 8)}
     assert run_replicas(2, work) == [expected, expected]
     shapes = [(3 * 1024, 8), (100,)]
-    index, values = messages(PlannedMethod("tagc", 0.3), shapes, 2)
-    assert (index.collective, index.nbytes) == ("reduce", 24 * 128)
-    assert (values.collective, values.nbytes) == ("reduce", 4 * (24 * 616 + 100))
-    index, values = messages(PlannedMethod("tagc", 0.0125), shapes, 4)
-    assert (index.collective, index.nbytes) == ("gather", 24 * 14)
-    assert values.nbytes == 4 * (24 * 52 + 100)
-    alone = simulated_memory_bytes(PlannedMethod("adams"), shapes, 1)
+    model = LocalModel.of_shapes(shapes)
+    index, values = TagcOptions(density=0.3).cost().collective_calls(model, [LevelSize("network", 2)])
+    assert (index.kind, index.count) == ("all_reduce", 24 * 128 // 4)
+    assert (values.kind, values.count) == ("all_reduce", 24 * 616 + 100)
+    sparse = TagcOptions(density=0.0125)
+    index, values = sparse.cost().collective_calls(model, [LevelSize("network", 4)])
+    assert (index.kind, index.count) == ("all_gather", 24 * 14)
+    assert values.count == 24 * 52 + 100
+    alone = PlannedRun(DenseOptions()).simulated_memory(model, 1)
     held = {"residual": 4.0 * 24 * 1024, "messages": 24 * (14 + 4 * 16)}
-    assert simulated_memory_bytes(PlannedMethod("tagc", 0.0125), shapes, 1) == alone | held
+    assert PlannedRun(sparse).simulated_memory(model, 1) == alone | held
 
 
 @pytest.mark.parametrize("density", [0.0, 1.5])

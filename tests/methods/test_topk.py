@@ -1,4 +1,4 @@
-"""Top-k with error feedback against a literal form, entry by entry."""
+"""Top-k with error feedback, compared with a reference algorithm, entry by entry."""
 
 import math
 import statistics
@@ -15,6 +15,7 @@ from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.methods.topk.messages import (
     TopkMessages,
     decode_two_bits,
@@ -23,15 +24,15 @@ from torchtitan_scape.methods.topk.messages import (
     to_blocks,
     valid_mask,
 )
-from torchtitan_scape.methods.topk.method import Topk, TopkOptions
-from torchtitan_scape.planner.payload import block_grid, selected_per_block, topk_message_bytes
+from torchtitan_scape.methods.topk.method import Topk
+from torchtitan_scape.methods.topk.options import TopkOptions
 
-# No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and runs of 2500 and 2499 entries.
+# No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and slices of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]
 
 
 class Literal:
-    """All replicas at once; Python's sort, which keeps the order of equals, finds the largest."""
+    """All replicas in one process. Python's stable sort finds the largest entries."""
 
     def __init__(self, replicas: int, shapes: list[tuple[int, ...]], **options: Any) -> None:
         self.shapes, self.options = shapes, {"decay": 1.0, "values": "float32", "divisor": "replicas", **options}
@@ -59,7 +60,7 @@ class Literal:
         return found
 
     def received_values(self, values: list[float]) -> list[float]:
-        """SparseLoCo's quantiser: less the mean, bins of 6/4 standard deviations, each told by its mean."""
+        """SparseLoCo's quantizer: centered values in bins of 6/4 standard deviations, each decoded as its mean."""
         if self.options["values"] == "float32" or not values:
             return values
         mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -76,7 +77,7 @@ class Literal:
         return places
 
     def tiles(self, shape: tuple[int, ...]) -> list[tuple[list[int], int]]:
-        """Places of every tile, and of how many a full one has."""
+        """Yield the indices of every tile and the size of a full tile."""
         n = math.prod(shape)
         if self.options.get("selection") != "tile":
             length = n if self.options.get("selection") == "tensor" else self.options["block_size"]
@@ -104,15 +105,15 @@ class Literal:
     "options",
     [
         {"density": 0.1, "block_size": 16},
-        {"density": 0.5, "block_size": 64},  # the last block of (33, 5) has fewer entries than it is to send
+        {"density": 0.5, "block_size": 64},  # the last block of (33, 5) has fewer than k entries
         {"density": 0.03, "selection": "tensor"},
         {"density": 0.1, "block_size": 16, "decay": 0.9},
         {"density": 0.5, "block_size": 64, "values": "2bit", "divisor": "senders"},
         {"density": 0.05, "selection": "tile", "values": "2bit", "decay": 0.95},
     ],
 )
-def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
-    rounding = 5e-6 if "values" in options else 1e-6  # means of bins, added up in another order
+def test_equals_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
+    rounding = 5e-6 if "values" in options else 1e-6  # means of bins are summed in another order
     literal = Literal(replicas, SHAPES, **options)
     ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("topk", options)))
     for number in range(1, STEPS + 1):
@@ -127,7 +128,7 @@ def test_it_is_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("values, divisor", [("float32", "replicas"), ("2bit", "senders")])
-def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) -> None:
+def test_tiles_of_sides_that_are_not_multiples_of_64(values: str, divisor: str) -> None:
     options = {"density": 64 / 4096, "selection": "tile", "values": values, "divisor": divisor}
 
     def drawn(step: int, replica: int) -> list[Tensor]:
@@ -142,8 +143,8 @@ def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) ->
         for number in (1, 2, 3):
             given = method.synchronize(drawn(number, collectives.replica), StepInfo(number, torch.tensor(True)))
             found.append([g.clone() for g in given])
-        # 6 tiles of 44 x 35, two runs of 2500 entries.
-        sent = sum(collectives.traffic.sent_by_level().values()) / 3
+        # 6 tiles of 44 x 35, two slices of 2500 entries.
+        sent = sum(collectives.ledger.sent_by_level().values()) / 3
         cuts = [block_grid(shape, "tile", 0) for shape in LARGE]
         assert sent == method.planned_bytes() == topk_message_bytes(cuts, selected_per_block(cuts, 1 / 64), values)
         return found
@@ -158,7 +159,7 @@ def test_tiles_of_sides_that_are_no_multiple_of_64(values: str, divisor: str) ->
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (130, 70), (1, 1), (3, 5, 7), (67, 1), (4097,), (5,), ()])
-def test_tiles_hold_every_entry_once(shape: tuple[int, ...]) -> None:
+def test_every_entry_is_in_one_tile(shape: tuple[int, ...]) -> None:
     n, found = math.prod(shape), block_grid(shape, "tile", 0)
     x = torch.arange(1, n + 1, dtype=torch.float32)
     tiles, real = to_blocks(x, found), valid_mask(found, x.device)
@@ -171,8 +172,8 @@ def test_tiles_hold_every_entry_once(shape: tuple[int, ...]) -> None:
         assert torch.equal(tiles[0].view(found.height, found.width)[: len(first), : first.shape[1]], first)
 
 
-def test_bytes_of_64_of_4096_in_two_bits() -> None:
-    """Of a tile 16 bytes of codes and 64 of offsets, where offsets of 12 bits would take 96; of a tensor four means."""
+def test_message_bytes_of_64_of_4096_in_two_bits() -> None:
+    """Per tile 16 bytes of codes and 64 of offsets (96 with 12 bits per offset); four means per tensor."""
     assert offset_code(64, 4096).nbytes == 64
     tiles = 3 * 2 + 1
     assert topk_message_bytes(
@@ -181,16 +182,16 @@ def test_bytes_of_64_of_4096_in_two_bits() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [2.0, 2.0], [-1.0, -1.0, 5.0]])
-def test_two_bits_of_few_values(values: list[float]) -> None:
-    """Up to four different values far enough from each other come back as they are; what is not real counts nowhere."""
+def test_two_bits_represent_up_to_four_values_exactly(values: list[float]) -> None:
+    """If they are far enough from each other. Padding does not change the means."""
     x = torch.tensor([*values, 100.0])
     real = torch.tensor([True] * len(values) + [False])
     decoded = decode_two_bits(*encode_two_bits(x, real), len(x))
     assert decoded[: len(values)].tolist() == values
 
 
-def test_values_in_fp32_are_read_where_they_arrived() -> None:
-    """All replicas' messages are there at once: no copy of them is."""
+def test_fp32_values_are_decoded_without_a_copy() -> None:
+    """All replicas' messages are in memory at once, so that a copy would double the peak."""
     cut = block_grid((24,), "block", 8)
     messages = TopkMessages([cut], [2], "float32")
     values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
@@ -200,8 +201,8 @@ def test_values_in_fp32_are_read_where_they_arrived() -> None:
     assert torch.equal(messages.decode_offsets(arrived[2], 0), offsets)
 
 
-def test_values_of_a_block_code_are_decoded_tensor_by_tensor() -> None:
-    """To the bits that the whole code has; blocks are of several tensors."""
+def test_values_of_a_block_code_are_decoded_by_tensor() -> None:
+    """Bitwise equal to decoding all tensors together; a block may contain entries of several tensors."""
     cuts = [block_grid((n,), "block", 8) for n in (40, 1, 2000, 16)]
     messages, code = TopkMessages(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
     values = [torch.randn(cut.tiles, 4, generator=torch.Generator().manual_seed(cut.tiles)) for cut in cuts]
@@ -215,7 +216,7 @@ def test_values_of_a_block_code_are_decoded_tensor_by_tensor() -> None:
         assert torch.equal(messages.decode_values(message, i).view(-1), wanted)
 
 
-def test_equal_entries_go_in_their_order() -> None:
+def test_ties_are_selected_in_index_order() -> None:
     def work(collectives: ReplicaCollectives) -> Tensor:
         method = make(Case("topk", {"density": 0.25, "block_size": 8}), collectives)
         ones = [torch.ones(torch.Size(shape).numel()) for shape in SHAPES]

@@ -34,8 +34,8 @@ def test_every_layout_is_the_same_run(pool1: Pool, pool2: Pool, pool4: Pool, tmp
     for number, (pool, layout) in enumerate(layouts):
         folder = tmp_path / str(number)
         runs.append(pool(run, str(folder), [*steps, *layout])[0])
-        told = json.loads((folder / "summary.json").read_text())
-        sent, planned = (told[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
+        summary = json.loads((folder / "summary.json").read_text())
+        sent, planned = (summary[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
         assert sent == pytest.approx(planned, rel=0.02)
     for other in runs[1:]:
         assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)

@@ -21,11 +21,12 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload, local_shapes
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.optimizers import muon
+from torchtitan_scape.optimizers.cost import get_optimizer_cost, muon_flops, muon_parts
 from torchtitan_scape.optimizers.muon import Muon, orthogonalized
-from torchtitan_scape.planner.muon_volumes import muon_flops, muon_parts
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.planner.volumes import PlannedRun, optimizer_bytes, simulated_memory_bytes
 
 HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
 RATES: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
@@ -230,7 +231,7 @@ def test_the_planner_knows_its_memory_and_flops() -> None:
     weights = {f"{'layers.0.' if i in (1, 2) else ''}p{i}": nn.Parameter(torch.zeros(s)) for i, s in enumerate(shapes)}
     optimizer = Muon(weights.items())
     held = sum(t.nbytes for state in optimizer.state.values() for kind, t in state.items() if kind != "step")
-    assert simulated_memory_bytes(PlannedRun("muon"), shapes, 1)["state"] == held
+    assert get_optimizer_cost("Muon").state(shapes) == held
     assert muon_flops(shapes, 1) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
     assert muon_flops(shapes, 2) == muon_flops(shapes, 3) == 5 * (4 * 8 * 8 * 9 + 2 * 8**3)
     assert muon_parts(shapes, 2) == [(0, 2 * 4 * 9), (1, 2 * 5 * 8)]
@@ -240,13 +241,20 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
     """Eight ranks of a Frontier node: 56 matrices of three shapes in seven rounds, there and back."""
     workload, machine = replace(get_workload("llama_1_8b"), layers=8), get_machine("frontier")
 
-    def predicted(shard: int, kind: str) -> Prediction:
+    def predicted(shard: int, optimizer: str) -> Prediction:
         layout = plan_layout(16, ranks_per_node=8, machine=machine, replicate=-1, shard=shard)
-        return predict(PlannedRun(kind), workload, layout, Links.from_machine(machine), batch=1024, micro_batch=1)
+        return predict(
+            PlannedRun(DenseOptions(), optimizer),
+            workload,
+            layout,
+            Links.from_machine(machine),
+            batch=1024,
+            micro_batch=1,
+        )
 
-    products = {n: predicted(n, "muon").optimizer - optimizer_bytes_seconds(workload, n) for n in (1, 8)}
+    products = {n: predicted(n, "Muon").optimizer - optimizer_bytes_seconds(workload, n) for n in (1, 8)}
     assert products[8] == pytest.approx(products[1] / 8)
-    more = predicted(8, "muon").shard - predicted(8, "adamw").shard
+    more = predicted(8, "Muon").shard - predicted(8, "AdamW").shard
     part = sum(nbytes for _, nbytes in muon_parts(workload.shapes(), 8))
     # One of seven parts of an exchange uses the faster link within a GPU, and each exchange incurs one latency.
     expected = 2 * part / 8 * (1 / 200e9 + 6 / 50e9) + 14 * (2e-6 + 6 * 3e-6)
@@ -255,7 +263,7 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
 
 def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
     """Return the time of Muon's passes, as `predict` computes it without measured rates."""
-    nbytes = sum(optimizer_bytes(PlannedRun("muon"), local_shapes(workload.shapes(), shard), 16 // shard))
+    nbytes = get_optimizer_cost("Muon").traffic(local_shapes(workload.shapes(), shard))
     return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)
 
 

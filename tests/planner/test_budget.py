@@ -1,52 +1,62 @@
-"""A budget of bytes: what is chosen keeps it, and a budget that nothing keeps names the least."""
+"""SCAPE's budget of bytes: the chosen options keep it, and an impossible budget names the minimum."""
 
 import logging
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
+from torchtitan_scape.core.workloads import LocalModel, Shapes
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.scape.budget import BLOCK, MAX_ENTRIES, fit_to_budget
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.budget import BLOCK, MOST, share, within
-from torchtitan_scape.planner.payload import Shapes
 
 LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
 SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]
 
 
+def within(budget: float, shapes: Shapes, replicas: int, **options: Any) -> ScapeOptions:
+    return fit_to_budget(ScapeOptions(**options), budget, LocalModel.of_shapes(shapes), replicas)
+
+
+def share(options: ScapeOptions, shapes: Shapes, replicas: int) -> float:
+    return share_of_dense(options, LocalModel.of_shapes(shapes), replicas)
+
+
 @pytest.mark.parametrize(("budget", "replicas"), [(0.005, 4), (0.012, 4), (0.012, 16), (0.022, 64)])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_what_is_chosen_keeps_the_budget_and_makes_use_of_it(budget: float, replicas: int, update: str) -> None:
-    chosen = within(budget, LARGE, replicas, update)
+def test_the_chosen_options_use_the_budget_without_exceeding_it(budget: float, replicas: int, update: str) -> None:
+    chosen = within(budget, LARGE, replicas, update=update)
     assert 0.97 * budget <= share(chosen, LARGE, replicas) <= budget
     assert chosen.wire == ("2bit" if budget < 0.009 else "int4")
     assert chosen.values == (chosen.wire if update == "sharded" else "float32")
 
 
-def test_more_bytes_than_help_are_not_spent() -> None:
+def test_a_large_budget_is_not_fully_used() -> None:
     assert within(0.12, LARGE, 4) == within(0.05, LARGE, 4)
-    assert within(0.05, LARGE, 4).density == pytest.approx(MOST / BLOCK)
+    assert within(0.05, LARGE, 4).density == pytest.approx(MAX_ENTRIES / BLOCK)
 
 
 @pytest.mark.parametrize("replicas", [4, 64])
-def test_the_least_that_is_named_is_met_and_nothing_below_it(replicas: int) -> None:
-    with pytest.raises(ValueError, match="the least that a step of this model can send is") as refused:
+def test_the_minimum_budget_in_the_error_is_exact(replicas: int) -> None:
+    with pytest.raises(ValueError, match="a step of this model sends at least") as refused:
         within(1e-6, SMALL, replicas)
-    (told,) = re.findall(r"is ([\d.]+) of", str(refused.value))
-    assert share(within(float(told), SMALL, replicas), SMALL, replicas) <= float(told)
+    (share_text,) = re.findall(r"at least ([\d.]+) of", str(refused.value))
+    assert share(within(float(share_text), SMALL, replicas), SMALL, replicas) <= float(share_text)
     with pytest.raises(ValueError):
-        within(float(told) - 2e-5, SMALL, replicas)
+        within(float(share_text) - 2e-5, SMALL, replicas)
 
 
-def test_one_replica_and_a_shard_without_entries_choose_as_well() -> None:
+def test_one_replica_and_an_empty_shard_are_supported() -> None:
     assert within(0.012, LARGE, 1) == within(0.012, LARGE, 2)
     assert share(within(0.012, [(0, 4)], 2), [(0, 4)], 2) == 0.0
 
 
-def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixture) -> None:
+def test_scape_logs_the_budget_and_sends_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
     shapes, steps = [(512, 256), (256,)], 4
     dense = 2 * 3 / 4 * 4 * sum(map(math.prod, shapes))
 
@@ -58,26 +68,26 @@ def test_scape_takes_it_says_so_and_sends_as_much(caplog: pytest.LogCaptureFixtu
         for _ in range(steps):
             for _, parameter in named:
                 parameter.grad = torch.randn_like(parameter)
-            before = sum(scape.collectives.traffic.sent_by_level().values())
+            before = sum(scape.collectives.ledger.sent_by_level().values())
             scape.step()
-            sent.append(sum(scape.collectives.traffic.sent_by_level().values()) - before)
+            sent.append(sum(scape.collectives.ledger.sent_by_level().values()) - before)
         return sent[-1], scape.method.options
 
     with caplog.at_level(logging.INFO):
         results = run_replicas(4, work)
     for sent, options in results:
         assert options.wire == "int4" and options.density < 0.1 and options.bytes == 0
-        # The flag and the norm's scalars are no part of it.
+        # The scalars of the finite flag and the norm are not part of the budget.
         assert 0.9 * 0.02 <= sent / dense <= 0.02 + 64 / dense
     assert "a step sends" in caplog.text and "bytes = 0.02: density" in caplog.text
 
 
-def test_a_budget_that_cannot_be_is_refused() -> None:
+def test_an_impossible_budget_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.randn(300, 100))
     for wrong, why in (
         ({"bytes": 1.0}, r"bytes = 1\.0; it must lie in \(0, 1\)"),
-        ({"bytes": 0.01, "selection": "tensor"}, "known for selection in blocks"),
-        ({"bytes": 1e-5}, r"bytes = 1e-05: the least .* set no less"),
+        ({"bytes": 0.01, "selection": "tensor"}, "it requires selection = "),
+        ({"bytes": 1e-5}, r"bytes = 1e-05: a step .* sends at least .* set a larger budget"),
     ):
         with pytest.raises(ValueError, match=why):
             Scape([("p", parameter)], lr=1e-3, options=ScapeOptions(**wrong))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A step in the cost model: its parts by hand, the pipeline played event by event, and the paper's points."""
+"""Cost model of a step: terms computed by hand, a simulated pipeline, and the paper's measurements."""
 
 import math
 
@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from topology.layout import plan_layout
 from topology.links import Link, Links
 from topology.machines import MACHINES, get_machine
-from torchtitan_scape.core.workloads import get_workload
+from topology.partition import chunk_sizes
+from topology.pipelining import best_chunk_bytes, best_chunks, pipeline_seconds
+from torchtitan_scape.core.workloads import LocalModel, get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.fit import fit_paper, headline, least_squares, on_gh200, paper_points
-from torchtitan_scape.planner.step import (
-    best_chunk_bytes,
-    best_chunks,
-    pipeline_seconds,
-    predict,
-    predict_step,
-)
-from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.step import predict, predict_step
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
@@ -28,7 +26,7 @@ LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}
 
 
 def play_pipeline(pack: float, transfer: float, latency: float, chunks: int) -> float:
-    """Event by event: one packer, one link."""
+    """Simulate one packing stage and one link, event by event."""
     packed = sent = 0.0
     for _ in range(chunks):
         packed += pack / chunks
@@ -40,34 +38,36 @@ times = st.floats(1e-6, 10)
 
 
 @given(times, times, st.floats(0, 1e-2), st.integers(1, 12))
-def test_the_pipeline_is_that_of_one_packer_and_one_link(pack: float, transfer: float, latency: float, m: int) -> None:
+def test_the_pipeline_formula_equals_a_simulation(pack: float, transfer: float, latency: float, m: int) -> None:
     assert pipeline_seconds(pack, transfer, latency, m) == pytest.approx(play_pipeline(pack, transfer, latency, m))
 
 
-def test_best_chunks_follow_the_square_root_and_its_limits() -> None:
+def test_the_best_number_of_chunks_follows_the_square_root_rule() -> None:
     assert best_chunks(0.016, 10.0, 0.001) == 4  # sqrt(16), the link slower
     assert best_chunks(10.0, 20.0, 1e-9) == 8  # at most
     assert best_chunks(1e-6, 10.0, 0.01) == 1  # nothing to hide
-    # sqrt says 8, but 0.005 is a twentieth of 0.1: no more than 5 chunks of 0.5
+    # sqrt gives 8, but 0.005 is 5 % of 0.1: at most 5 chunks of 0.5
     assert best_chunks(0.32, 0.5, 0.005) == 5
 
 
 @given(st.integers(1, 10**9), times)
-def test_chunks_are_whole_entries_and_cover_the_payload(entries: int, pack: float) -> None:
+def test_chunks_have_complete_entries_and_cover_the_payload(entries: int, pack: float) -> None:
     nbytes = 4 * entries
     chunk = best_chunk_bytes(nbytes, pack, [("a", 2), ("b", 2)], LINKS)
     assert chunk % 4 == 0 and 1 <= -(-nbytes // chunk) <= 8
 
 
 SHAPES = ((4096, 1024), (1024, 512), (1000,))
+MODEL = LocalModel.of_shapes(SHAPES)
+DENSE = PlannedRun(DenseOptions())
 
 
 def test_a_dense_step_is_the_sum_of_its_parts() -> None:
     p = predict_step(
-        PlannedRun("adams"), [("b", 4)], LINKS, SHAPES,
+        DENSE, [("b", 4)], LINKS, MODEL,
         compute_seconds=2.0, pack_seconds=0.0, rest_seconds=0.5, shard_seconds=0.25, fixed_seconds=0.125,
     )  # fmt: skip
-    n = sum(map(math.prod, SHAPES))
+    n = sum(4 * -(-chunk // 4) for chunk in chunk_sizes(MODEL.sizes))  # each chunk is padded to 16 bytes
     flag = 4 * 1e-4  # a tree of two levels, up and down
     assert p.exchange == pytest.approx(6 * 1e-4 + 2 * 3 / 4 * 4 * n / 1e8 + flag)
     assert p.step == pytest.approx(2.875 + p.exchange)
@@ -76,12 +76,12 @@ def test_a_dense_step_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize("compute", [0.0, 1.0])
 def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
-    """4 replicas, bitmaps: a run is 1152 blocks of 1024 of 4608, 147,456 bytes, three times over the link."""
+    """4 replicas, bitmaps: a replica sends 1152 of 4608 blocks of 1024, 147,456 bytes, three times over the link."""
     p = predict_step(
-        PlannedRun("scape", 0.25),
+        PlannedRun(ScapeOptions(density=0.25)),
         [("b", 4)],
         LINKS,
-        SHAPES,
+        MODEL,
         compute_seconds=compute,
         pack_seconds=0.0,
         rest_seconds=0.0,
@@ -93,10 +93,10 @@ def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
     assert p.exchange == pytest.approx(expected) and p.hidden == pytest.approx(seconds if compute else 0.0)
 
 
-def test_chunks_given_by_the_caller_are_used() -> None:
+def test_the_given_number_of_chunks_is_used() -> None:
     def exchange(chunk: int) -> float:
         return predict_step(
-            PlannedRun("adams"), [("b", 2)], LINKS, SHAPES,
+            DENSE, [("b", 2)], LINKS, MODEL,
             compute_seconds=1.0, pack_seconds=0.0, rest_seconds=0.0, chunk_bytes=chunk,
         ).exchange  # fmt: skip
 
@@ -107,25 +107,27 @@ def test_chunks_given_by_the_caller_are_used() -> None:
 def test_single_replicas_exchange_nothing() -> None:
     layout = plan_layout(8, ranks_per_node=8, machine=get_machine("frontier"), replicate=1, shard=8)
     links = Links.from_machine(layout.machine)
-    p = predict(PlannedRun("scape", 0.1), get_workload("llama_500m"), layout, links, batch=1024, micro_batch=4)
+    p = predict(
+        PlannedRun(ScapeOptions(density=0.1)), get_workload("llama_500m"), layout, links, batch=1024, micro_batch=4
+    )
     assert p.exchange == 0 and p.sent == {} and p.shard == 0
 
 
-def test_fsdp_traffic_is_exposed_where_it_exceeds_compute() -> None:
-    """500M over 8 GCDs of 50 GB/s: 7/8 of 8 bytes a parameter in each of 128 micro-batches, and 18 x 21 messages."""
+def test_fsdp_traffic_beyond_compute_is_exposed() -> None:
+    """500M on 8 GCDs of 50 GB/s: 7/8 of 8 bytes per parameter in each of 128 micro-batches, and 18 x 21 messages."""
     layout = plan_layout(8, ranks_per_node=8, machine=get_machine("frontier"), replicate=1, shard=8)
     p = predict(
-        PlannedRun("adams"), get_workload("llama_500m"), layout, Links.from_machine(layout.machine),
+        DENSE, get_workload("llama_500m"), layout, Links.from_machine(layout.machine),
         batch=1024, micro_batch=1, compute_seconds=1.0,
     )  # fmt: skip
     assert p.shard == pytest.approx(128 * (7 * 513590784 / 50e9 + 18 * 21 * 3e-6) - 1.0, rel=1e-3)
 
 
-def test_a_batch_that_ranks_do_not_divide_is_named_with_one_that_they_do() -> None:
+def test_an_indivisible_batch_raises_an_error_with_a_valid_one() -> None:
     layout = plan_layout(384, ranks_per_node=8, machine=get_machine("frontier"), replicate=-1, shard=8)
     with pytest.raises(ValueError, match=r"1024 sequences is no multiple of 384 ranks x 1 .*take 1152"):
         links = Links.from_machine(layout.machine)
-        predict(PlannedRun("adams"), get_workload("llama_1_8b"), layout, links, batch=1024, micro_batch=1)
+        predict(DENSE, get_workload("llama_1_8b"), layout, links, batch=1024, micro_batch=1)
 
 
 def test_every_preset_names_its_device() -> None:
@@ -139,32 +141,32 @@ def test_every_preset_names_its_device() -> None:
 
 
 @given(st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3))
-def test_least_squares_finds_coefficients_again(truth: list[float]) -> None:
+def test_least_squares_recovers_coefficients(truth: list[float]) -> None:
     columns = [[1.0, 1, 1, 1, 1], [1.0, 2, 3, 4, 5], [1e9, 4e9, 9e9, 2e9, 3e9]]
     truth = [truth[0] + 0.1, truth[1], truth[2] * 1e-9]
     measured = [sum(t * c[i] for t, c in zip(truth, columns, strict=True)) for i in range(5)]
     assert least_squares(columns, measured) == pytest.approx(truth, rel=1e-6, abs=1e-9)
 
 
-def test_least_squares_keeps_to_zero_where_a_coefficient_would_be_negative() -> None:
+def test_least_squares_coefficients_are_not_negative() -> None:
     found = least_squares([[1.0, 1, 1], [1.0, 2, 3]], [3.0, 2, 1])  # falls: the slope would be -1
     assert found[1] == 0 and 1 < found[0] < 3
 
 
-def test_the_papers_points_are_met_within_four_percent() -> None:
-    """The 15 points span 0.9 to 13.5 s. The fit may not use more figures than it says, nor drift."""
+def test_the_fit_is_within_four_percent_of_the_paper() -> None:
+    """The 15 points span 0.9 to 13.5 s. The number of fitted coefficients and their values are fixed."""
     fit = fit_paper()
     residuals = [fit.step(p.model, p.density, p.gpus) / p.seconds - 1 for p in paper_points()]
     assert len(residuals) == 15 and max(map(abs, residuals)) < 0.04
     assert float(np.sqrt(np.mean(np.square(residuals)))) < 0.02
     assert 3e9 < fit.bandwidth < 5e9 and 0.6 < fit.compute["llama_1_8b"] < 0.7
-    # Not fitted: Megatron's distributed optimizer, 6 bytes a parameter, 21.48 % efficient on 64 GPUs.
+    # Not fitted: Megatron's distributed optimizer, 6 bytes per parameter, 21.48 % efficiency on 64 GPUs.
     held = fit.step("llama_1_8b", 1.0, 4, 0.75) / (16 * fit.step("llama_1_8b", 1.0, 64, 0.75))
     assert held == pytest.approx(0.2148, abs=0.005)
 
 
-def test_headline_of_the_issue() -> None:
-    """Dense / SCAPE 0.01, Llama-1.8B on 64 GH200 at 3.5 GB/s, from byte counts: above 6.5, below the limit."""
+def test_the_speedup_at_low_bandwidth() -> None:
+    """Dense relative to SCAPE 0.01, Llama-1.8B on 64 GH200 at 3.5 GB/s: above 6.5 and below the byte ratio."""
     dense, scape = headline(fit_paper().compute["llama_1_8b"])
     assert 6.5 < dense.step / scape.step < dense.step / dense.compute
     n = 1831201280
@@ -172,6 +174,6 @@ def test_headline_of_the_issue() -> None:
     assert scape.optimizer == pytest.approx(25.03 * n / 2.8e12, rel=1e-3)
 
 
-def test_beyond_a_sequence_a_gpu_the_batch_grows() -> None:
-    steps = {n: on_gh200("llama_1_8b", PlannedRun("adams"), n, 0.64, 4e9).compute for n in (64, 1024, 2048)}
+def test_the_batch_grows_with_more_ranks_than_sequences() -> None:
+    steps = {n: on_gh200("llama_1_8b", DENSE, n, 0.64, 4e9).compute for n in (64, 1024, 2048)}
     assert steps == {64: pytest.approx(0.64), 1024: pytest.approx(0.04), 2048: pytest.approx(0.04)}

@@ -1,4 +1,4 @@
-"""Measured times of the optimizer's passes in the planner, from files that could have been made on a GPU."""
+"""Measured times of the optimizer's passes in the planner, read from files like those of a GPU run."""
 
 import json
 from pathlib import Path
@@ -10,16 +10,19 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner import pass_rates
 from torchtitan_scape.planner.candidates import _predict, make_case
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.plan import main
-from torchtitan_scape.planner.scape_volumes import kernel_bytes
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction
-from torchtitan_scape.planner.volumes import PlannedRun
 
 MODEL = get_workload("llama_1_8b")
-N, SHAPES = MODEL.parameters, MODEL.shapes()
+N, LOCAL = MODEL.parameters, MODEL.local(1)
+ADAMS, ADAMW = (PlannedRun(DenseOptions(), optimizer) for optimizer in ("AdamS", "AdamW"))
 VISTA = get_machine("vista")
 
 
@@ -27,7 +30,7 @@ def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **chang
     """speed.json: AdamW moves 2.8 TB/s, AdamS 2 TB/s, SCAPE packs at 1 TB/s and does the rest at 0.5 TB/s."""
     settings = []
     for density, wire in ((0.1, "float32"), (0.05, "int4")):
-        least = kernel_bytes(PlannedRun("scape", density, wire), SHAPES, 8)
+        least = ScapeOptions(density=density, wire=wire).cost().pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
         pack, coding, total = least["pack"], least.get("coding", 0.0), sum(least.values())
         carry = {"ms": 3.0, "minimal_bytes": coding / 2}
         packing = {"ms": pack / 1e9, "minimal_bytes": pack}
@@ -52,7 +55,7 @@ def written(folder: Path, content: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whatever the repository has: these tests begin with none."""
+    """Ignore the measurements of the repository."""
     monkeypatch.setattr(pass_rates, "STORED", tmp_path / "results" / "gpu")
     return tmp_path / "results" / "gpu"
 
@@ -64,32 +67,32 @@ def predicted(method: PlannedRun, folder: Path) -> Prediction:
     return _predict(case, layout, method, 1)
 
 
-def test_passes_take_what_was_measured(tmp_path: Path) -> None:
-    """On the device itself: seconds of the passes, whatever is nominal."""
+def test_measured_pass_times_are_used(tmp_path: Path) -> None:
+    """On the measured device: the times of the passes, independent of nominal bandwidth."""
     written(tmp_path, stored("NVIDIA GH200 480GB"))
-    assert predicted(PlannedRun("adams"), tmp_path).optimizer == pytest.approx(36 * N / 2e12)
-    assert predicted(PlannedRun("adamw"), tmp_path).optimizer == pytest.approx(44 * N / 2.8e12)
+    assert predicted(ADAMS, tmp_path).optimizer == pytest.approx(36 * N / 2e12)
+    assert predicted(ADAMW, tmp_path).optimizer == pytest.approx(44 * N / 2.8e12)
     for density, wire in ((0.1, "float32"), (0.05, "int4"), (0.04, "e2m1")):
-        method = PlannedRun("scape", density, wire)
-        least = kernel_bytes(method, SHAPES, 64)
+        options = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+        method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)
-    # What nobody measured streams as AdamS does.
-    assert predicted(PlannedRun("quantized", wire="e2m1"), tmp_path).optimizer == pytest.approx((60 + 36) * N / 2e12)
+    # Passes without a measurement use the rate of AdamS.
+    assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((60 + 36) * N / 2e12)
 
 
 def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
-    """By the nominal memory, 4 against 2 TB/s, or to what the preflight has measured, 0.8 against a copy's 1.6."""
+    """By nominal memory bandwidth, 4 to 2 TB/s, or by the preflight's measurement, 0.8 to 1.6 TB/s of a copy."""
     written(tmp_path, stored())
     links = Links.from_machine(VISTA)
     found = for_device(VISTA.device, links, tmp_path)
-    assert found is not None and found.of(PlannedRun("adams")) == (pytest.approx(4e12), pytest.approx(4e12))
+    assert found is not None and found.of(ADAMS) == (pytest.approx(4e12), pytest.approx(4e12))
     assert "measured on NVIDIA H100 80GB HBM3 (" in found.describe() and "times 2.00 for the memory" in found.scaled
     own = for_device(VISTA.device, Links(links.levels, "measured", memory_bandwidth=0.8e12), tmp_path)
-    assert own is not None and own.of(PlannedRun("adams"))[1] == pytest.approx(1e12) and "preflight" in own.scaled
+    assert own is not None and own.of(ADAMS)[1] == pytest.approx(1e12) and "preflight" in own.scaled
 
 
-def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stored: Path) -> None:
+def test_measurements_of_the_same_device_have_precedence(nothing_stored: Path) -> None:
     links = Links.from_machine(VISTA)
     assert for_device(VISTA.device, links) is None
     written(nothing_stored / "nvidia-h100", stored())
@@ -102,7 +105,7 @@ def test_the_device_itself_goes_first_and_another_makers_not_at_all(nothing_stor
 
 
 @pytest.mark.parametrize("content", ["[]", {}, {"smoke": True}, {"steps": {}}, "no JSON"])
-def test_what_is_no_measurement_is_passed_over(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture) -> None:
+def test_files_without_measurements_are_ignored(tmp_path: Path, content: Any, capsys: pytest.CaptureFixture) -> None:
     path = written(tmp_path, stored(**content) if isinstance(content, dict) and content else content)
     assert for_device(VISTA.device, Links.from_machine(VISTA)) is None
     assert main(["--nodes", "4", "--kernels", str(path)]) == 2
@@ -110,7 +113,7 @@ def test_what_is_no_measurement_is_passed_over(tmp_path: Path, content: Any, cap
     assert said.out == "" and said.err.count("\n") == 1 and "run scripts/gpu_check.sh speed" in said.err
 
 
-def test_the_planner_says_which_it_used(nothing_stored: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_planner_states_which_measurement_it_used(nothing_stored: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["--nodes", "64"]) == 0
     said = capsys.readouterr().out
     assert (

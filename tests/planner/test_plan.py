@@ -1,4 +1,4 @@
-"""The planner: what it recommends where the answer is known, and what wrong input is told."""
+"""The planner: recommendations for cases with a known answer, and errors for invalid input."""
 
 import json
 import re
@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from topology.links import Links
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
@@ -26,24 +30,24 @@ from torchtitan_scape.planner.candidates import (
     make_case,
 )
 from torchtitan_scape.planner.plan import main, report
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.planner.volumes import PlannedRun
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
-SLOW = ("--network-bandwidth", "1.25")  # a tenth of what is nominal
+SLOW = ("--network-bandwidth", "1.25")  # one tenth of the nominal bandwidth
 
 
 def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> PlanRequest:
     return make_case("vista", 64, "llama_1_8b", network_bandwidth=gigabytes, **changes)
 
 
-def test_slow_links_want_compression_and_fast_ones_do_not() -> None:
+def test_slow_links_need_compression_and_fast_ones_do_not() -> None:
     slow, fast = advise(on_slow_vista(3.5)), advise(on_slow_vista(5000.0))
-    assert slow.compress and slow.gain > 4 and slow.choice.method.kind == "scape"
-    assert not fast.compress and fast.choice.method.kind == "adams"
+    assert slow.compress and slow.gain > 4 and isinstance(slow.choice.method.options, ScapeOptions)
+    assert not fast.compress and fast.choice.method.name == "adams overlap"
 
 
-def test_the_gain_crosses_three_percent_at_the_break_even_bandwidth() -> None:
+def test_the_gain_at_the_break_even_bandwidth_is_three_percent() -> None:
     case = on_slow_vista()
     advice = advise(case)
     bandwidth = break_even_bandwidth(case, advice)
@@ -60,31 +64,35 @@ def test_the_gain_crosses_three_percent_at_the_break_even_bandwidth() -> None:
         assert (steps[0] / steps[1] > 1.03) is above
 
 
-def test_the_densest_near_the_fastest_is_taken() -> None:
+def test_the_densest_of_the_nearly_fastest_is_recommended() -> None:
     case = on_slow_vista()
     steps = {m: best(case, [m]).prediction.step for m in (*CODED, *SPARSE)}
     taken = advise(case).sparse.method
     assert steps[taken] <= 1.05 * min(steps.values())
     denser = (*CODED, *SPARSE)[: (*CODED, *SPARSE).index(taken)]
-    assert taken.kind == "scape" and denser and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
+    assert (
+        isinstance(taken.options, ScapeOptions)
+        and denser
+        and all(steps[m] > 1.05 * min(steps.values()) for m in denser)
+    )
 
 
 def test_one_replica_has_nothing_to_compress() -> None:
-    """A single rank: there is no exchange at all."""
+    """A single rank has no exchange."""
     case = make_case("vista", 1, "llama_500m")
     advice = advise(case)
     assert not advice.compress and advice.dense.prediction.exchange == 0
     assert break_even_bandwidth(case, advice) == 0
 
 
-def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_left() -> None:
+def test_all_shard_degrees_of_a_node_are_tried_if_they_fit() -> None:
     case = make_case("frontier", 48, "llama_1_8b")
     every = candidates(case, DENSE)
-    assert {(c.method.kind, c.layout.shard) for c in every} == {
-        (k, s) for k in ("adams", "adamw") for s in (1, 2, 4, 8)
+    assert {(c.method.optimizer, c.layout.shard) for c in every} == {
+        (k, s) for k in ("AdamS", "AdamW") for s in (1, 2, 4, 8)
     }
     assert all(c.layout.replicate * c.layout.shard == 384 for c in every)
-    # Little memory: the 22 GB of parameters, gradients and state must be cut.
+    # Little memory: the 22 GB of parameters, gradients and state must be sharded.
     small = replace(case, assumptions=Assumptions(usable_memory=0.3))
     assert all(c.memory > small.capacity for c in candidates(small, DENSE) if c.layout.shard == 1)
     found = best(small, DENSE)
@@ -93,7 +101,7 @@ def test_every_shard_degree_of_a_node_is_tried_and_those_that_do_not_fit_are_lef
         best(replace(case, assumptions=Assumptions(usable_memory=0.01)), DENSE)
 
 
-def test_a_method_that_does_not_fit_is_left_and_said_to_be() -> None:
+def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
     case = make_case("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.45))
     coded = min(candidates(case, CODED), key=lambda c: c.memory)
     assert not case.fits(coded) and case.fits(advise(case).sparse)
@@ -103,14 +111,14 @@ def test_a_method_that_does_not_fit_is_left_and_said_to_be() -> None:
         advise(replace(case, assumptions=Assumptions(usable_memory=0.01)))
 
 
-def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
+def test_lower_memory_variants_state_their_cost() -> None:
     case = make_case("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02)
     sparse = advise(case).sparse
-    assert sparse.method.kind == "scape"
+    assert isinstance(sparse.method.options, ScapeOptions)
     offload, gather, both = lower_memory_variants(case, sparse)
     assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
     assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
-    # State there and back, twice; with "gather" once. The optimizer's passes take less.
+    # The state is copied to the host and back twice, with a sharded update once. The optimizer's passes take less time.
     n = 4 * case.workload.parameters / sparse.layout.shard
     assert offload.prediction.optimizer == pytest.approx(4 * n / 31.5e9, rel=1e-3)
     assert n * 2 / 31.5e9 <= both.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
@@ -119,17 +127,17 @@ def test_leaner_forms_take_less_memory_and_say_what_they_cost() -> None:
 
 
 def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
-    case = make_case("vista", 64, "llama_1_8b")  # 16 sequences a rank, and 3.1 GB each
+    case = make_case("vista", 64, "llama_1_8b")  # 16 sequences per rank, with 3.1 GB each
     assert best(case, DENSE).micro_batch == 8
     for candidate in candidates(replace(case, assumptions=Assumptions(usable_memory=0.35)), DENSE[:1]):
         assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.35 * 96e9
 
 
-@pytest.mark.parametrize("kind, wire", [("adams", "float32"), ("quantized", "e2m1")])
-def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(kind: str, wire: str) -> None:
+@pytest.mark.parametrize("options", [DenseOptions(), QuantizedOptions()])
+def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(options: MethodOptions) -> None:
     def steps(case: PlanRequest) -> tuple[Prediction, Prediction, float]:
-        after = best(case, [PlannedRun(kind, wire=wire)])
-        during = _predict(case, after.layout, PlannedRun(kind, wire=wire, overlap=True), after.micro_batch)
+        after = best(case, [PlannedRun(options)])
+        during = _predict(case, after.layout, PlannedRun(options, overlap=True), after.micro_batch)
         micro_batches = case.batch // (case.ranks * after.micro_batch)
         return after.prediction, during, 2 / 3 * after.prediction.compute / micro_batches
 
@@ -139,12 +147,12 @@ def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(kind: str, wir
     assert after.step - during.step == pytest.approx(hidden, rel=1e-3)
     assert during.exchange == pytest.approx(max(0.0, after.exchange - backward), abs=1e-3)
     after, during, _ = steps(on_slow_vista(5000.0))
-    # The finite flag alone is waited for.
+    # The step waits for the finite flag only.
     assert during.hidden == pytest.approx(after.exchange, rel=0.1) and during.exchange < 1e-3
     assert during.sent == after.sent
 
 
-def test_the_default_batch_is_rounded_to_the_ranks_and_a_given_one_is_not() -> None:
+def test_only_the_default_batch_is_rounded_to_the_ranks() -> None:
     assert make_case("frontier", 48, "llama_1_8b").batch == 1152
     assert make_case("frontier", 48, "llama_1_8b", batch=384).batch == 384
     assert [batch % (n * 8) for n, batch, _ in by_nodes(make_case("frontier", 3, "llama_500m"))] == [0] * 5
@@ -168,7 +176,7 @@ def test_the_default_batch_is_rounded_to_the_ranks_and_a_given_one_is_not() -> N
         (["--seq-len", "4000000"], "take a shorter --seq-len"),
     ],
 )
-def test_wrong_input_ends_in_one_line_and_code_2(
+def test_invalid_planner_input_exits_with_code_2_and_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(arguments) == 2
@@ -177,10 +185,10 @@ def test_wrong_input_ends_in_one_line_and_code_2(
     assert re.search(message, said.err)
 
 
-def test_the_answer_for_48_nodes_of_frontier() -> None:
-    """As a user starts it, and without torch: the planner runs where nothing is installed."""
+def test_the_recommendation_for_48_nodes_of_frontier() -> None:
+    """From the command line, without torch: neither the planner nor the registry imports it."""
     code = "import sys; from torchtitan_scape.planner.plan import main; assert main(sys.argv[1:]) == 0; "
-    code += "assert 'torch' not in sys.modules"
+    code += "import torchtitan_scape.methods.registry; assert 'torch' not in sys.modules"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, *FRONTIER, *SLOW], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -197,19 +205,19 @@ def test_the_answer_for_48_nodes_of_frontier() -> None:
         assert part in done.stdout
 
 
-def test_links_as_fast_as_nominal_want_overlap(capsys: pytest.CaptureFixture) -> None:
+def test_nominal_links_need_overlap(capsys: pytest.CaptureFixture) -> None:
     assert main(FRONTIER) == 0
     said = capsys.readouterr().out
     for part in (
         "Compress: no. All gradients, E2M1 on the wire, would lose",
         "Hidden behind compute: gradients, ",
         '[sync]\nmethod = "dense"\noverlap = true\n',
-        "Should ranks reach a tenth between nodes",
+        "If ranks reach a tenth between nodes",
     ):
         assert part in said
 
 
-def test_json_agrees_with_the_sum_of_its_parts(capsys: pytest.CaptureFixture) -> None:
+def test_json_totals_equal_the_sums_of_their_parts(capsys: pytest.CaptureFixture) -> None:
     assert main([*FRONTIER, *SLOW, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["compress"] and answer["gain"] == pytest.approx(answer["dense"]["step"] / answer["sparse"]["step"])
@@ -218,7 +226,7 @@ def test_json_agrees_with_the_sum_of_its_parts(capsys: pytest.CaptureFixture) ->
         assert c["step"] == pytest.approx(sum(c[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
 
 
-def test_keys_that_are_told_exist_in_the_configuration() -> None:
+def test_recommended_keys_exist_in_the_configuration() -> None:
     from torchtitan_scape.config.job_config import JobConfig
     from torchtitan_scape.planner.plan import report
 
@@ -249,7 +257,7 @@ def test_paper_mode_stores_what_it_prints(tmp_path: Path, capsys: pytest.Capture
     )  # else: python -m torchtitan_scape.planner.plan --paper --output results/paper_fit
 
 
-def test_measured_links_take_the_place_of_presets(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_measured_links_replace_presets(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     links = {
         "schema": "topology.preflight/1",
         "memory_bandwidth": 1e12,
@@ -265,7 +273,7 @@ def test_measured_links_take_the_place_of_presets(tmp_path: Path, capsys: pytest
     assert "nominal" not in said
     case = make_case("vista", 64, "llama_1_8b", links=read)
     n = 1831201280
-    assert best(case, [PlannedRun("adams")]).prediction.optimizer == pytest.approx(36 * n / 1e12)
+    assert best(case, [PlannedRun(DenseOptions())]).prediction.optimizer == pytest.approx(36 * n / 1e12)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +285,7 @@ def test_measured_links_take_the_place_of_presets(tmp_path: Path, capsys: pytest
         ('{"schema": "topology.preflight/1"}', "has no 'levels'"),
     ],
 )
-def test_another_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_preflight_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):

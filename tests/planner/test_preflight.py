@@ -1,4 +1,4 @@
-"""The preflight: its fit on made-up times, and a measurement in real gloo processes."""
+"""The preflight: its fit on synthetic times, and a measurement in real gloo processes."""
 
 import json
 from datetime import timedelta
@@ -16,7 +16,7 @@ from torchtitan_scape.planner.preflight import _tiers, fit_link, main, measure
 
 
 def points(latency: float, bandwidth: float, size: int = 4) -> list[dict]:
-    """What an exact link would measure."""
+    """Return the measurements of an ideal link."""
     found = []
     for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
         rounds, sent = 2 * (size - 1), 2 * (size - 1) / size * nbytes
@@ -25,32 +25,32 @@ def points(latency: float, bandwidth: float, size: int = 4) -> list[dict]:
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(5e-6, 12.5e9), (2e-4, 1.25e7), (0.0, 1e9)])
-def test_the_fit_finds_a_link_again(latency: float, bandwidth: float) -> None:
+def test_the_fit_recovers_a_link(latency: float, bandwidth: float) -> None:
     link = fit_link(points(latency, bandwidth))
     assert link["latency"] == pytest.approx(latency, rel=1e-6, abs=1e-12)
     assert link["bandwidth"] == pytest.approx(bandwidth, rel=1e-6)
     assert link["residual"] < 1e-6
 
 
-def test_one_bad_point_shows_as_a_residual() -> None:
+def test_an_outlier_gives_a_large_residual() -> None:
     measured = points(1e-5, 1e9)
     measured[1]["seconds"] *= 3
     assert fit_link(measured)["residual"] > 0.3
 
 
-def test_times_that_do_not_grow_still_give_a_bandwidth() -> None:
+def test_constant_times_still_give_a_bandwidth() -> None:
     measured = [p | {"seconds": 1e-3 / (i + 1)} for i, p in enumerate(points(0, 1))]
     assert 0 < fit_link(measured)["bandwidth"] < float("inf")
 
 
-def test_every_level_of_both_axes_is_measured_once_with_all_its_rings() -> None:
-    """Frontier, 2 nodes, 2 shards: replicas meet in the node and between nodes, shards in the pair."""
+def test_every_level_of_both_axes_is_measured_once() -> None:
+    """Frontier, 2 nodes, 2 shards: replicas communicate within and between nodes, shards within a package."""
     layout = plan_layout(16, ranks_per_node=8, machine=get_machine("frontier"), replicate=8, shard=2)
     tiers = {tier.level: tier for tier in _tiers(layout)}
     assert {level: tier.size for level, tier in tiers.items()} == {"node": 4, "network": 2, "gcd_pair": 2}
     for tier in tiers.values():
-        assert sorted(rank for ring in tier.rings for rank in ring) == list(range(16))
-    assert tiers["gcd_pair"].rings[0] == (0, 1) and (0, 8) in tiers["network"].rings
+        assert sorted(rank for ranks in tier.groups for rank in ranks) == list(range(16))
+    assert tiers["gcd_pair"].groups[0] == (0, 1) and (0, 8) in tiers["network"].groups
 
 
 def one_level(sizes: tuple[int, ...]) -> dict:
@@ -58,12 +58,12 @@ def one_level(sizes: tuple[int, ...]) -> dict:
     return measure(layout, torch.device("cpu"), sizes, timedelta(seconds=60))
 
 
-def test_two_ranks_measure_the_same(pool2: Pool) -> None:
+def test_two_ranks_report_equal_measurements(pool2: Pool) -> None:
     first, second = pool2(one_level, (1 << 10, 1 << 20))
     assert first == second
     assert first["schema"] == SCHEMA and first["backend"] == "gloo" and first["world_size"] == 2
     link = first["levels"]["network"]
-    # From wildly slow to wildly fast: a number in the wrong unit lies outside.
+    # A wide range, which a number in a wrong unit would exceed.
     assert 0 <= link["latency"] < 0.1 and 1e6 < link["bandwidth"] < 1e12
     assert 1e8 < first["memory_bandwidth"] < 1e13
     small, large = first["measurements"]
@@ -75,7 +75,7 @@ def run_main(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def test_the_command_stores_what_the_cost_model_reads(pool2: Pool, tmp_path: Path) -> None:
+def test_the_preflight_file_is_read_by_the_cost_model(pool2: Pool, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "links.json"
     call = ["--output", str(path), "--ranks-per-node", "2", "--machine", "local", "--largest", "0.25"]
     assert pool2(run_main, call) == [0, 0]
@@ -84,7 +84,7 @@ def test_the_command_stores_what_the_cost_model_reads(pool2: Pool, tmp_path: Pat
     assert links["node"].bandwidth == stored["levels"]["node"]["bandwidth"]
     assert links.memory_bandwidth == stored["memory_bandwidth"]
     assert stored["ranks_per_node"] == 2 and max(m["bytes"] for m in stored["measurements"]) == 1 << 18
-    assert list(path.parent.iterdir()) == [path]  # no half-written file is left
+    assert list(path.parent.iterdir()) == [path]  # no incomplete file is left
     with pytest.raises(ValueError, match=r"no level 'network', only node; run the preflight"):
         links["network"]
 
@@ -92,12 +92,12 @@ def test_the_command_stores_what_the_cost_model_reads(pool2: Pool, tmp_path: Pat
 @pytest.mark.parametrize(
     "arguments", [["--machine", "cray"], ["--shard", "3"], ["--ranks-per-node", "4"], ["--largest", "0.001"]]
 )
-def test_wrong_arguments_end_in_code_2_on_every_rank(arguments: list[str], pool2: Pool, tmp_path: Path) -> None:
+def test_invalid_arguments_exit_with_code_2_on_every_rank(arguments: list[str], pool2: Pool, tmp_path: Path) -> None:
     assert pool2(run_main, ["--output", str(tmp_path / "links.json"), "--ranks-per-node", "2", *arguments]) == [2, 2]
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_launcher_it_says_how_to_start(
+def test_preflight_without_a_launcher_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)

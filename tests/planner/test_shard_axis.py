@@ -1,4 +1,4 @@
-"""The planner's forms of the shard axis: which there are, what they send between nodes, and why not more is gained."""
+"""The planner's variants of the shard axis: their bytes between nodes, and the limits of their gain."""
 
 import json
 import re
@@ -14,7 +14,7 @@ FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b", "
 
 
 def test_three_levels_against_overlapped_hsdp_on_48_nodes(capsys: pytest.CaptureFixture) -> None:
-    """Nominal links hide what is dense; the report says at which bandwidth levels and SCAPE gain 1.5 x."""
+    """Nominal links hide dense traffic; the report states the bandwidth at which levels and SCAPE gain 1.5 x."""
     assert main(FRONTIER) == 0
     said = capsys.readouterr().out
     for part in (
@@ -30,14 +30,14 @@ def test_three_levels_against_overlapped_hsdp_on_48_nodes(capsys: pytest.Capture
     assert "not 1.5 x" not in capsys.readouterr().out
 
 
-def test_json_has_every_form(capsys: pytest.CaptureFixture) -> None:
+def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
     assert main([*FRONTIER, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["form"] for one in found] == [FSDP] * 2 + ["ZeRO++"] * 2 + [LEVELS] * 6
     for one in found:
         assert one["step"] == pytest.approx(sum(one[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
     n = make_case("frontier", 48, "llama_1_8b").workload.parameters
-    # Between nodes: an all-reduce of FP32, or on levels a reduce-scatter of it and INT8 back; SCAPE a hundredth.
+    # Between nodes: an FP32 all-reduce; with levels an FP32 reduce-scatter and an INT8 all-gather; SCAPE 1 %.
     network = [one["network_bytes"] * 48 / 47 / (n / 8) for one in found]
     assert network[0] == network[2] == pytest.approx(8.0, rel=1e-3)
     assert network[4] == pytest.approx(4 + 1 + 4 / 256, rel=1e-3) and network[5] == network[1] < 0.12
@@ -45,7 +45,7 @@ def test_json_has_every_form(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
-    """No levels there; gathers cross nodes once a step, and gradients in four bits."""
+    """Without levels. All-gathers cross nodes once per step, and gradients are sent in four bits."""
     case = make_case("frontier", 4, "llama_1_8b", batch=128)
     found = forms(case, 32)
     assert [form.title for form in found] == [FSDP, FSDP, "ZeRO++", "ZeRO++"]
@@ -56,7 +56,7 @@ def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
     assert one_a_node[2].detail == "int8 + secondary, int4" and len(one_a_node) == 4
 
 
-def test_more_can_not_be_gained_than_there_is_beside_compute() -> None:
+def test_the_gain_is_limited_by_the_time_outside_compute() -> None:
     case = make_case("frontier", 48, "llama_1_8b")
     base, *_, levels = forms(case, 8)
     assert base.prediction.step / levels.prediction.step < base.prediction.step / base.prediction.compute < WANTED
@@ -67,7 +67,7 @@ def test_more_can_not_be_gained_than_there_is_beside_compute() -> None:
 @pytest.mark.parametrize(
     ("shard", "message"), [("1", "a shard axis of 1 rank"), ("7", "384 ranks cannot be divided into shard 7")]
 )
-def test_wrong_degrees_are_told_in_one_line(shard: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_invalid_degrees_raise_a_one_line_error(shard: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main([*FRONTIER[:-1], shard]) == 2
     said = capsys.readouterr()
     assert said.out == "" and message in said.err

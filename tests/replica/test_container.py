@@ -1,4 +1,4 @@
-"""The container around a method: what it does when a step is skipped."""
+"""The optimizer around a method in skipped steps."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
 
 
 def whole_send_after_a_skipped_step(name: str) -> list[float]:
-    """Norm of what is pending: before the request, after its step was skipped, after the next one."""
+    """Return the residual norm before the request, after its skipped step, and after the next step."""
     from topology.in_process import OneReplica
     from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.optimizers.adams import AdamS
@@ -49,20 +49,20 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
-def test_a_whole_send_that_was_skipped_is_made_up_for(name: str, pool2: Pool) -> None:
+def test_a_skipped_full_exchange_is_repeated(name: str, pool2: Pool) -> None:
     for before, skipped, after in pool2(whole_send_after_a_skipped_step, name):
         assert before > 0 and skipped == before and after == 0.0
 
 
 @pytest.mark.parametrize("summed_over", ["", "all ranks"])
-def test_a_sum_is_not_told_as_one_ranks_gradient(summed_over: str) -> None:
-    """Who found a number in a sum over ranks keeps a part of it: any of them may have made it."""
+def test_a_non_finite_sum_is_not_attributed_to_one_rank(summed_over: str) -> None:
+    """A rank sees only its shard of a sum over ranks, so that any of them may have caused the NaN."""
     everywhere = [(0, []), (1, ["w"])]
     guard = FiniteGuard(["w"], finite_check("torch"), lambda flags: flags, lambda _: everywhere, 0, max_skipped_steps=1)
     guard.summed_over = summed_over
     guard.check([torch.tensor([torch.nan])])
-    with pytest.raises(NonFiniteGradientError, match="rank 1, parameter 'w'") as told:
+    with pytest.raises(NonFiniteGradientError, match="rank 1, parameter 'w'") as raised:
         guard.finish_previous_step()
     whose = "A rank has a part of the sum over all ranks, any of which may have made it. Parameters and"
-    assert (whose in str(told.value)) is bool(summed_over)
-    assert str(told.value).endswith(f"the data of {summed_over or 'that rank'}.")
+    assert (whose in str(raised.value)) is bool(summed_over)
+    assert str(raised.value).endswith(f"the data of {summed_over or 'that rank'}.")

@@ -55,7 +55,7 @@ def test_dense_with_a_scheduler_equals_one_process(shards: int, pool4: Pool) -> 
 
 
 def norms(reduction: str) -> list[float]:
-    """Gradient norms of losses that are means over the replica's batch, or over the batches of all replicas."""
+    """Return gradient norms of losses that are means over a replica's batch, or over the batches of all replicas."""
     found = []
     for method in ("dense", "quantized", "scape"):
         model = make_model()
@@ -90,13 +90,13 @@ def accumulated(method: str, parts: int, overlap: bool) -> torch.Tensor:
     return weights(model)
 
 
-def test_micro_batches_add_up_to_the_batch(pool2: Pool) -> None:
+def test_micro_batches_equal_the_full_batch(pool2: Pool) -> None:
     whole, parts = (pool2(accumulated, "dense", n, False)[0] for n in (1, 4))
     assert (whole - parts).norm() < 1e-5 * whole.norm()
 
 
 @pytest.mark.parametrize("method", ["dense", "quantized"])
-def test_overlap_changes_no_bit(method: str, pool2: Pool) -> None:
+def test_replicate_with_overlap_does_not_change_a_bit(method: str, pool2: Pool) -> None:
     assert torch.equal(*(pool2(accumulated, method, 2, overlap)[0] for overlap in (False, True)))
 
 
@@ -104,7 +104,7 @@ def test_overlap_changes_no_bit(method: str, pool2: Pool) -> None:
 
 
 def train_and_resume(name: str) -> dict[str, Any]:
-    """Train 24 steps, once without a break and once from a state that was saved after 11 of them."""
+    """Train 24 steps, once without interruption and once from a state that was saved after 11 steps."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model = make_model(seed=rank)  # replica 0 broadcasts its weights
     optimizer = make_optimizer(model, name)
@@ -135,7 +135,7 @@ def train_and_resume(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_trains_and_resumes_bit_for_bit(name: str, pool2: Pool) -> None:
+def test_a_method_trains_and_resumes_bitwise(name: str, pool2: Pool) -> None:
     for found in pool2(train_and_resume, name):
         before, after = found["losses"]
         assert after < before - 0.05
@@ -150,12 +150,12 @@ def test_a_method_trains_and_resumes_bit_for_bit(name: str, pool2: Pool) -> None
         assert stats["dense_bytes"] == 4 * (33 * 64 + 65 * 64 + 65 * 10)
         if name == "dense":
             assert stats["sent_bytes"] == pytest.approx(stats["dense_bytes"], rel=1e-3)
-        elif name not in ("powersgd", "radius"):  # whose first steps are dense
+        elif name not in ("powersgd", "radius"):  # its first steps are dense
             assert stats["sent_bytes"] < 0.5 * stats["dense_bytes"]
 
 
 def shards_and_replicas(name: str) -> tuple[float, bool, bool]:
-    """FSDP2 2 x 2: the loss after training; whether all ranks share the weights; whether a resumed run is equal."""
+    """Train with FSDP2 2 x 2. Return the final loss, whether replicas are equal, and whether a resumed run is equal."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -183,7 +183,7 @@ def shards_and_replicas(name: str) -> tuple[float, bool, bool]:
 
 
 @pytest.mark.parametrize("name", ["quantized", "scape", "sparta"])
-def test_fsdp2_resumes_bit_for_bit(name: str, pool4: Pool) -> None:
+def test_fsdp2_resumes_bitwise(name: str, pool4: Pool) -> None:
     for loss, equal, same in pool4(shards_and_replicas, name):
         assert loss < 2.2 and equal and same
 
@@ -269,7 +269,7 @@ def all_refusals() -> list[tuple[bool, Any]]:
     return attempts(refuse, *((case,) for case in REFUSALS))
 
 
-def test_refusals_name_the_cause_in_one_line(pool2: Pool) -> None:
+def test_errors_of_replicate_name_the_cause_in_one_line(pool2: Pool) -> None:
     for rank in pool2(all_refusals):
         for (accepted, text), pattern in zip(rank, REFUSALS.values(), strict=True):
             assert not accepted, pattern
@@ -296,7 +296,7 @@ def test_torchtitan_is_not_imported() -> None:
 
 
 def simulate(method: str, steps: range, state: Any = None) -> tuple[torch.Tensor, Any]:
-    """Train two simulated replicas with the data of two ranks; the shared weights and the state at the end."""
+    """Train two simulated replicas with the data of two ranks. Return the shared weights and the final state."""
     model = make_model()
     optimizer = replicate(
         model,
@@ -333,7 +333,7 @@ def real(method: str, steps: range) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["dense", "topk", "sparta"])
-def test_simulated_replicas_are_those_of_ranks(method: str, pool2: Pool) -> None:
+def test_simulated_replicas_equal_ranks_in_an_own_loop(method: str, pool2: Pool) -> None:
     expected = pool2(real, method, range(1, 10))[0]
     found, _ = simulate(method, range(1, 10))
     assert (found - expected).norm() < 1e-4 * expected.norm()
@@ -342,7 +342,7 @@ def test_simulated_replicas_are_those_of_ranks(method: str, pool2: Pool) -> None
     assert torch.equal(found, resumed)
 
 
-def test_simulated_replicas_with_their_own_weights_need_a_function() -> None:
+def test_simulated_replicas_with_own_weights_need_an_optimizer_factory() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="pass a function that builds one"):
         replicate(model, torch.optim.AdamW(model.parameters()), "sparta", SimulatedReplicas(2))

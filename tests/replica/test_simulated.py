@@ -1,4 +1,4 @@
-"""Training with simulated replicas: the run of as many gloo ranks, to FP32 rounding, and exact resuming."""
+"""Training with simulated replicas: equality with gloo ranks up to FP32 rounding, and bitwise resuming."""
 
 import json
 import shutil
@@ -38,7 +38,9 @@ def summary(folder: Path) -> dict[str, Any]:
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
     ],
 )
-def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
+def test_simulated_replicas_equal_a_run_of_two_ranks(
+    method: str, more: list[str], pool1: Pool, pool2: Pool, tmp_path: Path
+) -> None:
     arguments = [*METHODS[method], *more, "--training.steps=6"]
     real = pool2(train, str(tmp_path / "real"), [*arguments, *LAYOUTS["1x2"]])[0]
     one = pool1(train, str(tmp_path / "one"), [*arguments, *ALONE, simulate(2)])[0]
@@ -48,17 +50,17 @@ def test_it_is_the_run_of_two_ranks(method: str, more: list[str], pool1: Pool, p
     ours, theirs = summary(tmp_path / "one"), summary(tmp_path / "real")
     assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
     assert ours["tokens"] == theirs["tokens"]
-    # Two ranks on one node here, two nodes there.
+    # The real ranks share a node, the simulated ones are on two nodes.
     assert ours["bytes_sent_per_step_and_rank"]["network"] == theirs["bytes_sent_per_step_and_rank"]["node"]
     for key in ("dense_bytes_per_step_and_rank", "planned_bytes_per_step_and_rank"):
         assert ours[key] == theirs[key]
-    # The cost model counts the padding of the payload's parts by another rule.
+    # The cost model pads the payload's chunks by another rule.
     predicted = ours["predicted"]["run"]["bytes_sent_per_step_and_rank"]["network"]
     assert predicted == pytest.approx(ours["planned_bytes_per_step_and_rank"], rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["scape", pytest.param("diloco", marks=pytest.mark.slow)])
-def test_a_group_of_shards_simulates_replicas(method: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+def test_a_group_of_shards_can_simulate_replicas(method: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     steps = [*METHODS[method], "--training.steps=5"]
     real = pool4(train, str(tmp_path / "real"), [*steps, *LAYOUTS["2x2"]])
     simulated = pool2(train, str(tmp_path / "simulated"), [*steps, *LAYOUTS["2x1"], simulate(2)])
@@ -72,8 +74,8 @@ def test_a_group_of_shards_simulates_replicas(method: str, pool2: Pool, pool4: P
     assert sum(ours["bytes_sent_per_step_and_rank"].values()) == sum(theirs["bytes_sent_per_step_and_rank"].values())
 
 
-def test_resuming_is_the_run_that_never_stopped(pool1: Pool, tmp_path: Path) -> None:
-    """To the last bit, with two micro-batches a replica."""
+def test_resuming_equals_the_uninterrupted_run(pool1: Pool, tmp_path: Path) -> None:
+    """Bitwise, with two micro-batches per replica."""
     keep = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
     arguments = [*METHODS["scape-bf16"], *ALONE, *keep, *batch, "--training.steps=8"]
@@ -86,8 +88,8 @@ def test_resuming_is_the_run_that_never_stopped(pool1: Pool, tmp_path: Path) -> 
     assert torch.equal(whole["parameters"], resumed["parameters"])
 
 
-def test_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2,229,888 parameters eight replicas need 8 x 8 bytes of state and gradients each, and 4 for themselves."""
+def test_simulated_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 2,229,888 parameters needs 8 x 8 bytes for state and gradients of eight replicas, and 4 for itself."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import check_memory
     from torchtitan_scape.titan import device
@@ -108,8 +110,8 @@ def test_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -
     check_memory(config, layout_of(config), "cpu", 0)  # one state and one gradient
 
 
-def test_data_that_end_in_a_step_end_it() -> None:
-    """As on ranks, where the step is cancelled: the other replicas' batches do not move up."""
+def test_data_that_end_within_a_step_cancel_it() -> None:
+    """As on ranks, where the step is canceled: the batches of the other replicas are not used in another step."""
     from torchtitan_scape.data.simulated import SimulatedDataLoader
 
     loader: Any = SimulatedDataLoader([[0, 1, 2, 3], [10, 11, 12]], each=2)  # type: ignore[list-item]

@@ -1,6 +1,6 @@
 """Human-readable figures."""
 
-from torchtitan_scape.core.text import kinds_text, seconds_text, sent_text, size_text
+from torchtitan_scape.core.text import duration_text, kinds_text, seconds_text, sent_text, size_text
 
 
 def test_figures_have_a_suitable_unit() -> None:
@@ -8,9 +8,12 @@ def test_figures_have_a_suitable_unit() -> None:
         "0 B", "999 B", "1.00 kB", "2.50 MB", "3.00 GB", "4000.00 GB",
     ]  # fmt: skip
     assert [seconds_text(s) for s in (0.00012, 0.9, 1.0, 123.4)] == ["0.12 ms", "900 ms", "1 s", "123 s"]
+    durations = [duration_text(s) for s in (0.4, 45, 725, 12000, 187000, 86400)]
+    assert durations == ["0 s", "45 s", "12 min 5 s", "3 h 20 min", "2 d 3 h", "1 d"]
     assert kinds_text({"state": 8e9, "masks": 1e6}) == "state 8.00 GB, masks 1.00 MB"
 
 
 def test_bytes_sent_are_compared_with_dense() -> None:
-    assert sent_text({"node": 1e6, "network": 3e6}, 8e6) == "node 1.00 MB, network 3.00 MB (dense 8.00 MB, 2.0 x)"
+    assert sent_text({"node": 1e6, "network": 3e6}, 8e6) == "node 1.00 MB, network 3.00 MB (dense 8.00 MB, 2.0x less)"
+    assert sent_text({"node": 8e6}, 8e6) == "node 8.00 MB (dense 8.00 MB)"
     assert sent_text({}, 0.0) == "nothing (one replica)"

@@ -180,7 +180,7 @@ def test_a_broken_recipe_on_one_node_ends_both_without_a_restart(forks: dict[str
     with Launch(ARGUMENTS, tmp_path, nodes=2, ranks_per_node=1, environment=environment, start=start) as run:
         assert run.wait(60) == [2, 2], run.output()
     lines = [line for line in run.output().splitlines() if "] error: " in line]
-    assert len(lines) == 2 and all("broken.toml is no TOML" in line for line in lines), run.output()
+    assert len(lines) == 2 and all("broken.toml is not valid TOML" in line for line in lines), run.output()
     assert "restarting" not in run.output()
 
 

@@ -1,4 +1,4 @@
-"""scripts/benchmarks/checkpoint_cost.py: ratios from cells that can be worked out by hand."""
+"""scripts/benchmarks/checkpoint_cost.py: ratios of results that can be computed by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ def cell(nbytes: float, now: float, later: float) -> dict[str, Any]:
     }
 
 
-def test_ratios_are_to_dense_adamw_with_as_many_replicas() -> None:
+def test_ratios_are_relative_to_dense_adamw_with_equal_replicas() -> None:
     writers = {"checked": 0.21, "without checksums": 0.20, "PyTorch's": 0.25}
     dense = {**cell(4e6, 0.2, 0.05), "writers": writers}
     head, _, first, second, _, _, _, by_writer = tables({"2": {"adamw": dense, "adams": cell(3e6, 0.1, 0.04)}}).split(
@@ -25,5 +25,5 @@ def test_ratios_are_to_dense_adamw_with_as_many_replicas() -> None:
     assert by_writer == "| 2 | 210.0 | 200.0 | 250.0 | 1.050 | 0.840 |"
 
 
-def test_the_plain_write_leaves_nothing(tmp_path: Path) -> None:
+def test_the_plain_write_leaves_no_files(tmp_path: Path) -> None:
     assert plain_write(tmp_path, 5 << 20) > 0 and not list(tmp_path.iterdir())

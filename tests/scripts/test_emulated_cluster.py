@@ -1,4 +1,4 @@
-"""The emulated cluster: what runs on it, what it counts, and that nothing is left of it."""
+"""The emulated cluster: execution, byte counts, and cleanup."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from scripts.common import ROOT
 from scripts.emulated_cluster import Cluster, ClusterError, namespaces, processes_in
 from tests.runtime.test_launch import SHORT
 
-# Leaves a process in the node that has a session of its own, as torchrun's workers do.
+# Leaves a process with its own session in the node, like torchrun's workers.
 LINGER = ["sh", "-c", "setsid sleep 300 & echo started; sleep 300"]
 
 
 @pytest.fixture(scope="module")
 def works() -> None:
-    """Skips where no cluster can be made: tried, since root alone is not enough in some containers."""
+    """Skip the tests if no cluster can be created; being root is not enough in some containers."""
     try:
         with Cluster(1, 100.0):
             pass
@@ -49,7 +49,7 @@ def veths() -> set[str]:
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that run. One that has ended stays a zombie until its new parent looks."""
+    """Return the running processes. A process that has ended is a zombie until its new parent waits for it."""
     left = []
     for pid in pids:
         try:
@@ -62,14 +62,14 @@ def alive(pids: Sequence[int]) -> list[int]:
 
 
 def started(command: Sequence[str], tmp_path: Path) -> "tuple[subprocess.Popen[str], list[int]]":
-    """The script with LINGER on two nodes, and the processes in its namespaces."""
+    """Start the script with LINGER on two nodes, and return the processes in its namespaces."""
     arguments = ["--nodes=2", "--rate=0", f"--log-dir={tmp_path}", "--", *command]
     process = subprocess.Popen(script(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "started\n"
     deadline = time.monotonic() + 20
     while True:
         pids = [pid for name in namespaces_of(process.pid) for pid in processes_in(name)]
-        if len(pids) >= 6:  # on each node the shell and two that sleep
+        if len(pids) >= 6:  # on each node the shell and two sleeping processes
             return process, pids
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)
@@ -77,7 +77,7 @@ def started(command: Sequence[str], tmp_path: Path) -> "tuple[subprocess.Popen[s
 
 @pytest.mark.slow
 def test_counted_bytes_are_on_the_interfaces_of_two_nodes_with_two_ranks(works: None, tmp_path: Path) -> None:
-    """Property 7, by level and over the training steps alone: a validation in the middle is left out."""
+    """Property 7, by level and for training steps only: a validation between them is excluded."""
     result = run_script(
         *("--nodes=2", "--ranks-per-node=2", "--rate=0", f"--log-dir={tmp_path}", "--", str(ROOT / "run_train.sh")),
         *SHORT,
@@ -105,7 +105,9 @@ def test_counted_bytes_are_on_the_interfaces_of_two_nodes_with_two_ranks(works: 
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_nothing_behind(works: None, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_leaves_no_processes_and_namespaces(
+    works: None, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     before = veths()
     process, pids = started(LINGER, tmp_path)
     process.send_signal(number)
@@ -115,7 +117,7 @@ def test_a_signal_leaves_nothing_behind(works: None, tmp_path: Path, number: sig
     assert alive(pids) == []
 
 
-def test_the_next_run_removes_what_a_killed_one_left(works: None, tmp_path: Path) -> None:
+def test_the_next_run_removes_the_remains_of_a_killed_one(works: None, tmp_path: Path) -> None:
     process, pids = started(LINGER, tmp_path)
     process.kill()
     process.wait(timeout=30)
@@ -160,8 +162,8 @@ with socket.create_connection((sys.argv[1], 5000)) as peer:
 """
 
 
-def test_a_nic_is_limited_in_both_directions(works: None) -> None:
-    """One sender meets its own limit; two to one node meet that node's. Nothing is said of how much slower it is."""
+def test_a_network_interface_is_limited_in_both_directions(works: None) -> None:
+    """One sender reaches its own limit; two senders to one node reach that node's limit. There is no lower bound."""
     size, rate, buckets = 500_000, 20.0, 2 * 16 * 1024
     with Cluster(3, 1000.0) as cluster:
         cluster.set_rate(rate)
@@ -182,7 +184,7 @@ def test_a_nic_is_limited_in_both_directions(works: None) -> None:
         cluster.set_rate(None)
 
 
-def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_give_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_script("--", "true", PATH=str(tmp_path))
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.splitlines() == [
@@ -195,7 +197,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         ([], "no command is given"),
         (["--nodes=0", "--", "true"], "0 nodes; give 1 to 99"),
@@ -203,6 +205,6 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest
         (["--ranks-per-node=0", "--", "true"], "--ranks-per-node is 0"),
     ],
 )
-def test_wrong_input_is_named(arguments: list[str], told: str) -> None:
+def test_invalid_cluster_arguments_are_named(arguments: list[str], message: str) -> None:
     result = run_script(*arguments)
-    assert result.returncode == 2 and told in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

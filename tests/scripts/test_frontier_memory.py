@@ -1,36 +1,36 @@
-"""scripts/benchmarks/frontier_memory.py: the stored runs against closed forms, and the largest models as published."""
+"""scripts/benchmarks/memory.py, Frontier: the stored runs against closed forms, and the largest models as published."""
 
 import json
 
 import pytest
 
-from scripts.benchmarks.frontier_memory import FORMS, MODELS, largest_rows, rows_of, table
+from scripts.benchmarks.memory import CASES, MODELS, frontier_rows, frontier_table, largest_rows
 from scripts.common import RESULTS
 
 FOLDER = RESULTS / "frontier_memory"
 
 
-def test_the_stored_table_is_that_of_the_stored_runs() -> None:
+def test_the_stored_table_matches_the_stored_runs() -> None:
     stored = json.loads((FOLDER / "runs.json").read_text())
-    assert (FOLDER / "table.md").read_text() == table(stored)
-    assert {name: set(forms) for name, forms in stored["runs"].items()} == {name: set(FORMS) for name in MODELS}
+    assert (FOLDER / "table.md").read_text() == frontier_table(stored)
+    assert {name: set(forms) for name, forms in stored["runs"].items()} == {name: set(CASES) for name in MODELS}
 
 
-def test_every_kind_is_within_two_percent_of_its_closed_form() -> None:
-    """SHARDING's form, the tensors of the dry run, and what the report at a run's start says."""
+def test_every_kind_of_memory_is_within_two_percent_of_its_formula() -> None:
+    """The cost formula, the tensors of the dry run, and the report at startup agree."""
     runs = json.loads((FOLDER / "runs.json").read_text())["runs"]
     for name in MODELS:
-        assert all(abs(float(row["off"].split()[0])) < 2.0 for row in rows_of(runs, name))
+        assert all(abs(float(row["off"].split()[0])) < 2.0 for row in frontier_rows(runs, name))
         for form, one in runs[name].items():
-            told = dict(one["report"])
-            told["secondary weights"] = told.pop("secondary partition", told.get("secondary weights"))
+            report = dict(one["report"])
+            report["secondary weights"] = report.pop("secondary partition", report.get("secondary weights"))
             for kind, got in one["held"].items():
-                assert got == pytest.approx(told[kind], rel=0.02), (name, form, kind)
+                assert got == pytest.approx(report[kind], rel=0.02), (name, form, kind)
     assert runs["20B"]["levels"]["n"] == pytest.approx(20_554_567_680, rel=1e-3)
 
 
-def test_the_largest_models_are_those_of_the_paper() -> None:
-    """68 B, 55 B on 16 GCDs of 64 GiB; 36 B on three levels is what 80 have room for."""
+def test_the_largest_models_equal_those_of_the_paper() -> None:
+    """68 B and 55 B parameters on 16 GCDs of 64 GiB; 36 B fit on 80 GCDs with three levels."""
     found = {(row["form"], row["GCDs"]): row["as published, largest"] for row in largest_rows()}
     assert found["ZeRO-3", "16"] == "68.7 B" and found["ZeRO++", "16"] == "55.0 B"
     assert found["three levels", "80"] == "36.2 B" and found["three levels", "16"] == "27.5 B"

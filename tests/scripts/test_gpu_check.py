@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh: its report from what a GPU could have left, how its steps end, and all parts on a CPU."""
+"""scripts/gpu_check.sh: its report from synthetic results, the end of its steps, and all parts on a CPU."""
 
 import os
 import subprocess
@@ -45,8 +45,8 @@ def figures(ms: float, **more: Any) -> dict[str, Any]:
     return {"ms": ms, **spread, **rate, **more}
 
 
-def test_the_report_says_what_was_found(tmp_path: Path) -> None:
-    """And of what: device, driver, versions, command, commit."""
+def test_the_report_contains_the_results(tmp_path: Path) -> None:
+    """Including device, driver, versions, command and commit."""
     tests = {
         "processes": 10,
         "passed": 119,
@@ -73,7 +73,7 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
     ranks = {
         "error": "",
         "several": {"ranks": 4, "backend": "nccl", "cases": [{"layout": "2x2", "case": "gather", "equal": False}]},
-        "lanes": {"backend": "nccl", "stages": {"reduce": True}},
+        "streams": {"backend": "nccl", "stages": {"reduce": True}},
     }
     write(tmp_path / "training.json", part("training", **forms, quality={"replicas": 8, "runs": runs}))
     whole = part("ranks", ranks=ranks)
@@ -104,8 +104,8 @@ def test_the_report_says_what_was_found(tmp_path: Path) -> None:
     assert (tmp_path / "losses.png").stat().st_size > 1000 and "smoke" not in text
 
 
-def test_gaps_between_launches() -> None:
-    """Two streams overlap; what the device was kept busy with does not count."""
+def test_gaps_between_launches_exclude_device_work() -> None:
+    """Two streams overlap; time in which the device is busy does not count."""
     kernels = [("spin_kernel", 0.0, 900.0), ("a", 1000.0, 1300.0), ("b", 1200.0, 1500.0), ("a", 1800.0, 2400.0)]
     found = gaps(kernels)
     assert found["launches"] == 3 / STEPS and found["busy_ms"] * STEPS == pytest.approx(1.1)
@@ -115,7 +115,7 @@ def test_gaps_between_launches() -> None:
 
 
 class FakeDevice:
-    """A host that issues work and a device that does it, both in milliseconds; a millisecond has 1e6 cycles."""
+    """A simulated host and device with times in milliseconds; a millisecond has 1e6 cycles."""
 
     def __init__(self) -> None:
         self.now = self.free = 0.0
@@ -140,8 +140,8 @@ class FakeDevice:
         return event
 
 
-def test_the_hosts_time_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five launches of a fifth of a millisecond each, which the host takes five milliseconds to issue."""
+def test_host_time_is_separated_from_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five launches of 0.2 ms each, for which the host needs five milliseconds."""
     fake = FakeDevice()
     monkeypatch.setattr(timing.torch, "cuda", fake)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: fake.now / 1e3))
@@ -154,7 +154,7 @@ def test_the_hosts_time_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
 
     found = clock(work).figures()
     assert found["ahead"] and found["ms"] == pytest.approx(1.0) and found["host_ms"] == pytest.approx(5.0)
-    # One call after the other it is the host that counts.
+    # With separate calls the host determines the time.
     assert timing.free_running(clock, work, 10) == pytest.approx(5.0, rel=0.05)
 
     def waits() -> None:
@@ -163,12 +163,12 @@ def test_the_hosts_time_is_not_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
         fake.launch(1.0, 0.2)
 
     found = clock(waits).figures()
-    assert not found["ahead"] and found["ms"] > 1.3  # the device waits for the second launch: that is told
+    assert not found["ahead"] and found["ms"] > 1.3  # the device waits for the second launch, which is reported
     once = of(clock(work).figures(), 3e9, 10**9, 6e12)
     assert once["bytes_a_second"] == pytest.approx(3e12) and once["share_of_copy"] == pytest.approx(0.5)
 
 
-def test_what_pytest_and_the_trainer_say_is_understood() -> None:
+def test_output_of_pytest_and_the_trainer_is_parsed() -> None:
     text = """tests/gpu/test_gpu.py::test_a[gradients off-0.1] PASSED             [ 50%]
 tests/gpu/test_gpu.py::test_b FAILED                                    [ 75%]
 tests/gpu/test_gpu.py::test_c SKIPPED (only a GPU can show it)          [100%]
@@ -185,8 +185,8 @@ FAILED tests/gpu/test_gpu.py::test_b - assert 0"""
     assert validated is not None and validated["loss"] == "4.1250" and not LOGGED.search("validate step: 3  loss:  4.1")
 
 
-def test_the_trainer_takes_what_is_timed_and_compared() -> None:
-    """Of full size: nobody starts these runs on a CPU."""
+def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
+    """Check the full-size runs, which are not started on a CPU."""
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
@@ -197,18 +197,18 @@ def test_the_trainer_takes_what_is_timed_and_compared() -> None:
     assert config.model.flavor == "50M" and config.topology.simulate_replicas == 8
 
 
-def test_stored_results_are_of_a_gpu() -> None:
+def test_stored_results_come_from_a_gpu() -> None:
     for path in (RESULTS / "gpu").glob("*/*.json"):
         stored = read(path)
         assert not stored["smoke"] and stored["machine"]["device"] != "CPU", path
 
 
-def test_a_case_that_hangs_leaves_what_it_said_and_nothing_else() -> None:
-    told, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
-    assert code == -1 and told.startswith("begun\n") and told.endswith("not done within 0.5 s")
+def test_a_hanging_case_keeps_its_output_and_leaves_no_process() -> None:
+    output, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
+    assert code == -1 and output.startswith("begun\n") and output.endswith("not done within 0.5 s")
     with pytest.raises(ProcessLookupError):
-        for _ in range(50):  # what is killed takes a moment to go
-            os.kill(int(told.split()[1]), 0)
+        for _ in range(50):  # killed processes need a moment to end
+            os.kill(int(output.split()[1]), 0)
             time.sleep(0.1)
     assert ended(["sh", "-c", "echo done; exit 9"], dict(os.environ), 60.0) == ("done\n", 9)
 
@@ -221,7 +221,7 @@ STEPS_OF_ALL_KINDS = {
 }
 
 
-def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
+def test_a_failing_or_hanging_step_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     head = "import sys, time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
@@ -265,16 +265,16 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
 @pytest.mark.parametrize(
     ("part", "only", "forked"),
     [
-        # Triton's interpreter wants new processes.
+        # Triton's interpreter needs new processes.
         ("correctness", "", ""),
         ("speed", "passes-500m,launches,codes", ""),
         ("training", "", "PYTHON"),
         ("ranks", "ranks", "PYTHON"),
-        ("ranks", "lost-rank", "PYTHON_EXEC"),  # ranks alone: its launchers are looked for
+        ("ranks", "lost-rank", "PYTHON_EXEC"),  # only ranks: the test looks for its launchers
     ],
     ids=["correctness", "speed", "training", "ranks", "lost rank"],
 )
-def test_a_part_runs_on_a_cpu(part: str, only: str, forked: str, tmp_path: Path) -> None:
+def test_every_part_of_the_gpu_check_runs_on_a_cpu(part: str, only: str, forked: str, tmp_path: Path) -> None:
     command = [str(ROOT / "scripts" / "gpu_check.sh"), part, "--smoke", f"--output={tmp_path}", f"--only={only}"]
     environment = {**os.environ, "PYTHON": sys.executable} | ({forked: server.python()} if forked else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

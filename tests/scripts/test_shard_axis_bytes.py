@@ -1,9 +1,9 @@
-"""scripts/benchmarks/shard_axis_bytes.py: ratios and verdicts from runs that can be worked out by hand."""
+"""scripts/benchmarks/bytes.py, shard axis: ratios and verdicts from runs that can be worked out by hand."""
 
 import json
 from typing import Any
 
-from scripts.benchmarks.shard_axis_bytes import FORMS, TARGETS, rows_of, table
+from scripts.benchmarks.bytes import SHARD_AXIS, SHARD_AXIS_TARGETS, shard_axis_rows, shard_axis_table
 from scripts.common import RESULTS
 
 
@@ -17,10 +17,10 @@ def one(counter: float, counted: float, planned: float) -> dict[str, Any]:
     }
 
 
-def test_the_network_is_held_against_what_dense_needs() -> None:
-    runs = {str(n): {name: one(10.5e6, 10e6, 10e6) for name in FORMS} for n in TARGETS}
+def test_network_bytes_are_compared_with_dense_training() -> None:
+    runs = {str(n): {name: one(10.5e6, 10e6, 10e6) for name in SHARD_AXIS.variants} for n in SHARD_AXIS_TARGETS}
     runs["1"]["all"], runs["2"]["all"] = one(2.4e6, 2.3e6, 2.3e6), one(2.4e6, 2.3e6, 2.3e6)
-    rows = rows_of(runs)
+    rows = shard_axis_rows(runs)
     dense, (first, second) = rows[0], [row for row in rows if row["form"] == "all three"]
     assert dense["network, counter"] == "10.500" and dense["counter / counted"] == "1.050"
     assert dense["against dense"] == "1.050" and dense["target"] == "-" and dense["node, planned"] == "5.000"
@@ -29,15 +29,16 @@ def test_the_network_is_held_against_what_dense_needs() -> None:
         "0.20",
         "no",
     )
-    assert "`--sharding.weights=int8`" in table({"command": "c", "runs": runs})
+    assert "`--sharding.weights=int8`" in shard_axis_table(runs)
 
 
-def test_the_stored_table_is_that_of_the_stored_runs() -> None:
+def test_the_stored_table_matches_the_stored_runs() -> None:
     folder = RESULTS / "shard_axis_bytes"
     stored = json.loads((folder / "runs.json").read_text())
-    assert (folder / "table.md").read_text() == table(stored)
-    rows = rows_of(stored["runs"])
+    assert (folder / "table.md").read_text() == shard_axis_table(stored["runs"])
+    rows = shard_axis_rows(stored["runs"])
     assert (
-        len(rows) == len(TARGETS) * len(FORMS) and [row["holds"] for row in rows if row["target"] != "-"] == ["yes"] * 2
+        len(rows) == len(SHARD_AXIS.layouts) * len(SHARD_AXIS.variants)
+        and [row["holds"] for row in rows if row["target"] != "-"] == ["yes"] * 2
     )
     assert all(1.0 <= float(row["counter / counted"]) <= 1.05 for row in rows)

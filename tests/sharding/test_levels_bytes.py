@@ -17,10 +17,12 @@ from topology.links import Links, stage_seconds
 from topology.machines import get_machine
 from topology.traffic import TrafficLedger
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Prediction, fsdp_seconds, predict
-from torchtitan_scape.planner.volumes import PlannedRun
 from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 
@@ -135,7 +137,8 @@ def test_predicted_step_time_on_frontier() -> None:
     machine, workload = get_machine("frontier"), get_workload("llama_1_8b")
     layout = plan_layout(384, ranks_per_node=8, machine=machine, replicate=48, shard=8)
     plan = LevelsPlan(2, 8, 48, gathered=coded(8, 256), reduced=(coded(4, 128),), summed=0.0, update=coded(8, 256))
-    scape, dense = PlannedRun("scape", density=0.05, wire="int4"), PlannedRun("adams", overlap=True)
+    scape = PlannedRun(ScapeOptions(density=0.05, wire="int4"))
+    dense = PlannedRun(DenseOptions(), overlap=True)
     for bandwidth, least in ((12.5e9, 0.98), (1.25e9, 1.49)):
         links = Links.from_machine(machine).with_bandwidth("network", bandwidth)
 

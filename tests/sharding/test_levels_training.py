@@ -202,13 +202,16 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (on(2, 4) + METHODS["topk"], "method = 'topk' does not go with .*weights = 2; set 'dense' or 'scape'"),
-        ([*on(2, 4), "--sync.method=scape", *METHODS["scape-offload"]], 'weights_dtype = "bfloat16" does not go with'),
-        ([*on(2, 4), "--sync.method=dense", "--sync.overlap"], "overlap = true does not go with"),
-        ([*on(2, 4), "--topology.simulate_replicas=2"], "simulate_replicas = 2 does not go with"),
-        ([*on(2, 4), "--checkpoint.export_dtype=bfloat16"], "export_dtype = 'bfloat16' does not go with"),
+        (on(2, 4) + METHODS["topk"], "method = 'topk' is not supported with .*weights = 2; set 'dense' or 'scape'"),
+        (
+            [*on(2, 4), "--sync.method=scape", *METHODS["scape-offload"]],
+            'weights_dtype = "bfloat16" is not supported with',
+        ),
+        ([*on(2, 4), "--sync.method=dense", "--sync.overlap"], "overlap = true is not supported with"),
+        ([*on(2, 4), "--topology.simulate_replicas=2"], "simulate_replicas = 2 is not supported with"),
+        ([*on(2, 4), "--checkpoint.export_dtype=bfloat16"], "export_dtype = 'bfloat16' is not supported with"),
         (on(1, 2, weights="int8"), "weights = 'int8'; with .* weights = 1 nothing is gathered"),
-        (on(2, 4, hops=2, gradients="tagc"), "gradients = 'tagc' does not go with"),
+        (on(2, 4, hops=2, gradients="tagc"), "gradients = 'tagc' is not supported with"),
         (on(2, 2, gradients="int8+int4"), "gradients = 'int8.int4'; two hops need pairs of several ranks"),
         (on(2, 4, gradients="int8+int4", hops=1), "gradients = 'int8.int4'; two codes need two hops"),
         ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; sharding groups must not span nodes"),

@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.pool import Pool
 from tests.sharding.toy import Run, layout_of, make, train, weights
 from topology.groups import build_shard_groups
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, entries
@@ -45,15 +46,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def circle() -> Circle:
-    (group,) = build_shard_groups(layout_of(RANKS), timedelta(seconds=60), reduce_hops=1).reductions
-    return group
+def rank_group() -> RankGroup:
+    (found,) = build_shard_groups(layout_of(RANKS), timedelta(seconds=60), reduce_hops=1).reductions
+    return found
 
 
 def reduction(traffic: TrafficLedger, position: TrainPosition, **options: Any) -> TagcReduce:
     section = TagcShardingOptions(**{"min_entries": 1, **options})
     flat, ledger = ShardedParamGroup("layers.0", 0, ROW, ROW, ()), ShardLedger(traffic)
-    return TagcReduce(flat, circle(), section, ledger, position, "torch", torch.device("cpu"))
+    return TagcReduce(flat, rank_group(), section, ledger, position, "torch", torch.device("cpu"))
 
 
 def flats(step: int, number: int, rank: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Run as a script in a network namespace of its own: what two replicas' steps put on its interface.
+"""Bytes that the steps of some replicas send over an interface. Runs as a script in a separate network namespace.
 
-Prints, for every rank, the bytes that our metrics count as sent and as given to collectives, those that the
-collectives were seen to get, and what crossed the interface meanwhile (of all ranks together).
+Prints for every rank: the ledger's sent and input bytes, the input bytes that intercepted collectives received, and the
+bytes that crossed the interface in the same steps (of all ranks together).
 """
 
 import fcntl
@@ -26,7 +26,7 @@ STEPS, SHAPE = 10, (2048, 512)
 
 
 def bring_loopback_up() -> None:
-    """SIOCSIFFLAGS with IFF_UP: a new namespace's loopback is down."""
+    """Set IFF_UP with SIOCSIFFLAGS: the loopback of a new namespace is down."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         fcntl.ioctl(s, 0x8914, struct.pack("16sh14x", b"lo", 1))
 
@@ -52,7 +52,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
         parameter.grad = torch.randn(SHAPE, generator=generator)
         optimizer.step()
 
-    step()  # the first, dense step, and the connections
+    step()  # the first step is dense, and opens the connections
     step()
     optimizer.finish_previous_step()
     intercepted = 0
@@ -69,10 +69,8 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
     dist.all_to_all_single = counting(dist.all_to_all_single, 1)
     for module in (collectives, process_groups, stages):
         module.all_gather_into = counting(module.all_gather_into, 1)
-    before, given = (
-        optimizer.collectives.traffic.sent_by_level(),
-        sum(optimizer.collectives.traffic.input_bytes.values()),
-    )
+    ledger = optimizer.collectives.ledger
+    before, given = ledger.sent_by_level(), sum(ledger.input_bytes.values())
     dist.barrier()
     start = interface_bytes()
     dist.barrier()
@@ -81,8 +79,8 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
     optimizer.finish_previous_step()
     dist.barrier()
     moved = interface_bytes() - start
-    sent = sum(optimizer.collectives.traffic.sent_by_level().values()) - sum(before.values())
-    given = sum(optimizer.collectives.traffic.input_bytes.values()) - given
+    sent = sum(ledger.sent_by_level().values()) - sum(before.values())
+    given = sum(ledger.input_bytes.values()) - given
     queue.put({"sent": sent, "given": given, "intercepted": intercepted, "interface": moved})
     dist.barrier()
     dist.destroy_process_group()
@@ -91,7 +89,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
 def main() -> None:
     world, density, update, wire = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
     bring_loopback_up()
-    context = multiprocessing.get_context("fork")  # nothing of gloo is here yet
+    context = multiprocessing.get_context("fork")  # safe: gloo has not been initialized yet
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"
     processes = [

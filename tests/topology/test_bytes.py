@@ -1,4 +1,4 @@
-"""Property 7: counted bytes are the bytes given to collectives, and those on the interface."""
+"""Counted bytes equal the input of collectives and the bytes on the network interface."""
 
 import json
 import os
@@ -10,11 +10,11 @@ import pytest
 
 
 def isolated() -> list[str]:
-    """A command prefix that gives a network namespace of its own, so that no other traffic is counted."""
+    """Return a command prefix that creates a network namespace, so that no other traffic is counted."""
     for command in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
         if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
             return command
-    pytest.skip("no network namespace can be made here (needs root or user namespaces)")
+    pytest.skip("cannot create a network namespace (needs root or user namespaces)")
 
 
 @pytest.mark.parametrize(

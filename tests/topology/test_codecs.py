@@ -1,4 +1,4 @@
-"""BF16 on the wire: added up in FP32, in the order of the ranks, without a decoded copy of what has arrived."""
+"""BF16 messages: summed in FP32, in rank order, without a decoded copy of the messages."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from topology.codecs import Bfloat16
 
-# What cancels, overflows, underflows, and is lost in another order.
+# Values that cancel, overflow or underflow, and whose sum depends on the order.
 ODD = (1e30, -1e30, 1.0, 2.0**-20, 3.4e38, 1e-42, -0.0, float("inf"), float("nan"))
 
 
 def messages_of(rows: int, entries: int) -> Tensor:
-    """uint8 (rows, bytes): normal numbers of many sizes, then odd ones in every combination of neighbours."""
+    """Return uint8 (rows, bytes): normally distributed numbers of many magnitudes, then random special values."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(-20, 20, (rows, entries), generator=generator).float().exp2()
     plain = torch.randn(rows, entries, generator=generator) * sizes
@@ -19,8 +19,8 @@ def messages_of(rows: int, entries: int) -> Tensor:
     return Bfloat16().encode(torch.cat((plain, odd), 1))
 
 
-class Made(TorchDispatchMode):
-    """The entries of the largest tensor that operations make."""
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that operations create."""
 
     largest = 0
 
@@ -32,12 +32,12 @@ class Made(TorchDispatchMode):
         return result
 
 
-def test_parts_are_added_in_rank_order_without_a_copy() -> None:
+def test_messages_are_added_in_rank_order_without_a_copy() -> None:
     rows, entries = 5, 4096
     messages, found = messages_of(rows, entries), torch.full((2 * entries,), torch.nan)
-    with Made() as made:
+    with LargestTensor() as created:
         Bfloat16().decode_and_sum(messages, found)
-    assert made.largest == 0  # the first form took FP32 (rows, entries)
+    assert created.largest == 0  # no FP32 (rows, entries)
     expected = torch.zeros(2 * entries)
     for row in messages.view(torch.bfloat16).float():
         expected = expected + row
@@ -45,4 +45,4 @@ def test_parts_are_added_in_rank_order_without_a_copy() -> None:
     assert torch.equal(known, ~found.isnan()) and 0 < int(known.sum()) < 2 * entries
     assert torch.equal(found.view(torch.int32)[known], expected.view(torch.int32)[known])
     backwards = messages.flip(0).view(torch.bfloat16).float().sum(0)
-    assert not torch.equal(backwards[known], expected[known])  # so that the order is seen
+    assert not torch.equal(backwards[known], expected[known])  # the test detects another order

@@ -1,4 +1,4 @@
-"""Collectives in real gloo processes: chunks, means, levels and counts."""
+"""Collectives in gloo processes: chunks, means, levels and byte counts."""
 
 from datetime import timedelta
 
@@ -21,12 +21,12 @@ def reduce_in_chunks(chunk: int, mean: bool) -> tuple[list[torch.Tensor], int]:
     tensors = [torch.arange(n, dtype=torch.float32) + 100 * i + rank for i, n in enumerate(SIZES)]
     collectives.chunk_entries = chunk
     collectives.all_reduce_chunked(tensors, mean=mean)
-    return tensors, collectives.traffic.calls["replicate", "network", "payload"]
+    return tensors, collectives.ledger.calls["replicate", "network", "payload"]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 58, 1000])
 @pytest.mark.parametrize("mean", [True, False])
-def test_chunks_of_any_size_give_the_same(chunk: int, mean: bool, pool2: Pool) -> None:
+def test_the_result_does_not_depend_on_the_chunk_size(chunk: int, mean: bool, pool2: Pool) -> None:
     total = sum(SIZES)
     for tensors, calls in pool2(reduce_in_chunks, chunk, mean):
         assert calls == -(-total // chunk)
@@ -35,7 +35,7 @@ def test_chunks_of_any_size_give_the_same(chunk: int, mean: bool, pool2: Pool) -
             assert torch.equal(tensor, both / 2 if mean else both)
 
 
-def talk(
+def communicate(
     replicate: int, shard: int, ranks_per_node: int, hierarchical: bool = True
 ) -> tuple[dict, dict, list[int], float]:
     layout = plan_layout(
@@ -50,13 +50,13 @@ def talk(
     assert bool(collectives.all_true(torch.tensor(True)))
     assert not bool(collectives.all_true(torch.tensor(rank != 3)))
     assert sorted(collectives.gather_objects(rank)) == [0, 1, 2, 3]
-    traffic = collectives.traffic
-    return dict(traffic.sent), dict(traffic.input_bytes), gathered[::16].tolist(), float(total)
+    ledger = collectives.ledger
+    return dict(ledger.sent), dict(ledger.input_bytes), gathered[::16].tolist(), float(total)
 
 
-def test_a_flat_ring_over_two_nodes_crosses_each_kind_of_link(pool4: Pool) -> None:
-    """Two GCDs a node: ranks 0 and 2 send to their twin on the package, 1 and 3 over the network."""
-    for rank, (sent, given, gathered, _) in enumerate(pool4(talk, 4, 1, 2, False)):
+def test_a_flat_group_over_two_nodes_uses_each_kind_of_link(pool4: Pool) -> None:
+    """Two GCDs per node: ranks 0 and 2 send to the other GCD of their package, 1 and 3 over the network."""
+    for rank, (sent, given, gathered, _) in enumerate(pool4(communicate, 4, 1, 2, False)):
         level = "gcd_pair" if rank % 2 == 0 else "network"
         payload, mask = ("replicate", level, "payload"), ("replicate", level, "mask")
         assert sent[payload] == 2 * 3 / 4 * 400 and given[payload] == 400
@@ -66,7 +66,7 @@ def test_a_flat_ring_over_two_nodes_crosses_each_kind_of_link(pool4: Pool) -> No
 
 
 def test_shards_inside_nodes_leave_replicas_on_the_network(pool4: Pool) -> None:
-    for rank, (sent, _, gathered, total) in enumerate(pool4(talk, 2, 2, 2)):
+    for rank, (sent, _, gathered, total) in enumerate(pool4(communicate, 2, 2, 2)):
         assert sent["replicate", "network", "payload"] == 400 and sent["shard", "gcd_pair", "norm"] == 4
         assert gathered == [rank % 2, rank % 2 + 2]
         # Added in rank order, over the two ranks of this replica.

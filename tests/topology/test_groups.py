@@ -1,4 +1,4 @@
-"""Process groups: how many a rank is in, and what NCCL and its streams are asked for."""
+"""Process groups: their number per rank, and the options of NCCL and of CUDA streams."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,13 +19,13 @@ from topology.layout import Layout, Tier, plan_layout
 from topology.machines import get_machine
 
 MINUTE = timedelta(seconds=60)
-# Ranks a node, degrees, whether level by level, whether staged, and groups of a rank.
+# (ranks per node, replicate, shard, hierarchical, staged, process groups per rank)
 COUNTS = [
-    (2, 4, 1, True, False, 1 + 2 * 2),  # replicas on nodes of two: two levels in two lanes
-    (2, 4, 1, False, False, 1),  # one ring
+    (2, 4, 1, True, False, 1 + 2 * 2),  # replicas on nodes of two: two levels on two streams
+    (2, 4, 1, False, False, 1),  # one group
     (2, 4, 1, False, True, 1 + 2),
     (2, 2, 2, True, True, 2 + 2),
-    (4, 1, 4, True, True, 1),  # nobody to exchange with
+    (4, 1, 4, True, True, 1),  # one replica
 ]
 
 
@@ -34,13 +34,13 @@ def layout_of(ranks_per_node: int, replicate: int, shard: int) -> Layout:
     return plan_layout(4, ranks_per_node=ranks_per_node, machine=machine, replicate=replicate, shard=shard)
 
 
-def groups_made() -> list[int]:
+def count_groups() -> list[int]:
     counts = []
     for ranks_per_node, replicate, shard, hierarchical, staged, _ in COUNTS:
         made: list[tuple[int, ...]] = []
 
         def note(ranks: list[int], made: list[tuple[int, ...]] = made, **options: Any) -> object:
-            assert options == {"timeout": MINUTE, "pg_options": None}  # of gloo
+            assert options == {"timeout": MINUTE, "pg_options": None}  # with gloo
             made += [tuple(ranks)] if dist.get_rank() in ranks else []
             return object()
 
@@ -50,23 +50,23 @@ def groups_made() -> list[int]:
     return counts
 
 
-def test_the_report_knows_how_many_groups_a_rank_is_in(pool4: Pool) -> None:
+def test_most_groups_is_the_number_of_created_groups(pool4: Pool) -> None:
     *wanted, expected = zip(*COUNTS, strict=True)
-    assert pool4(groups_made) == [list(expected)] * 4
+    assert pool4(count_groups) == [list(expected)] * 4
     for *degrees, hierarchical, staged, count in zip(*wanted, expected, strict=True):
         assert most_groups(layout_of(*degrees), hierarchical, staged) == count
 
 
 class Options:
-    """As `ProcessGroupNCCL.Options`, which a build for CPUs has not."""
+    """Stand-in for `ProcessGroupNCCL.Options`, which CPU builds do not have."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cuda:nccl,cpu:gloo"])
-def test_nccl_is_asked_for_streams_of_high_priority(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every group has options of its own, as PyTorch writes into them, with the timeout that it is made with."""
+def test_nccl_groups_have_high_priority_streams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group has separate options, because PyTorch modifies them, with the timeout of the group."""
     made: list[Options] = []
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -77,8 +77,8 @@ def test_nccl_is_asked_for_streams_of_high_priority(backend: str, monkeypatch: p
     assert all(options.is_high_priority_stream and options._timeout == MINUTE for options in made)
 
 
-def test_a_lane_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One, made when it is first used, on the device of what it exchanges."""
+def test_a_comm_stream_has_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single CUDA stream, created on first use, on the device of the exchanged tensors."""
     made: list[tuple[Any, int]] = []
 
     class Stream:
@@ -91,9 +91,9 @@ def test_a_lane_has_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -
     here = Stream(torch.device("cuda"))
     for name, fake in {"Stream": Stream, "stream": nullcontext, "current_stream": lambda _: here}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    lane, device = CommStream(), torch.device("cuda", 1)
+    comm_stream, device = CommStream(), torch.device("cuda", 1)
     exchanges: list[Callable[[], None]] = [lambda: run.append(1), lambda: run.append(2)]
     for exchange in exchanges:
-        lane.start(exchange, device).wait()
+        comm_stream.start(exchange, device).wait()
     assert made[1:] == [(device, -1)] and run == [1, 2]
     assert groups.COMM_STREAMS == 2

@@ -1,4 +1,4 @@
-"""The interfaces' counters: reading them, and setting them beside counted bytes."""
+"""Byte counters of network interfaces: parsing, and comparison with counted bytes."""
 
 import socket
 from pathlib import Path
@@ -23,8 +23,8 @@ eth0:1:       1    1    0    0    0     0          0         0        2       1 
 )
 
 
-def test_a_kernels_table_is_read() -> None:
-    """Sent stands behind received there; numbers may touch the colon, and names may have one."""
+def test_the_table_of_the_kernel_is_parsed() -> None:
+    """Received bytes come first; there may be no space after the colon, and names may contain one."""
     assert parse_counters(SAMPLE) == {
         "lo": (1_500_000, 1_500_000),
         "eth0": (900, 700),
@@ -35,7 +35,7 @@ def test_a_kernels_table_is_read() -> None:
 
 
 @pytest.mark.parametrize("line", ["eth0 1 2 3", "eth0: 1 2 3", ": " + "1 " * 16, "eth0: " + "x " * 16])
-def test_a_line_that_is_none_is_named(line: str) -> None:
+def test_an_invalid_line_is_quoted(line: str) -> None:
     with pytest.raises(ValueError, match="expected an interface's name"):
         parse_counters(HEADINGS + line + "\n")
 
@@ -45,13 +45,13 @@ def test_the_loopback_is_the_node_and_all_others_the_network() -> None:
     assert by_level({}) == {"node": (0, 0), "network": (0, 0)}
 
 
-def test_where_the_system_has_no_counters_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_proc_net_dev_there_are_no_counters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(interfaces, "COUNTERS", tmp_path / "none")
     assert read_interfaces() is None
 
 
 @pytest.mark.skipif(not interfaces.COUNTERS.exists(), reason="this system has no /proc/net/dev")
-def test_what_this_process_sends_to_itself_is_counted() -> None:
+def test_loopback_traffic_is_counted() -> None:
     before = read_interfaces()
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
@@ -68,7 +68,7 @@ def test_what_this_process_sends_to_itself_is_counted() -> None:
 
 
 def test_bytes_are_compared_by_node_and_level() -> None:
-    """Pairs and nodes both travel over the loopback; the interfaces' figures are a node's, not a rank's."""
+    """Traffic of pairs and nodes uses the loopback; interface counters are per node, not per rank."""
     first = {"node": 4_400, "network": 1_020}
     ranks = [
         RankBytes(0, {("gcd_pair", "payload"): 1000.0, ("network", "payload"): 1000.0}, first),

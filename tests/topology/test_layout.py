@@ -1,4 +1,4 @@
-"""Which rank sits where: axis order, groups, link levels, and what a wrong launch is told."""
+"""Parallelism layout: axis order, groups, link levels, and errors of wrong launches."""
 
 import math
 
@@ -20,7 +20,7 @@ def plan(world_size: int, ranks_per_node: int, machine: str = "frontier", **degr
 
 
 def mesh_of(layout: Layout) -> np.ndarray:
-    """The independent oracle: row-major reshape, which is how DeviceMesh lays out ranks."""
+    """Return the expected mesh: ranks in row-major order, as in DeviceMesh."""
     return np.arange(layout.world_size).reshape([getattr(layout, axis) for axis in MESH])
 
 
@@ -65,7 +65,7 @@ def test_the_group_of_a_rank_is_the_one_that_lists_it(layout: Layout, data: st.D
     ):
         assert rank in own and own in groups
     assert layout.replicate_group(rank)[layout.coordinates(rank)["replicate"]] == rank
-    # The two groups cross in this rank alone: together they reach every other one.
+    # The two groups have only this rank in common.
     assert set(layout.replicate_group(rank)) & set(layout.model_group(rank)) == {rank}
 
 
@@ -82,13 +82,13 @@ def test_frontier_levels() -> None:
     layout = plan(16, 8, replicate=2, shard=8)
     assert [layout.node(rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]
     assert [layout.level(0, rank) for rank in (1, 2, 7, 8)] == ["gcd_pair", "node", "node", "network"]
-    assert layout.level(1, 2) == "node"  # neighbours, but on two packages
-    assert layout.level(7, 8) == "network"  # neighbours, but on two nodes
+    assert layout.level(1, 2) == "node"  # adjacent ranks on two packages
+    assert layout.level(7, 8) == "network"  # adjacent ranks on two nodes
     assert layout.level(14, 15) == "gcd_pair"
 
 
 def test_a_pair_does_not_span_nodes_of_odd_size() -> None:
-    """Pairs count from the first rank of a node, not from rank 0: 3 and 4 are a pair, 2 and 3 are not."""
+    """Pairs are counted from the first rank of a node, not from rank 0: 3 and 4 are a pair, 2 and 3 are not."""
     layout = plan(6, 3, replicate=6)
     assert layout.level(2, 3) == "network"
     assert layout.level(3, 4) == "gcd_pair"
@@ -101,13 +101,13 @@ def test_without_gcd_pairs_levels_start_at_the_node(machine: str) -> None:
     assert [layout.level(0, rank) for rank in (0, 1, 7, 8)] == ["node", "node", "node", "network"]
 
 
-def test_ring_levels_count_the_link_to_the_successor() -> None:
+def test_successor_levels_count_the_link_to_the_successor() -> None:
     layout = plan(16, 8, replicate=2, shard=8)
     node = layout.model_group(0)
-    assert [layout.ring_level(rank, node) for rank in node] == ["gcd_pair", "node"] * 4
-    assert layout.ring_level(3, layout.replicate_group(3)) == "network"
-    assert layout.ring_level(11, layout.replicate_group(11)) == "network"  # the wrap-around to replica 0
-    assert layout.ring_level(5, (5,)) == "gcd_pair"  # alone, it sends nothing any further
+    assert [layout.successor_level(rank, node) for rank in node] == ["gcd_pair", "node"] * 4
+    assert layout.successor_level(3, layout.replicate_group(3)) == "network"
+    assert layout.successor_level(11, layout.replicate_group(11)) == "network"  # the wrap-around to replica 0
+    assert layout.successor_level(5, (5,)) == "gcd_pair"  # a group of one
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_ring_levels_count_the_link_to_the_successor() -> None:
         (8, {"replicate": 2, "shard": 12}, False),
         (8, {"replicate": 3, "shard": 4, "tensor": 2}, True),
         (8, {"replicate": 2, "shard": 4, "context": 3}, False),
-        # 3 ranks a node: the degree is less than a node, but ranks 2 and 3 are one group on two nodes.
+        # 3 ranks per node: the degree is smaller than a node, but ranks 2 and 3 are a group on two nodes.
         (3, {"replicate": 12, "shard": 2}, False),
         (3, {"replicate": 8, "shard": 3}, True),
         (6, {"replicate": 12, "shard": 2}, True),
@@ -140,7 +140,7 @@ def test_vista_replicas_are_whole_nodes() -> None:
     assert (layout.replicate, layout.shard) == (32, 1)
     assert layout.replicate_groups() == (tuple(range(32)),)
     assert layout.model_groups() == tuple((rank,) for rank in range(32))
-    assert {layout.ring_level(rank, layout.replicate_group(rank)) for rank in range(32)} == {"network"}
+    assert {layout.successor_level(rank, layout.replicate_group(rank)) for rank in range(32)} == {"network"}
     assert layout.shard_axis_inside_node
 
 
@@ -152,15 +152,15 @@ def test_frontier_64_ranks() -> None:
     assert "\n" not in line
     for part in ("64 ranks on 8 node", "of 8 (frontier)", "replicate 8 x shard 8", "stays inside a node"):
         assert part in line
-    assert line.endswith("replicas talk over network")
+    assert line.endswith("replicas communicate over network")
 
 
-def test_describe_says_that_there_is_one_replica() -> None:
+def test_describe_with_one_replica() -> None:
     assert "one replica" in plan(8, 8, shard=8).describe()
 
 
 def test_describe_names_the_network_when_only_some_links_cross_it() -> None:
-    """Two replicas a node: the ring 0-1-2-3 crosses nodes from 1 to 2 and from 3 to 0, not from 0 to 1."""
+    """Two replicas per node: in group order, the links 1-2 and 3-0 cross nodes, and 0-1 does not."""
     assert "network" in plan(4, 2, "local", replicate=4).describe()
 
 
@@ -175,7 +175,7 @@ def test_describe_names_the_network_when_only_some_links_cross_it() -> None:
         ({"replicate": 4, "shard": 12}, 4, 12),
     ],
 )
-def test_minus_one_is_what_the_other_degrees_leave(degrees: dict[str, int], replicate: int, shard: int) -> None:
+def test_minus_one_is_derived_from_the_other_degrees(degrees: dict[str, int], replicate: int, shard: int) -> None:
     layout = plan(48, 8, **degrees)
     assert (layout.replicate, layout.shard) == (replicate, shard)
 
@@ -213,12 +213,12 @@ def test_a_wrong_plan_is_refused_with_its_numbers(ranks_per_node: int, degrees: 
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, 8),
         ({"SLURM_TASKS_PER_NODE": "1(x32)"}, 1),
         ({"SLURM_TASKS_PER_NODE": "4"}, 4),
-        # torchrun under srun: Slurm starts one task a node, torchrun the ranks.
+        # torchrun under srun: Slurm starts one task per node, and torchrun starts the ranks.
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),
         ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 8),
-        # What was asked for is an upper limit; the step says what is there.
+        # The requested number is an upper limit; the job step has the actual one.
         ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x4)"}, 4),
-        # A process started by hand in an allocation of larger nodes.
+        # A process that was started by hand in an allocation of larger nodes.
         ({"SLURM_NTASKS_PER_NODE": "128"}, None),
         # A step of two nodes inside an allocation of four.
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "8(x4)"}, 2),
@@ -278,20 +278,20 @@ def test_an_unknown_machine_is_refused_with_the_known_names() -> None:
 
 @any_layout
 @given(layouts())
-def test_hierarchies_meet_every_member_once(layout: Layout) -> None:
-    """Sizes multiply to the group's, each tier partitions it, and two members meet at one level alone."""
+def test_hierarchies_reach_every_member_once(layout: Layout) -> None:
+    """The product of the sizes is the size of the group, and each tier partitions the group."""
     for group in layout.replicate_groups():
         tiers = layout.hierarchy(group)
         assert math.prod(tier.size for tier in tiers) == len(group)
         for tier in tiers:
             assert tier.size > 1
-            assert sorted(rank for ring in tier.rings for rank in ring) == sorted(group)
-            assert {len(ring) for ring in tier.rings} == {tier.size}
-        # Adding ring by ring from a single rank reaches all, each rank once.
+            assert sorted(rank for ranks in tier.groups for rank in ranks) == sorted(group)
+            assert {len(ranks) for ranks in tier.groups} == {tier.size}
+        # Following the tiers from one rank reaches every rank exactly once.
         reached = [group[0]]
         for tier in tiers:
-            ring_of = {rank: ring for ring in tier.rings for rank in ring}
-            reached = [other for rank in reached for other in ring_of[rank]]
+            group_of = {rank: ranks for ranks in tier.groups for rank in ranks}
+            reached = [other for rank in reached for other in group_of[rank]]
         assert sorted(reached) == sorted(group)
 
 
@@ -300,7 +300,7 @@ def test_hierarchies_of_frontier() -> None:
         (16, 8, 16, 1): [("gcd_pair", 2), ("node", 4), ("network", 2)],
         (16, 8, 4, 4): [("node", 2), ("network", 2)],
         (16, 8, 2, 8): [("network", 2)],
-        (6, 3, 6, 1): [("node", 3), ("network", 2)],  # pairs of 2 and of 1: they meet on the node
+        (6, 3, 6, 1): [("node", 3), ("network", 2)],  # pairs of 2 and of 1: the level is skipped
     }
     for (world, per_node, replicate, shard), expected in sizes.items():
         layout = plan(world, per_node, replicate=replicate, shard=shard)

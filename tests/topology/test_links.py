@@ -1,4 +1,4 @@
-"""Collectives in the cost model against the same ones played with messages, and against what the product counts."""
+"""Cost model of collectives against simulated messages, and against the counted bytes."""
 
 from collections import defaultdict
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kernels.codec.codes import BlockCode
 from topology.codecs import Bfloat16
-from topology.groups import Ring
 from topology.layout import Layout, plan_layout
 from topology.links import (
     Link,
@@ -22,15 +21,16 @@ from topology.links import (
     stage_seconds,
 )
 from topology.machines import Level, Machine
+from topology.rank_group import RankGroup
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
-# Bytes of a message of so many entries.
+# Message sizes of codecs; None for FP32.
 CODED: list[MessageBytes | None] = [None, Bfloat16().message_bytes, BlockCode("int4", 32).message_bytes]
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
 
 class Wire:
-    """Ring collectives on one array a rank, in rounds; counts every message of every rank under its tier's level."""
+    """Simulated ring collectives on one array per rank; counts the messages of every rank by level."""
 
     def __init__(self, world: int) -> None:
         self.sent: list[dict[str, float]] = [defaultdict(float) for _ in range(world)]
@@ -41,44 +41,44 @@ class Wire:
         for source, _, values in messages:
             self.sent[source][level] += np.asarray(values).nbytes
 
-    def reduce_scatter(self, level: str, rings: list[tuple[int, ...]], data: dict[int, np.ndarray]) -> None:
-        """data[rank] becomes its piece of the sum: piece i lands at place i of the ring."""
-        size = len(rings[0])
-        pieces = {rank: list(np.split(data[rank], size)) for ring in rings for rank in ring}
+    def reduce_scatter(self, level: str, groups: list[tuple[int, ...]], data: dict[int, np.ndarray]) -> None:
+        """Reduce-scatter: data[rank] becomes slice i of the sum, where i is the index of the rank in its group."""
+        size = len(groups[0])
+        slices = {rank: list(np.split(data[rank], size)) for group in groups for rank in group}
         for step in range(size - 1):
             messages = []
-            for ring in rings:
-                for place, rank in enumerate(ring):
-                    index = (place - step - 1) % size
-                    messages.append((rank, ring[(place + 1) % size], index, pieces[rank][index].copy()))
+            for group in groups:
+                for position, rank in enumerate(group):
+                    index = (position - step - 1) % size
+                    messages.append((rank, group[(position + 1) % size], index, slices[rank][index].copy()))
             for _, target, index, values in messages:
-                pieces[target][index] = pieces[target][index] + values
+                slices[target][index] = slices[target][index] + values
             self._round(level, [(source, target, values) for source, target, _, values in messages])
-        for ring in rings:
-            for place, rank in enumerate(ring):
-                data[rank] = pieces[rank][place]
+        for group in groups:
+            for position, rank in enumerate(group):
+                data[rank] = slices[rank][position]
 
-    def all_gather(self, level: str, rings: list[tuple[int, ...]], data: dict[int, np.ndarray]) -> None:
-        """data[rank] becomes the pieces of the whole ring, in its order."""
-        size = len(rings[0])
-        have = {rank: {place: data[rank]} for ring in rings for place, rank in enumerate(ring)}
+    def all_gather(self, level: str, groups: list[tuple[int, ...]], data: dict[int, np.ndarray]) -> None:
+        """All-gather: data[rank] becomes the slices of all ranks of its group, in group order."""
+        size = len(groups[0])
+        have = {rank: {position: data[rank]} for group in groups for position, rank in enumerate(group)}
         for step in range(size - 1):
             messages = []
-            for ring in rings:
-                for place, rank in enumerate(ring):
-                    index = (place - step) % size
-                    messages.append((rank, ring[(place + 1) % size], index, have[rank][index]))
+            for group in groups:
+                for position, rank in enumerate(group):
+                    index = (position - step) % size
+                    messages.append((rank, group[(position + 1) % size], index, have[rank][index]))
             for _, target, index, values in messages:
                 have[target][index] = values
             self._round(level, [(source, target, values) for source, target, _, values in messages])
-        for ring in rings:
-            for rank in ring:
+        for group in groups:
+            for rank in group:
                 data[rank] = np.concatenate([have[rank][i] for i in range(size)])
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """One, two or three levels: pairs inside nodes inside a network."""
+    """Draw layouts with one, two or three levels: pairs, nodes, network."""
     pair, node = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 2), (2, 4), (2, 6), (3, 6)]))
     levels = (Level("pair", pair, 1, 1), Level("node", node, 1, 1), Level("network", 0, 1, 1))
     nodes = draw(st.integers(1, 4))
@@ -86,7 +86,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return plan_layout(node * nodes, ranks_per_node=node, machine=machine, replicate=-1, shard=1)
 
 
-def spans(layout: Layout) -> list[tuple[str, int]]:
+def level_sizes(layout: Layout) -> list[tuple[str, int]]:
     return [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))]
 
 
@@ -99,28 +99,28 @@ def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout:
     total = sum(data.values())
     tiers = layout.hierarchy(layout.replicate_group(0))
     for tier in tiers:
-        wire.reduce_scatter(tier.level, list(tier.rings), data)
+        wire.reduce_scatter(tier.level, list(tier.groups), data)
     for tier in reversed(tiers):
-        wire.all_gather(tier.level, list(tier.rings), data)
+        wire.all_gather(tier.level, list(tier.groups), data)
     for rank in range(layout.world_size):
         assert np.array_equal(data[rank], total)
-        assert wire.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(spans(layout), 4 * n)))
-    stages = all_reduce_stages(spans(layout), 4 * n)
+        assert wire.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(level_sizes(layout), 4 * n)))
+    stages = all_reduce_stages(level_sizes(layout), 4 * n)
     rounds: dict[str, int] = defaultdict(int)
     for stage in stages:
         rounds[stage.level] += stage.rounds
     assert rounds == wire.rounds
-    # No form sends less than a ring, and the hierarchy sends no more.
+    # The hierarchical all-reduce sends the optimal number of bytes, that of a ring.
     assert sum(s.sent for s in stages) == pytest.approx(2 * (layout.world_size - 1) / layout.world_size * 4 * n)
 
 
 @given(layouts(), st.integers(1, 9))
-def test_all_gather_stages_are_the_messages_from_the_outside_in(layout: Layout, own: int) -> None:
+def test_all_gather_stages_are_the_messages_of_a_hierarchical_all_gather(layout: Layout, own: int) -> None:
     wire = Wire(layout.world_size)
     data = {rank: np.full(own, rank, dtype=np.uint8) for rank in range(layout.world_size)}
     for tier in reversed(layout.hierarchy(layout.replicate_group(0))):
-        wire.all_gather(tier.level, list(tier.rings), data)
-    stages = all_gather_stages(spans(layout), own)
+        wire.all_gather(tier.level, list(tier.groups), data)
+    stages = all_gather_stages(level_sizes(layout), own)
     for rank in range(layout.world_size):
         assert sorted(set(data[rank].tolist())) == list(range(layout.world_size))
         assert wire.sent[rank] == pytest.approx(bytes_by_level(stages))
@@ -128,42 +128,40 @@ def test_all_gather_stages_are_the_messages_from_the_outside_in(layout: Layout, 
 
 
 @given(layouts(), st.sampled_from(CODED))
-def test_stages_are_the_bytes_that_the_collectives_count(layout: Layout, coded: MessageBytes | None) -> None:
-    rings = [Ring(level, size, 0) for level, size in spans(layout)]
-    if not rings:
+def test_all_reduce_stages_are_the_counted_bytes(layout: Layout, coded: MessageBytes | None) -> None:
+    levels = [RankGroup(level, size, 0) for level, size in level_sizes(layout)]
+    if not levels:
         return
     n = 96 * layout.world_size
     counted: dict[str, float] = defaultdict(float)
-    for level, _, sent in reduce_bytes(n, rings, coded):
+    for level, _, sent in reduce_bytes(n, levels, coded):
         counted[level] += sent
-    assert bytes_by_level(all_reduce_stages(spans(layout), 4 * n, coded)) == pytest.approx(counted)
-    if coded:  # a message to each of the others outside, and one back; inside, all messages but one's own come back
-        outside = rings[-1].size
+    assert bytes_by_level(all_reduce_stages(level_sizes(layout), 4 * n, coded)) == pytest.approx(counted)
+    if coded:  # outermost: one message to and from each other rank; inner: all other messages are gathered
+        outside = levels[-1].size
         message, within = coded(96), layout.world_size // outside
         gathered = (layout.world_size - outside) * message
         assert sum(counted.values()) == pytest.approx(2 * (outside - 1) * message + gathered + 4 * (n - n // within))
-    gathered = [(level, sent) for level, _, sent in gather_bytes(7, rings)]
-    assert [(s.level, s.sent) for s in all_gather_stages(spans(layout), 7)] == gathered
+    gathered = [(level, sent) for level, _, sent in gather_bytes(7, levels)]
+    assert [(s.level, s.sent) for s in all_gather_stages(level_sizes(layout), 7)] == gathered
 
 
 @given(layouts(), st.sampled_from(CODED), st.booleans())
-def test_stages_of_owners_are_the_bytes_that_the_collectives_count(
-    layout: Layout, coded: MessageBytes | None, values: bool
-) -> None:
-    rings = [Ring(level, size, 0) for level, size in spans(layout)]
-    if not rings:
+def test_reduce_scatter_stages_are_the_counted_bytes(layout: Layout, coded: MessageBytes | None, values: bool) -> None:
+    levels = [RankGroup(level, size, 0) for level, size in level_sizes(layout)]
+    if not levels:
         return
     n = 96 * layout.world_size
     counted: dict[str, float] = defaultdict(float)
     own = n // layout.world_size * (2 if values else 4)
-    for level, _, sent in [*scatter_bytes(n, rings, coded), *gather_bytes(own, rings)]:
+    for level, _, sent in [*scatter_bytes(n, levels, coded), *gather_bytes(own, levels)]:
         counted[level] += sent
-    stages = reduce_scatter_stages(spans(layout), 4 * n, coded)
-    stages += all_gather_stages(spans(layout), own)
+    stages = reduce_scatter_stages(level_sizes(layout), 4 * n, coded)
+    stages += all_gather_stages(level_sizes(layout), own)
     assert bytes_by_level(stages) == pytest.approx(counted)
     if coded is None and not values:
         assert sum(s.sent for s in stages) == pytest.approx(
-            sum(s.sent for s in all_reduce_stages(spans(layout), 4 * n))
+            sum(s.sent for s in all_reduce_stages(level_sizes(layout), 4 * n))
         )
 
 
@@ -172,14 +170,14 @@ def seconds(stages: list[Stage]) -> float:
 
 
 def test_seconds_of_two_levels_by_hand() -> None:
-    """4 ranks inside, 2 outside, 800 bytes: 600 to and 600 fro inside, a ring of 2 on 200 bytes outside."""
+    """4 inner ranks, 2 outer ones, 800 bytes: 600 bytes each way inside, and a ring of 2 with 200 bytes outside."""
     tiers = [("a", 4), ("b", 2)]
     inside, outside = 2 * (3e-5 + 600 / 1e9), 2e-4 + 200 / 1e8
     assert seconds(all_reduce_stages(tiers, 800)) == pytest.approx(inside + outside)
-    # BF16: half the bytes outside, and half on the way back inside
+    # BF16: half of the bytes outside, and half of the bytes of the inner all-gather
     narrow = 6e-5 + 900 / 1e9 + 2e-4 + 100 / 1e8
     assert seconds(all_reduce_stages(tiers, 800, CODED[1])) == pytest.approx(narrow)
-    # INT4: 1,024 entries, 128 to a message of 64 bytes, 4 scales of 2, and 8 bytes to fill it up
+    # INT4: 1,024 entries in messages of 128 entries: 64 bytes, 4 scales of 2 bytes, 8 bytes of padding
     coded = 2 * (3e-5) + (3072 + 480) / 1e9 + 2e-4 + 160 / 1e8
     assert seconds(all_reduce_stages(tiers, 4096, CODED[2])) == pytest.approx(coded)
     assert seconds(all_reduce_stages(tiers, 800, flat=True)) == pytest.approx(14e-4 + 1400 / 1e8)
@@ -192,7 +190,7 @@ def test_levels_of_one_and_single_replicas_cost_nothing() -> None:
     assert all_reduce_stages([("a", 1), ("b", 2), ("c", 1)], 100) == all_reduce_stages([("b", 2)], 100)
 
 
-def test_unknown_levels_are_named() -> None:
+def test_unknown_levels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no level 'gcd_pair', only a, b, c"):
         seconds(all_reduce_stages([("gcd_pair", 2)], 8))
     with pytest.raises(ValueError, match=r"-1 GB/s; it must be positive"):

@@ -1,4 +1,4 @@
-"""Exchanges level by level, in real gloo processes: equal on all ranks, nothing lost, and counted as they are."""
+"""Hierarchical collectives in gloo processes: equal on all ranks, exact up to the returned error, counted correctly."""
 
 from datetime import timedelta
 from functools import cache
@@ -24,11 +24,11 @@ from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
 from topology.traffic import TrafficLedger
 
-# Four ranks in pairs, in nodes, and both.
+# A machine with three levels.
 THREE = get_machine("frontier")
-# Ranks a node, and whether the exchange goes level by level.
+# (ranks per node, hierarchical) of four ranks
 SHAPES = {"flat": (4, False), "one": (1, True), "pairs": (4, True), "nodes": (2, True)}
-RINGS = {"flat": (4,), "one": (4,), "pairs": (2, 2), "nodes": (2, 2)}
+LEVEL_SIZES = {"flat": (4,), "one": (4,), "pairs": (2, 2), "nodes": (2, 2)}
 CODECS: dict[str, Codec | None] = {
     "float32": None,
     "bfloat16": Bfloat16(),
@@ -48,21 +48,23 @@ def values(rank: int, n: int) -> torch.Tensor:
 
 
 def padded(n: int, name: str, replicas: int) -> int:
-    """The least multiple from n on of what a codec is given."""
+    """Round n up to the size that an exchange with this codec requires."""
     codec = CODECS[name]
-    unit = replicas * (codec.block_size if codec else 4)
-    return -(-n // unit) * unit
+    multiple = replicas * (codec.block_size if codec else 4)
+    return -(-n // multiple) * multiple
 
 
 def exchange(shape: str) -> dict[str, dict[str, Any]]:
-    """By codec: all-reduces and a gather in flight at once, then a reduce-scatter and a gather of its result, each
-    collective seen by a spy."""
+    """Run collectives with every codec: concurrent all-reduces and an all-gather, then a reduce-scatter and all-gather.
+
+    Records the input sizes of the intercepted calls of torch.distributed.
+    """
     ours, rank = collectives(shape), dist.get_rank()
-    handed: list[int] = []
+    intercepted: list[int] = []
 
     def spied(function: Any, argument: int) -> Any:
         def spy(*args: Any, **kwargs: Any) -> Any:
-            handed.append(args[argument].nbytes)
+            intercepted.append(args[argument].nbytes)
             return function(*args, **kwargs)
 
         return spy
@@ -79,17 +81,17 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
     results = {}
     for name, codec in CODECS.items():
         n = padded(64, name, ours.replicas)
-        ours.traffic, before = TrafficLedger(), len(handed)
+        ours.ledger, before = TrafficLedger(), len(intercepted)
         chunks = [values(10 * i + rank, n) for i in range(3)]
-        # The last one's errors are let go.
+        # The errors of the last one are discarded.
         errors = [torch.full((n,), torch.nan) if codec and i < 2 else None for i in range(3)]
         handles = [ours.all_reduce(c, codec=codec, error=e) for c, e in zip(chunks, errors, strict=True)]
         gathered = torch.zeros(ours.replicas * 16, dtype=torch.uint8)
         handles.append(ours.all_gather(gathered, torch.full((16,), rank, dtype=torch.uint8)))
         for handle in handles:
             handle.wait()
-        reduced = ours.traffic
-        ours.traffic = TrafficLedger()
+        reduced = ours.ledger
+        ours.ledger = TrafficLedger()
         part, error = values(rank, n), torch.full((n,), torch.nan) if codec else None
         ours.reduce_scatter(part, codec=codec, error=error).wait()
         own = part.view(ours.replicas, -1)[ours.replica].clone()
@@ -101,12 +103,12 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
             "gathered": gathered.tolist(),
             "scattered": part,
             "scatter_error": error,
-            "seen": sum(handed[before:]),
-            "handed": sum(reduced.input_bytes.values()) + sum(ours.traffic.input_bytes.values()),
+            "intercepted": sum(intercepted[before:]),
+            "input_bytes": sum(reduced.input_bytes.values()) + sum(ours.ledger.input_bytes.values()),
             "sent": by_level(reduced, "payload"),
             "masks": by_level(reduced, "mask"),
-            "scatter_sent": by_level(ours.traffic, "payload"),
-            "values_sent": by_level(ours.traffic, "values"),
+            "scatter_sent": by_level(ours.ledger, "payload"),
+            "values_sent": by_level(ours.ledger, "values"),
             "planned": [
                 3 * ours.reduced_bytes(n, codec),
                 ours.scattered_bytes(n, codec),
@@ -114,36 +116,36 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
             ],
         }
         if codec is not None:
-            results[name]["carried"] = carried_by(ours, rank, n, codec)
+            results[name]["carried_error"] = reduce_with_carried_error(ours, rank, n, codec)
     for spy in spies:
         spy.stop()
     return results
 
 
-def carried_by(ours: ReplicaCollectives, rank: int, n: int, codec: Codec) -> tuple[torch.Tensor, ...]:
-    """What an owner brought of an earlier mean, and has left of this one; the mean, and what this replica lost."""
+def reduce_with_carried_error(ours: ReplicaCollectives, rank: int, n: int, codec: Codec) -> tuple[torch.Tensor, ...]:
+    """All-reduce with a carried error. Returns the carried error before and after, the mean, and the error."""
     mean, error = values(rank, n), torch.full((n,), torch.nan)
-    brought = values(100 + rank, n // ours.replicas)
-    left = brought.clone()
-    ours.all_reduce(mean, codec=codec, error=error, carried_error=left).wait()
-    return brought, left, mean, error
+    before = values(100 + rank, n // ours.replicas)
+    after = before.clone()
+    ours.all_reduce(mean, codec=codec, error=error, carried_error=after).wait()
+    return before, after, mean, error
 
 
-def by_level(traffic: TrafficLedger, kind: str) -> dict[str, float]:
-    return {level: traffic.sent["replicate", level, kind] for level in ("gcd_pair", "node", "network")}
+def by_level(ledger: TrafficLedger, kind: str) -> dict[str, float]:
+    return {level: ledger.sent["replicate", level, kind] for level in ("gcd_pair", "node", "network")}
 
 
 @cache
 def exchanged(shape: str) -> list[dict[str, dict[str, Any]]]:
-    """`exchange` of four ranks, in the order of the replicas."""
+    """Return the results of `exchange` of four ranks, in replica order."""
     results = Pool(4)(exchange, shape)
     return sorted(results, key=lambda result: result["float32"]["replica"])
 
 
 def plain(x: torch.Tensor, sizes: tuple[int, ...], codec: Codec, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, errors) of x, FP32 (replicas, n), over rings of such sizes from the inside out. back: coded, too.
+    """Compute (mean, errors) of x, FP32 (replicas, n), message by message, over levels of `sizes`, innermost first.
 
-    Written down message by message: what a member of the outermost ring sends to the next one's row, rank by rank.
+    back: the mean is encoded too, as in an all-reduce; otherwise this is a reduce-scatter.
     """
     *inner, outer = sizes
     replicas, n = x.shape
@@ -153,22 +155,22 @@ def plain(x: torch.Tensor, sizes: tuple[int, ...], codec: Codec, back: bool) -> 
         sums = sum(sums)  # type: ignore[assignment]
     result, m = torch.empty(n), n // replicas
 
-    def over_the_wire(values: torch.Tensor) -> torch.Tensor:
+    def decoded(values: torch.Tensor) -> torch.Tensor:
         values = values.view(1, -1)
-        decoded = torch.empty_like(values)
-        codec.decode(codec.encode(values), decoded)
-        return decoded.view(-1)
+        out = torch.empty_like(values)
+        codec.decode(codec.encode(values), out)
+        return out.view(-1)
 
-    for owner in range(replicas):  # of part `owner`, which all of its outermost ring send to
-        ring, part = owner // outer * outer, slice(owner * m, (owner + 1) * m)
+    for owner in range(replicas):  # owner of slice `owner`, which receives it from its outermost group
+        first, part = owner // outer * outer, slice(owner * m, (owner + 1) * m)
         total = torch.zeros(m)
         for member in range(outer):
             given = sums[member][part]
-            arrived = over_the_wire(given)
-            errors[ring + member][part] = given - arrived
-            total += arrived
+            received = decoded(given)
+            errors[first + member][part] = given - received
+            total += received
         mean = total / replicas
-        result[part] = over_the_wire(mean) if back else mean
+        result[part] = decoded(mean) if back else mean
         if back:
             errors[owner][part] += (mean - result[part]) * replicas
     return result, errors
@@ -176,8 +178,8 @@ def plain(x: torch.Tensor, sizes: tuple[int, ...], codec: Codec, back: bool) -> 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_ranks_get_the_same_mean_and_nothing_is_lost(shape: str, name: str) -> None:
-    check_exchange([result[name] for result in exchanged(shape)], name, RINGS[shape])
+def test_all_ranks_have_the_same_mean_and_errors_are_exact(shape: str, name: str) -> None:
+    check_exchange([result[name] for result in exchanged(shape)], name, LEVEL_SIZES[shape])
 
 
 def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, ...]) -> None:
@@ -188,7 +190,7 @@ def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, .
             assert torch.equal(mine, theirs)
         assert result["gathered"] == results[0]["gathered"]
         assert torch.equal(result["scattered"], results[0]["scattered"])
-    ranks = results[0]["gathered"][::16]  # in the order of the replicas
+    ranks = results[0]["gathered"][::16]  # in replica order
     assert sorted(ranks) == list(range(world)) and results[0]["gathered"] == [r for r in ranks for _ in range(16)]
     means, seeds = [*results[0]["chunks"], results[0]["scattered"]], (0, 10, 20, 0)
     for i, (mean, seed) in enumerate(zip(means, seeds, strict=True)):
@@ -206,37 +208,37 @@ def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, .
 
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_owner_carries_what_its_coding_loses_of_the_mean(shape: str, name: str) -> None:
-    """It has it in the next mean, and none of it in its error."""
+def test_the_carried_error_is_added_to_the_next_mean(shape: str, name: str) -> None:
+    """It is added to the next mean, and is not part of the replica's error."""
     codec, results = CODECS[name], [result[name] for result in exchanged(shape)]
     assert codec is not None
     given = torch.stack([values(rank, len(results[0]["scattered"])) for rank in results[0]["gathered"][::16]])
-    received, lost = plain(given, RINGS[shape], codec, back=False)
+    received, lost = plain(given, LEVEL_SIZES[shape], codec, back=False)
     for part, result, own in zip(received.view(len(results), -1), results, lost, strict=True):
-        brought, left, mean, error = result["carried"]
-        assert torch.equal(mean, results[0]["carried"][2]) and torch.equal(error, own)
-        wanted = (part + brought).view(1, -1)
+        before, after, mean, error = result["carried_error"]
+        assert torch.equal(mean, results[0]["carried_error"][2]) and torch.equal(error, own)
+        wanted = (part + before).view(1, -1)
         decoded = torch.empty_like(wanted)
         codec.decode(codec.encode(wanted), decoded)
         assert torch.equal(mean.view(len(results), -1)[result["replica"]], decoded.view(-1))
-        torch.testing.assert_close(decoded.view(-1) + left, wanted.view(-1), rtol=0, atol=1e-6)
+        torch.testing.assert_close(decoded.view(-1) + after, wanted.view(-1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_counted_is_what_collectives_were_handed(shape: str, name: str) -> None:
+def test_counted_bytes_are_the_inputs_of_collectives(shape: str, name: str) -> None:
     check_bytes([result[name] for result in exchanged(shape)])
 
 
 def check_bytes(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["handed"] == result["seen"]
+        assert result["input_bytes"] == result["intercepted"]
         counted = [sum(result[kind].values()) for kind in ("sent", "scatter_sent", "values_sent")]
         assert counted == result["planned"]
 
 
 def bytes_of(name: str, entries: int) -> int:
-    """A message: FP32, BF16, or codes, a BF16 scale for every 32 of them (two of the code with two), up to 16 bytes."""
+    """Return the bytes of a message: FP32, BF16, or codes with one or two BF16 scales per 32 entries, padded to 16."""
     if name in ("float32", "bfloat16"):
         return entries * (4 if name == "float32" else 2)
     size = entries * {"int8": 8, "int4": 4, "2bit": 2}[name] // 8 + entries // 32 * (4 if name == "2bit" else 2)
@@ -245,11 +247,11 @@ def bytes_of(name: str, entries: int) -> int:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_each_byte_crosses_the_network_once_per_node(name: str) -> None:
-    """Two nodes of two: n entries over a node's NIC against 1.5 n of a ring that visits the nodes one by one."""
+    """Two nodes of two ranks: n entries cross a node's NIC, compared with 1.5 n for a flat ring."""
     n = padded(64, name, 4)
     message = bytes_of(name, n // 4)
     for result in (results[name] for results in exchanged("nodes")):
-        # Half of all in FP32, then a message to the other node and one back, then both messages to the neighbour.
+        # Half of the entries in FP32, a message to the other node and one back, both messages to the other rank.
         assert result["sent"] == {"gcd_pair": 3 * (2 * n + 2 * message), "node": 0, "network": 3 * 2 * message}
         assert result["masks"] == {"gcd_pair": 2 * 16, "node": 0, "network": 16}
         assert result["scatter_sent"] == {"gcd_pair": 2 * n, "node": 0, "network": message}
@@ -262,7 +264,7 @@ def test_each_byte_crosses_the_network_once_per_node(name: str) -> None:
 
 
 def test_three_levels() -> None:
-    """Eight ranks: pairs, two to a node, two nodes."""
+    """Eight ranks: pairs, two pairs per node, two nodes."""
     everything = sorted(Pool(8)(exchange, "pairs"), key=lambda result: result["float32"]["replica"])
     for name in CODECS:
         results, n = [result[name] for result in everything], padded(64, name, 8)
@@ -279,8 +281,8 @@ def test_three_levels() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec])
-def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
-    """To the last bit, errors included, whether they are kept or let go."""
+def test_simulated_replicas_equal_one_level(name: str) -> None:
+    """Bitwise, errors included, whether they are returned or discarded."""
     codec, simulated = CODECS[name], SimulatedReplicas(4)
     results = [result[name] for result in exchanged("one")]
     rank_of = results[0]["gathered"][::16]
@@ -297,17 +299,17 @@ def test_simulated_replicas_are_as_those_of_one_ring(name: str) -> None:
             own = slice(replica * n // 4, (replica + 1) * n // 4)
             assert torch.equal(part[own], theirs["scattered"][own])
             assert error is None or torch.equal(error, theirs["scatter_error"])
-            assert ours.traffic.sent["replicate", "network", "payload"] == (i + 1) * sum(
+            assert ours.ledger.sent["replicate", "network", "payload"] == (i + 1) * sum(
                 theirs[kind]["network"] / (3 if kind == "sent" else 1) for kind in ("sent", "scatter_sent")
             )
-        found = carried_by(ours, rank_of[replica], n, codec)
-        assert all(torch.equal(mine, other) for mine, other in zip(found, theirs["carried"], strict=True))
+        found = reduce_with_carried_error(ours, rank_of[replica], n, codec)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, theirs["carried_error"], strict=True))
 
     simulated.run(work)
 
 
-def test_what_a_codec_cannot_divide_is_refused() -> None:
-    """Padding is whoever calls' business, once: blocks are never divided between messages."""
+def test_incomplete_blocks_are_refused() -> None:
+    """The caller pads tensors; blocks are never divided between messages."""
     ours, codec = DryRunCollectives(replicas=4), CODECS["int4"]
     assert ours.size_multiple(codec) == 128 and ours.size_multiple(Bfloat16()) == 32 and ours.size_multiple() == 4
     for exchange_ in (ours.all_reduce, ours.reduce_scatter):
@@ -316,7 +318,7 @@ def test_what_a_codec_cannot_divide_is_refused() -> None:
             exchange_(torch.zeros(192), codec=codec)
 
 
-def fail_in_a_lane() -> str:
+def fail_on_a_comm_stream() -> str:
     ours = collectives("nodes")
     with patch.object(stages, "all_gather_into", side_effect=RuntimeError("lost")):
         handle = ours.all_reduce(torch.zeros(16))
@@ -327,8 +329,8 @@ def fail_in_a_lane() -> str:
     return "nothing raised"
 
 
-def test_an_error_in_flight_is_raised_where_it_is_waited_for(pool4: Pool) -> None:
-    assert pool4(fail_in_a_lane) == ["lost"] * 4
+def test_an_error_of_an_exchange_is_raised_by_wait(pool4: Pool) -> None:
+    assert pool4(fail_on_a_comm_stream) == ["lost"] * 4
 
 
 def reduce_uneven(shape: str, name: str) -> list[torch.Tensor]:
@@ -340,10 +342,10 @@ def reduce_uneven(shape: str, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape, name", [("nodes", "float32"), ("pairs", "float32"), ("nodes", "int4")])
-def test_sizes_that_no_level_divides(shape: str, name: str, pool4: Pool) -> None:
+def test_uneven_sizes(shape: str, name: str, pool4: Pool) -> None:
     results, codec = pool4(reduce_uneven, shape, name), CODECS[name]
     means = [sum(values(rank, n) for rank in range(4)) / 4 for n in (7, 0, 30, 1)]
-    if codec is not None:  # chunk by chunk, each padded with zeros; in pairs the second of a node is replica 2
+    if codec is not None:  # chunk by chunk, each padded with zeros; the second rank of a node is replica 2
         given = torch.stack([torch.cat([values(rank, n) for n in (7, 0, 30, 1)]) for rank in (0, 2, 1, 3)])
         chunks = [
             plain(pad(chunk, (0, 128 - chunk.shape[1])), (2, 2), codec, True)[0][: chunk.shape[1]]
@@ -357,22 +359,22 @@ def test_sizes_that_no_level_divides(shape: str, name: str, pool4: Pool) -> None
             assert codec is None or torch.equal(result[i], expected)
 
 
-def united(shape: str) -> tuple[torch.Tensor, dict[str, float], float]:
+def all_reduce_bits(shape: str) -> tuple[torch.Tensor, dict[str, float], float]:
     ours = collectives(shape)
     generator = torch.Generator().manual_seed(dist.get_rank())
     bits = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=generator)
     ours.all_reduce_or(bits, kind="index").wait()
-    return bits, by_level(ours.traffic, "index"), ours.reduced_bytes(16)
+    return bits, by_level(ours.ledger, "index"), ours.reduced_bytes(16)
 
 
 @pytest.mark.parametrize("shape", ["one", "nodes"])
-def test_bits_that_any_replica_has_set(shape: str, pool4: Pool) -> None:
-    """On all of them; it sends what an all-reduce of as many bytes does."""
+def test_bitwise_or(shape: str, pool4: Pool) -> None:
+    """On all ranks; as many bytes are sent as in an all-reduce of the same size."""
     own = [
         torch.randint(0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
         for rank in range(4)
     ]
     expected = own[0] | own[1] | own[2] | own[3]
-    for bits, sent, planned in pool4(united, shape):
+    for bits, sent, planned in pool4(all_reduce_bits, shape):
         assert torch.equal(bits, expected) and sum(sent.values()) == planned == 96.0
         assert sent["network"] == (96.0 if shape == "one" else 32.0)

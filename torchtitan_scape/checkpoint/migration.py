@@ -1,168 +1,229 @@
-"""How a checkpoint's state is taken by this run: as it is, or by the rule for another layout, replica count or method.
+"""Loading a checkpoint's optimizer state into a run of any method and layout.
 
-The rule: what replicas have not delivered yet is never lost. Where there are as many replicas each keeps its own; where
-there are more or fewer, each gets the mean of all, so that the sum over replicas divided by their number stays. With a
-method that keeps nothing pending it enters the first moment, which the next step takes times b1. First moments are
-copied.
+The rule:
+
+- Pending updates, which some replica has not applied yet, are never lost. With as many replicas as in the run that
+  saved, each keeps its own; otherwise each receives the mean, so that the sum over replicas divided by their number
+  stays. A method that keeps no pending gradients receives their mean in its first moment. Pending displacements of
+  weights that differ between replicas are kept, or applied to the weights.
+- First moments are copied, second moments if the optimizer has them. With per-replica weights each replica receives
+  its own, or the mean.
+- State that follows the layout (masks, projections, exchanges in flight) is loaded by the same layout only. Without it,
+  the next exchange is complete.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.parameters import Shard, local, stored
+from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
+from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state
+from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, for_moment
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.pending import NO_MOMENT, CheckpointReader, ImportedState, NormAccumulator, beta1_of
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.simulation import ReplicaWeights
 
 
 @torch.no_grad()
-def load_synced(
-    optimizer: torch.optim.Optimizer,
-    each: list[list[State]],
-    collectives: ReplicaCollectives,
-    device: torch.device,
-    reader: CheckpointReader,
-    same_layout: bool,
-    read_optimizer: Callable[[], None],
-) -> tuple[str, bool]:
-    """Takes a checkpoint's state. A collective call, after loading the model.
+def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool, step: int) -> MigrationSummary:
+    """Load a checkpoint of any method and layout. Collective; load the model first.
 
-    optimizer: whose state exists. each: the states of every replica's method of this process.
-    as_it_lies: method and layout are those of the run that saved.
-    read_optimizer: takes the optimizer's own state as it was saved, which is of the same optimizer.
-    Returns what was done, in words, and whether the next exchange has to be whole.
+    Args:
+        same_layout: method, optimizer and layout are those of the run that saved.
+        step: of the checkpoint.
     """
-    keeps = [state for state in each[0] if state.on_migration == "gradient"]
-    same_optimizer = reader.saved["optimizer"] == type(optimizer).__name__ and reader.has_dense_state
-    if same_optimizer:
-        read_optimizer()
-    norm, flushed, lost, moments = NormAccumulator(collectives, device), False, False, False
-    read = METHODS[reader.saved["method"]].incoming
+    optimizer.discard_exchanges()
+    shard_residuals = optimizer.sharding.unsent.loading(reader, optimizer.shards())
+    # Format 1 stored the counter among the values of a method that performs the update itself.
+    records = [reader.saved, *(value for value in reader.saved.values() if isinstance(value, dict))]
+    counted = [record["attempted_steps"] for record in records if "attempted_steps" in record]
+    optimizer.attempted_steps = counted[0] if counted else step
+    exact = same_layout and reader.saved["residual"] == "exact"
+    summary = MigrationSummary(reader, exact, optimizer)
+    if optimizer.methods[0].holds_optimizer_state:
+        summary.copied = not same_layout
+        imports = [method.begin_import(reader, same_layout, step) for method in optimizer.methods]
+        for shard, imported in _parameters(optimizer, reader):
+            summary.count(shard, imported)
+            for row, one in enumerate(imports):
+                summary.flushed |= one.parameter(shard, imported, row)
+        for one in imports:
+            one.finish()
+        summary.complete_exchange = not same_layout
+        return summary
+    _Receiver(optimizer, reader, shard_residuals, summary).load()
+    summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
+    if summary.complete_exchange:
+        optimizer.request_full_exchange()
+    return summary
+
+
+def _parameters(optimizer: ReplicaOptimizer, reader: CheckpointReader) -> Iterator[tuple[Shard, ImportedState]]:
+    import_state = METHODS[reader.saved["method"]].import_state
     for _, shard, kinds in reader:
-        beta1 = beta1_of(optimizer, shard)
-        found = read(kinds, reader, device)
-        moments = moments or found.moment is not None
-        if not same_optimizer:
-            _put_moments(optimizer, shard, found.moment, found.second, flushed=False)
-        if found.parameter is not None:
-            own = stored(shard.parameter)
-            own.copy_(found.parameter.view(own.shape))
-        copy_shared(each, shard, kinds, reader.saved["states"])
-        mean = found.mean(reader)
-        if mean is not None:
-            norm.add(shard, mean)
-        if any(shard.name in state.tensors for state in keeps):
-            _keep_pending(each, keeps, shard, kinds, found, mean, reader)
-        elif mean is not None:
-            flushed, lost = True, lost or beta1 == 0.0
-            second = optimizer.state[shard.parameter].get(SECOND) if same_optimizer else found.second
-            _put_moments(optimizer, shard, found.moment_with(mean, beta1), second, flushed=True)
-    if not same_optimizer:
-        steps = reader.applied_steps()
-        for state in optimizer.state.values():  # moments that begin at zero are corrected as such
-            state["step"].fill_(steps if moments or flushed else 0.0)
-    rebuilt = fill_of_this_shard(each, reader) if same_layout else any(s.on_migration == "rebuild" for s in each[0])
-    goes_on = None if same_optimizer else moments and any(FIRST in state for state in optimizer.state.values())
-    migration_summary = _summary(reader, goes_on, bool(keeps), flushed, rebuilt, norm)
-    return migration_summary + (f"; {NO_MOMENT} keeps it: it is lost" if lost else ""), rebuilt
+        yield shard, import_state(kinds, reader, optimizer.grad_norm.device)
 
 
-def _summary(
-    reader: CheckpointReader, goes_on: bool | None, keeps: bool, flushed: bool, rebuilt: bool, norm: NormAccumulator
-) -> str:
-    """goes_on: whether there was a first moment and still is, with another optimizer; None for the same."""
-    migration_summary = {None: [], True: ["the first moment copied"], False: ["no moments go on"]}[goes_on]
-    pending = any(what["carries"] == "gradient" for what in reader.saved["states"].values())
-    if reader.saved.get("residual") == "drop":
-        migration_summary.append("residuals were not saved and are lost")
-    elif flushed and not keeps:
-        migration_summary.append(f"the mean of the residuals (norm {norm.text()}) is flushed into the first moment")
-    elif pending and reader.saved.get("residual") == "mean":
-        migration_summary.append(
-            f"every replica starts from the mean of the residuals, as it was saved (norm {norm.text()})"
+class _Receiver:
+    """Receives the state of parameters in a run whose optimizer holds the moments.
+
+    Attributes:
+        stores: weights and moments: one of each replica of this process if they differ, else a single one.
+        same_optimizer: the optimizer's state was saved by the same optimizer, and loaded as it was.
+    """
+
+    def __init__(
+        self,
+        optimizer: ReplicaOptimizer,
+        reader: CheckpointReader,
+        shard_residuals: list[State],
+        summary: MigrationSummary,
+    ) -> None:
+        self.optimizer, self.reader, self.summary = optimizer, reader, summary
+        self.shard_residuals = shard_residuals
+        name = type(optimizer.inner).__name__
+        self.same_optimizer = (
+            has_dense_state(optimizer) and reader.has_dense_state and reader.saved["optimizer"] == name
         )
-    elif pending and not reader.same_count:
-        migration_summary.append(f"the mean of {reader.replicas} residuals is kept (norm {norm.text()})")
-    elif pending and migration_summary:
-        migration_summary.append(f"every replica keeps its residual (norm {norm.text()})")
-    if rebuilt:
-        migration_summary.append("the next step is dense")
-    return "; ".join(migration_summary) or "state as it was"
+        if has_dense_state(optimizer):
+            state = dense_state(optimizer)  # creates the optimizer's state if there is none
+            if self.same_optimizer:
+                reader.fill(state)
+                load_dense_state(optimizer, state)
+        summary.copied = not self.same_optimizer
+        self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
 
+    def load(self) -> None:
+        for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader)):
+            self.summary.count(shard, imported)
+            for row, states in enumerate(self._states(shard, imported)):
+                if row < len(self.stores):
+                    self._put_weights(self.stores[row], index, imported, row, states)
+                keeps_pending = self._put_pending(shard, imported, row, states)
+                if row < len(self.stores) and not (self.same_optimizer and (keeps_pending or imported.pending is None)):
+                    self._put_moments(self.stores[row], shard, imported, row, flush=not keeps_pending)
+                _copy(states, shard, imported, self.reader.saved["states"])
+        if not self.same_optimizer:
+            # Bias corrections of moments that begin at zero begin anew as well.
+            known = self.reader.saved["optimizer"] == type(self.optimizer.inner).__name__
+            applied = self.reader.applied_steps() if known or self.summary.moments_continue else 0.0
+            for steps in (steps for store in self.stores for steps in store.steps()):
+                steps.fill_(applied)
 
-def _put_moments(
-    optimizer: torch.optim.Optimizer, shard: Shard, moment: Tensor | None, second: Tensor | None, flushed: bool
-) -> None:
-    """As far as the optimizer keeps them of this parameter. None: there is none to take. flushed: whether the
-    first one has what was pending in it."""
-    state = optimizer.state[shard.parameter]
-    if FIRST not in state:
-        return
-    own = local(state[FIRST])
-    own.copy_(torch.zeros_like(own) if moment is None else moment.view(own.shape))
-    if SECOND not in state:
-        return
-    # With the first one's square AdamW's next step is that of AdamS, whose normaliser is its moment. A second one that
-    # has seen single gradients alone would make a step of any length of what many have left.
-    mine, square = local(state[SECOND]), own.square()
-    if second is not None:
-        saved = local(second).view(own.shape)
-        square = torch.maximum(saved, square) if flushed else saved
-    mine.copy_(square)
+    def _states(self, shard: Shard, imported: ImportedState) -> list[list[State]]:
+        """The states of this parameter, of every replica's method; the first ones include those of the shard axis."""
+        methods = self.optimizer.methods
+        for method in methods:
+            for kind in imported.kinds:
+                method.allocate(kind, shard.name)
+        each = [method.states() for method in methods]
+        each[0] = [*each[0], *self.shard_residuals]
+        return [[state for state in states if state.by_parameter and shard.name in state.tensors] for states in each]
 
-
-def copy_shared(
-    each: Sequence[list[State]], shard: Shard, kinds: dict[str, Tensor], saved: dict[str, dict[str, Any]]
-) -> None:
-    """What goes on as it is, into the states of every replica of this process. saved: what each kind was to the run
-    that saved."""
-    for states in each:
-        for state in states:
-            mine = state.tensors.get(shard.name) if state.by_parameter and state.on_migration == "copy" else None
-            was = saved.get(state.kind, {}).get("carries")
-            if mine is not None and was == "copy" and state.kind in kinds and kinds[state.kind].dtype == mine.dtype:
-                state.load_entries(shard.name, kinds[state.kind])
-
-
-def _keep_pending(
-    each: list[list[State]],
-    keeps: list[State],
-    shard: Shard,
-    kinds: dict[str, Tensor],
-    found: ImportedState,
-    mean: Tensor | None,
-    reader: CheckpointReader,
-) -> None:
-    """Every replica of this process gets what is pending: its own where there are as many, else the mean."""
-    own = found.own if reader.same_count else None
-    exact = own is not None and found.common is None
-    for i, states in enumerate(each):
-        first = True
-        for state in (s for s in states if s.on_migration == "gradient" and shard.name in s.tensors):
-            mine = state.tensors[shard.name]
-            if exact and len(keeps) > 1 and state.kind in kinds:
-                mine.copy_(kinds[state.kind][i].view(mine.shape))  # each kind to its own
-                continue
-            if not first or mean is None:
-                mine.zero_()
-            elif own is not None:
-                values = own[i] if found.common is None else own[i] + found.common
-                mine.copy_(values.view(mine.shape))
+    def _put_weights(
+        self, store: ReplicaWeights, index: int, imported: ImportedState, row: int, states: list[State]
+    ) -> None:
+        if imported.weights is None:
+            return
+        weight = stored(store.shards[index].parameter)
+        if not self.optimizer.weights:
+            mean = imported.mean_weights()
+            assert mean is not None
+            weight.copy_(mean.view(weight.shape))
+            return
+        start = imported.weights.of_replica(row)
+        displacements = {
+            s.kind: s.tensors[store.shards[index].name] for s in states if s.on_migration == "displacement"
+        }
+        for kind, values in imported.displacements.items():
+            if kind in displacements:
+                displacements[kind].copy_(values.of_replica(row).view(displacements[kind].shape))
             else:
-                mine.copy_(mean.view(mine.shape))
+                start = start - values.of_replica(row)
+        weight.copy_(start.view(weight.shape))
+
+    def _put_pending(self, shard: Shard, imported: ImportedState, row: int, states: list[State]) -> bool:
+        """Load pending gradients; return whether this method keeps any of this parameter."""
+        targets = [state for state in states if state.on_migration == "gradient"]
+        pending, reader = imported.pending, self.reader
+        # Several kinds keep what they had if every replica does.
+        each_its_own = len(targets) > 1 and pending is not None and pending.shared is None and reader.same_count
+        first = True
+        for state in targets:
+            target = state.tensors[shard.name]
+            if each_its_own and state.kind in imported.kinds:
+                target.copy_(imported.kinds[state.kind][row].view(target.shape))
+                continue
+            if first and pending is not None:
+                target.copy_(pending.of_replica(row).view(target.shape))
+            else:
+                target.zero_()
             first = False
+        return bool(targets)
+
+    def _put_moments(self, store: ReplicaWeights, shard: Shard, imported: ImportedState, row: int, flush: bool) -> None:
+        """Load the moments that the optimizer keeps of this parameter; `flush` adds pending gradients to the first."""
+        per_replica, beta1 = bool(self.optimizer.weights), _beta1(store.optimizer, shard)
+
+        def values(saved: Any) -> Tensor | None:
+            return None if saved is None else saved.of_replica(row) if per_replica else saved.mean
+
+        moment, second = values(imported.exp_avg), values(imported.exp_avg_sq)
+        flush = flush and imported.pending is not None
+        if flush:
+            assert imported.pending is not None
+            added = for_moment(imported.pending.mean, beta1)
+            moment = added if moment is None else moment + added
+            self.summary.flushed, self.summary.lost = True, self.summary.lost or beta1 == 0.0
+        for kind, saved_values in imported.replica_copies.items():
+            if per_replica and shard.name in store.moments.get(kind, {}):
+                target = store.moments[kind][shard.name]
+                target.copy_(saved_values.of_replica(row).view(target.shape))
+        target = store.moments.get(FIRST, {}).get(shard.name)
+        self.summary.moments_continue |= moment is not None and target is not None
+        if target is None:
+            return
+        target.copy_(torch.zeros_like(target) if moment is None else moment.view(target.shape))
+        target_sq = store.moments.get(SECOND, {}).get(shard.name)
+        if target_sq is None:
+            return
+        # With the first moment's square, AdamW's next step is that of AdamS, which normalizes by its moment. A second
+        # moment that has seen single gradients only would make a step of any length out of pending gradients of many.
+        square = target.square()
+        saved = target_sq if self.same_optimizer else None if second is None else second.view(target_sq.shape)
+        if saved is not None:
+            square = torch.maximum(saved, square) if flush else saved
+        target_sq.copy_(square)
 
 
-def fill_of_this_shard(each: Sequence[list[State]], reader: CheckpointReader) -> bool:
-    """Reads what only the same layout can use; whether something was missing."""
+def _copy(states: list[State], shard: Shard, imported: ImportedState, saved: dict[str, dict[str, Any]]) -> None:
+    """Load state that every method of the same kind can continue with."""
+    for state in (s for s in states if s.on_migration == "copy" and not s.per_replica):
+        values, described = imported.kinds.get(state.kind), saved.get(state.kind, {})
+        if values is None or described.get("on_migration") != "copy":
+            continue
+        if values.dtype == state.tensors[shard.name].dtype:
+            state.load_entries(shard.name, values)
+
+
+def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool) -> bool:
+    """Load what only the same layout can use; return whether the next exchange has to be complete for lack of it."""
+    each = [method.states() for method in optimizer.methods]
+    if not same_layout:
+        return any(state.on_migration == "rebuild" for state in each[0])
     missing = not reader.fill_of_this_shard(each[0])
     for states in each[1:]:
-        for mine, first in zip(states, each[0], strict=True):
-            for name, values in mine.tensors.items() if not mine.by_parameter else ():
+        for state, first in zip(states, each[0], strict=True):
+            for name, values in state.tensors.items() if not state.by_parameter else ():
                 values.copy_(first.tensors[name])
     return missing
+
+
+def _beta1(optimizer: torch.optim.Optimizer, shard: Shard) -> float:
+    """The factor of the first moment in a step; 0 if there is none."""
+    return float(optimizer.param_groups[shard.group].get("betas", (0.0,))[0])

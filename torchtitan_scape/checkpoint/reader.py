@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.record_format import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.checkpoint.state import (
@@ -42,19 +43,22 @@ _AT_A_TIME = 1 << 29
 
 
 class GlobalLayout:
-    """How local tensors of this rank lie in the global ones.
+    """The position of this rank's local tensors in the global ones.
 
-    mesh: with the axis of replicas first, then those over which parameters are sharded.
-    simulated: replicas that one process plays, 1 for a real one.
-    replicas: (how many, which of them this rank is of), where parameters are slices and the mesh does not say it.
+    Args:
+        mesh: its dimension "dp_replicate" first, then those over which parameters are sharded; None in a process
+            without a process group.
+        simulated: replicas of this process, 1 for a real one.
+        replicas: (how many, which of them this rank is of), if parameters are slices and the mesh does not tell.
     """
 
-    def __init__(self, mesh: DeviceMesh, simulated: int, replicas: tuple[int, int] | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, simulated: int, replicas: tuple[int, int] | None = None) -> None:
         self._mesh, self.simulated = mesh, simulated
-        axis: DeviceMesh = mesh["dp_replicate"]
-        here: tuple[int, int] = replicas or (axis.size(), axis.get_local_rank())
-        self.replicas, self.replica = here
-        self.ways = mesh.size() // self.replicas  # over which a replica is sharded
+        if replicas is None:
+            axis: DeviceMesh | None = None if mesh is None else mesh["dp_replicate"]
+            replicas = (1, 0) if axis is None else (axis.size(), axis.get_local_rank())
+        self.replicas, self.replica = replicas
+        self.ways = 1 if mesh is None else mesh.size() // self.replicas  # over which a replica is sharded
 
     def whole(self, parameter: Tensor, values: Tensor) -> Any:
         """`values`, of the parameter's local shape, as a tensor sharded like it, or what DCP takes for one."""
@@ -79,18 +83,20 @@ class GlobalLayout:
             if not names:
                 return values
             return _dtensor(values, parameter.device_mesh, placements, (count, *parameter.shape))  # type: ignore
+        if self._mesh is None:
+            return values
         mesh = self._mesh[("dp_replicate", *names)]
         return _dtensor(values, mesh, [Shard(0), *placements], (count, *parameter.shape))
 
     def of_optimizer(self, found: dict[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """An optimizer's state by TorchTitan's names, of slices as `whole` has them; the same memory."""
-        told = dict(found)
+        loaded = dict(found)
         for key, values in found.items():
             name, _, _ = key.removeprefix("state.").rpartition(".")
             parameter = parameters.get(name)
             if is_slice(parameter) and isinstance(values, Tensor) and values.ndim:
-                told[key] = self.whole(parameter, _own_storage(values))
-        return told
+                loaded[key] = self.whole(parameter, _own_storage(values))
+        return loaded
 
     def share(self, count: int) -> int:
         """Rows of `count` that this rank reads: its own where there are as many replicas, else dealt out."""
@@ -118,7 +124,7 @@ def _dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
 
 
 class OptimizerCheckpoint(Stateful):
-    """The optimizer's state and the method's for `dcp.save`; `checkpoint.loading.load` loads them."""
+    """The optimizer's state and the method's for `dcp.save`; `checkpoint.migration.migrate` loads them."""
 
     def __init__(self, optimizers: ReplicaOptimizer, frame: GlobalLayout, residual: str) -> None:
         self._optimizers, self._frame, self._residual = optimizers, frame, residual
@@ -144,7 +150,7 @@ class OptimizerCheckpoint(Stateful):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("it is loaded by checkpoint.loading.load")
+        raise NotImplementedError("it is loaded by checkpoint.migration.migrate")
 
 
 def _own_storage(values: Tensor) -> Tensor:
@@ -187,12 +193,23 @@ class ModelCheckpoint(Stateful):
 class StateReader:
     """Reads a checkpoint's optimizer state parameter by parameter, some at a time. All calls are collective.
 
-    saved: the record of the run that saved, see `metadata.py`.
-    replicas: of that run.
+    Args:
+        saved: the record of the run that saved, see `metadata.py`.
+        prefix: of the model's tensors in the checkpoint.
+
+    Attributes:
+        replicas: of the run that saved.
     """
 
-    def __init__(self, path: str, saved: dict[str, Any], optimizers: ReplicaOptimizer, frame: GlobalLayout) -> None:
-        self.path, self.saved, self.frame = path, saved, frame
+    def __init__(
+        self,
+        path: str,
+        saved: dict[str, Any],
+        optimizers: ReplicaOptimizer,
+        frame: GlobalLayout,
+        prefix: str = "",
+    ) -> None:
+        self.path, self.saved, self.frame, self._prefix = path, saved, frame, prefix
         self._optimizers, self._shards = optimizers, optimizers.shards()
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
         self.replicas: int = saved["replicas"]
@@ -219,9 +236,9 @@ class StateReader:
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
-        told = self.frame.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
-        load_into(self.path, {"optimizer": told})
-        keys.update({key: value for key, value in told.items() if not isinstance(value, FlatSlices)})
+        loaded = self.frame.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
+        load_into(self.path, {"optimizer": loaded})
+        keys.update({key: value for key, value in loaded.items() if not isinstance(value, FlatSlices)})
 
     def fill_weights(self) -> None:
         """Reads weights that do not follow from their masters, as far as there are such here and they were saved."""
@@ -234,7 +251,7 @@ class StateReader:
     def model(self, shard: LocalShard) -> Tensor:
         """The parameter itself, FP32 (n,)."""
         room = torch.empty(local(shard.parameter).shape)
-        load_into(self.path, {shard.name: self.frame.whole(shard.parameter, room)})
+        load_into(self.path, {self._prefix + shard.name: self.frame.whole(shard.parameter, room)})
         return room.view(-1)
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
@@ -242,7 +259,7 @@ class StateReader:
         of_shard = [state for state in states if not state.by_parameter]
         if not of_shard:
             return True
-        keys = {f"{s.kind}.{name}": t for s in of_shard for name, t in s.tensors.items()}
+        keys = {f"{stored_kind(s.kind, self.saved)}.{name}": t for s in of_shard for name, t in s.tensors.items()}
         named = {shard_key(self._optimizers, key): values for key, values in keys.items()}
         there = {key: values for key, values in named.items() if self.has(key)}
         self.fill(there)
@@ -262,13 +279,16 @@ class StateReader:
     @property
     def has_dense_state(self) -> bool:
         """Whether a dense optimizer's state was saved."""
-        return self.has(f"state.{self._shards[0].name}.step")
+        in_format_1 = self.has(f"state.{self._shards[0].name}.step")
+        return bool(self.saved.get("dense_state", in_format_1))
 
     def applied_steps(self) -> float:
-        """Of the optimizer that was saved, as its bias correction counts them."""
+        """Return the steps that the saved optimizer's bias correction has counted; 0 if it counts none."""
         if "applied_steps" in self.saved:
             return float(self.saved["applied_steps"])
         key = f"state.{self._shards[0].name}.step"
+        if not self.has(key):
+            return 0.0
         stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
         steps = torch.zeros(stored.size, dtype=stored.properties.dtype)
         self.fill({key: steps})
@@ -285,10 +305,10 @@ class StateReader:
         for shard in shards:
             room: dict[str, Tensor] = {}
             for kind, what in self.saved["states"].items():
-                key = f"{kind}.{shard.name}"
+                key = f"{stored_kind(kind, self.saved)}.{shard.name}"
                 if not what["by_parameter"] or not self.has(key):
                     continue
-                rows = (self.frame.share(self.replicas),) if what["own"] else ()
+                rows = (self.frame.share(self.replicas),) if what["per_replica"] else ()
                 stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
                 room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
                 put = self.frame.rows(shard.parameter, room[kind], self.replicas) if rows else None
@@ -297,11 +317,12 @@ class StateReader:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
                     room[kind] = torch.empty(shard.local_shape)
                     keys[moment] = self.frame.whole(shard.parameter, room[kind])
-            if not room and OPTIMIZERS[self.saved["optimizer"]].moments(shard):
+            entry = OPTIMIZERS.get(self.saved["optimizer"])
+            if not room and entry is not None and entry.moments(shard):
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
             rooms.append(room)
         self.fill(keys)
-        own = {kind for kind, what in self.saved["states"].items() if what["own"]}
+        own = {kind for kind, what in self.saved["states"].items() if what["per_replica"]}
         return [
             {kind: t.view(len(t), shard.size) if kind in own else t.view(-1) for kind, t in room.items()}
             for shard, room in zip(shards, rooms, strict=True)

@@ -74,7 +74,7 @@ def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dic
     for state in declared:
         if residual == "drop" and state.is_pending:
             continue
-        found[state.kind] = state.describe() | {"own": state.per_replica and residual == "exact"}
+        found[state.kind] = state.describe() | {"per_replica": state.per_replica and residual == "exact"}
     return found | optimizer.sharding.unsent.described(residual)
 
 

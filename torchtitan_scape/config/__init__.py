@@ -1,1 +1,1 @@
-"""The TOML sections that this project adds, how they are read, and what is refused."""
+"""The TOML sections that this project adds to TorchTitan's, their parser, and checks across sections."""

@@ -1,4 +1,4 @@
-"""What a section cannot see by itself: which of them do not go together, and what TorchTitan's own may be."""
+"""Checks across sections, and ranges of TorchTitan's own keys."""
 
 from operator import attrgetter
 
@@ -7,19 +7,26 @@ from torchtitan_scape.methods.registry import METHODS
 
 
 def check_config(config: JobConfig, device_type: str) -> None:
-    """Refuses what would be silently wrong, or is not built. Raises ValueError with the fix."""
+    """Check combinations of sections and the ranges of TorchTitan's keys.
+
+    Args:
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ValueError: A combination or a value is not supported; the message contains the fix.
+    """
     optimizer, parallelism, method = config.optimizer, config.parallelism, config.sync.method
     known = METHODS[method].optimizers
     if optimizer.name not in known:
         raise ValueError(
-            f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which goes with "
+            f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which supports "
             f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
         )
     if config.sync.overlap and not METHODS[method].supports_overlap:
         names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
         raise ValueError(
-            f"[sync] overlap = true with method = {method!r}, whose exchange begins when all gradients are there; set "
-            f"overlap = false, or method = {names}"
+            f"[sync] overlap = true with method = {method!r}, which needs all gradients before its exchange starts; "
+            f"set overlap = false, or method = {names}"
         )
     _check_levels(config)
     _check_hugging_face(config)
@@ -32,62 +39,61 @@ def check_config(config: JobConfig, device_type: str) -> None:
     }
     for key, on in refused.items():
         if on:
-            raise ValueError(f"{key} does not go with a replicate axis of our own yet; leave it at its default")
+            raise ValueError(f"{key} is not supported together with [sync]; set it to its default")
     if device_type == "cpu" and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
-            "attention has no CPU form; set it to 1, or run on GPUs"
+            "attention has no CPU implementation; set it to 1, or run on GPUs"
         )
     if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
         raise ValueError(
-            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: nothing is staged from a device there; set "
+            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: pinned memory is for copies from a GPU; set "
             "'async'"
         )
     if config.comm.mode == "local_tensor":
         raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
     if config.training.dtype != "float32":
         raise ValueError(
-            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round away; "
-            "leave it at 'float32' and set mixed_precision_param = 'bfloat16'; SCAPE can keep weights in BF16 "
-            "besides, with [sync.scape] weights_dtype"
+            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round to zero; "
+            "set it to 'float32' and mixed_precision_param = 'bfloat16'; SCAPE can also store weights in BF16, with "
+            "[sync.scape] weights_dtype"
         )
-    simulated, why = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
-    if simulated > 1 and why:
-        raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {why}")
-    synchronizes = METHODS[method].method
-    differs = synchronizes.per_replica_weights or synchronizes.holds_optimizer_state
+    simulated, reason = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
+    if simulated > 1 and reason:
+        raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {reason}")
+    implementation = METHODS[method].method
+    differs = implementation.per_replica_weights or implementation.holds_optimizer_state
     if config.sharding.sparse and (differs or simulated > 1):
         raise ValueError(
             f"[sharding] gradients = {config.sharding.gradients!r} with [sync] method = {method!r} and "
-            f"simulate_replicas = {simulated}: what the shard axis keeps would differ from replica to replica; set "
-            "simulate_replicas = 1 and method = 'dense', or take [sync] method = 'tagc' and gradients = 'dense'"
+            f"simulate_replicas = {simulated}: the residuals of the shard axis would differ between replicas; set "
+            "simulate_replicas = 1 and method = 'dense', or [sync] method = 'tagc' and gradients = 'dense'"
         )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
     _check_ranges(config)
-    if config.training.steps:  # none in a dry run
+    if config.training.steps:  # 0 in a dry run
         config.observe.check(config.training.steps)
 
 
 def remarks(config: JobConfig) -> list[str]:
-    """What is no error, and is said once at the start: hardly a user means it."""
-    planned, steps = options_of(config.sync).planned(config.optimizer.name), config.training.steps
-    of_a_round = planned.inner_steps + planned.delay
-    if 0 < steps < of_a_round and not config.sync.flush_at_end:
+    """Return warnings about settings that are valid but probably not intended."""
+    round_steps, steps = options_of(config.sync).steps_per_round(), config.training.steps
+    if 0 < steps < round_steps and not config.sync.flush_at_end:
         return [
-            f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, in which an exchange of all "
-            f"parameters takes {of_a_round}: those that had no turn are validated and saved as they began; [sync] "
-            "flush_at_end = true exchanges all in the last step"
+            f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, which needs {round_steps} steps "
+            "to exchange all parameters: parameters that were not exchanged are validated and saved with their initial "
+            "values; [sync] flush_at_end = true exchanges all in the last step"
         ]
     return []
 
 
 def _check_levels(config: JobConfig) -> None:
-    """Of weights, gradients and states on three levels: what knows of whole parameters, or of their shards, alone."""
+    """Raise ValueError for settings that [sharding.levels] does not support: they need entire parameters or shards."""
     levels, method = config.sharding.levels, config.sync.method
     if not levels.active:
         return
-    what = f"[sharding.levels] weights = {levels.weights}"
+    setting = f"[sharding.levels] weights = {levels.weights}"
     names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_flat_slices)
     for given, wrong, fix in (
         (f"[sync] method = {method!r}", not METHODS[method].supports_flat_slices, f"set {names}"),
@@ -99,9 +105,9 @@ def _check_levels(config: JobConfig) -> None:
         (
             f"[sync] method = {method!r} with sum = {levels.sum!r}",
             levels.sum != "float32" and not METHODS[method].is_linear,
-            'set sum = "float32": the method has an exchange of its own across nodes',
+            'set sum = "float32": the method has its own exchange between nodes',
         ),
-        ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are summed in the node first"),
+        ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are first summed within the node"),
         (
             f"[topology] simulate_replicas = {config.topology.simulate_replicas}",
             config.topology.simulate_replicas > 1,
@@ -110,37 +116,41 @@ def _check_levels(config: JobConfig) -> None:
         (
             '[sync.scape] weights_dtype = "bfloat16"',
             getattr(options_of(config.sync), "weights_dtype", "float32") != "float32",
-            'set "float32": FP32 masters are updated, and [training] mixed_precision_param says what FSDP keeps',
+            'set "float32": FP32 masters are updated, and [training] mixed_precision_param is the dtype of FSDP',
         ),
         (
             f"[checkpoint] export_dtype = {config.checkpoint.export_dtype!r}",
             config.checkpoint.export_dtype != "float32",
-            'set "float32": masters are exported',
+            'set "float32": the FP32 masters are exported',
         ),
     ):
         if wrong:
-            raise ValueError(f"{given} does not go with {what}; {fix}")
+            raise ValueError(f"{given} is not supported with {setting}; {fix}")
 
 
 def _check_hugging_face(config: JobConfig) -> None:
-    """One process reads and writes Hugging Face's folders: shards may cut heads, and shapes do not tell theta."""
+    """Raise ValueError for Hugging Face checkpoints in training; `torchtitan_scape.export` converts them.
+
+    The conversion needs entire parameters, because shards may split attention heads, and the RoPE theta, which the
+    weights do not contain.
+    """
     checkpoint = config.checkpoint
     if checkpoint.last_save_in_hf:
         raise ValueError(
-            "[checkpoint] last_save_in_hf = true writes weights without config and tokenizer, in the place of the last "
-            "checkpoint; leave it off, and run python -m torchtitan_scape.export afterwards"
+            "[checkpoint] last_save_in_hf = true writes weights without config and tokenizer instead of the last "
+            "checkpoint; set it to false, and run python -m torchtitan_scape.export afterwards"
         )
     if checkpoint.initial_load_in_hf or checkpoint.initial_load_in_hf_quantized:
         raise ValueError(
-            "[checkpoint] initial_load_in_hf = true: leave it off, run python -m torchtitan_scape.export import, and "
-            "name what it writes as initial_load_path"
+            "[checkpoint] initial_load_in_hf = true is not supported: set it to false, run python -m "
+            "torchtitan_scape.export import, and set initial_load_path to its output"
         )
 
 
 _INT32 = 2**31 - 1
-_SECONDS = 10**8  # three years; more overflows the clocks of process groups
-# Key -> least and largest value, None being allowed where the key's type has it. Later code fails beyond, or runs on
-# and is wrong. Of sections that are off nothing is asked.
+_SECONDS = 10**8  # three years; larger values overflow the timeouts of process groups
+# By the switch of a section ("" for none): key -> (minimum, maximum). A key that is None is not checked. Values outside
+# the range would fail later, or train incorrectly.
 _RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "": {
         "training.local_batch_size": (1, _INT32),
@@ -198,11 +208,11 @@ def _check_ranges(config: JobConfig) -> None:
                 bound = f"{least:g} or more" if value < least else f"{most:g} or less"
                 raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
     if config.training.global_batch_size == 0:
-        raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch a rank")
+        raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch per rank")
     if config.validation.enable and config.validation.steps == 0:
-        raise ValueError("[validation] steps = 0; it must be 1 or more, or -1 for the whole split")
+        raise ValueError("[validation] steps = 0; it must be 1 or more, or -1 for the entire split")
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
-        raise ValueError("[checkpoint] keep_latest_k = 1; it must be 0 (all) or 2 or more: one may be half written")
+        raise ValueError("[checkpoint] keep_latest_k = 1; it must be 0 (all) or 2 or more: one may be incomplete")
     profiling = config.profiling
     if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
         raise ValueError(

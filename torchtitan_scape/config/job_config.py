@@ -1,6 +1,6 @@
 """The TOML sections that this project adds to TorchTitan's.
 
-No `from __future__ import annotations` here: TorchTitan tells sections apart by `is_dataclass(field.type)`.
+No `from __future__ import annotations` here: TorchTitan recognizes sections by `is_dataclass(field.type)`.
 """
 
 from dataclasses import dataclass, field, make_dataclass
@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from topology.machines import MACHINES
+from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.type_checks import check_section
-from torchtitan_scape.methods.options import MethodOptions, Options
+from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -19,31 +20,30 @@ from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
 
 @dataclass
 class _Sync(Options):
-    """[sync]: who synchronises the replicas."""
+    """[sync]: the method that synchronizes the replicas."""
 
     section: ClassVar[str] = "sync"
 
     flush_at_end: bool = False
-    """Make the last step's exchange whole, so that no residual is left unsent; its norm is reported in any case"""
+    """Make the exchange of the last step complete, so that no residual remains; its norm is logged in any case"""
 
     max_skipped_steps: int = 10
-    """So many steps in a row with a non-finite gradient on any rank stop the run"""
+    """Stop the run after this number of consecutive steps with a non-finite gradient on any rank"""
 
     consistency_interval: int = 100
-    """Every so many steps, and before every checkpoint, replicas compare what must be equal on them to the last bit
-    (parameters, and what their method keeps that is not a replica's own); 0 for never"""
+    """Interval in steps of the consistency check, which also runs before every checkpoint: replicas compare their
+    replicated tensors (parameters, and the method's states that are not per replica) bit for bit; 0 for never"""
 
     on_inconsistency: Literal["stop", "repair"] = "stop"
-    """Where they differ: end the run with exit code 3, or overwrite what differs by what most replicas hold; without a
-    majority, as with two replicas, "repair" stops too"""
+    """Action if replicas differ: end the run with exit code 3 ("stop"), or overwrite the tensors that differ by those
+    of the majority ("repair"); "repair" stops as well without a majority, as with two replicas"""
 
     overlap: bool = False
-    """Gradients go out while the last backward pass of a step leaves them (dense, quantized), with the same bits as
-    after it, for 4 bytes a parameter more, or 8 with what a code loses. Simulated replicas have nobody to send to, give
-    these bits too, and ignore it"""
+    """Overlap the exchange with the last backward pass of a step (dense, quantized). The results are bitwise equal. It
+    needs 4 bytes per parameter more, or 8 with error feedback. Simulated replicas ignore it"""
 
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """What runs the optimizer's passes: Triton kernels or PyTorch; "auto" takes Triton on a GPU"""
+    """Implementation of the optimizer's passes: Triton kernels or PyTorch; "auto" selects Triton on a GPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         scape: ScapeOptions
 
 else:
-    # `method`, and a section for each of the registry's.
+    # `method`, and one section per method of the registry.
     Sync = make_dataclass(
         "Sync",
         [
@@ -71,34 +71,34 @@ else:
 
 
 def options_of(sync: Sync) -> MethodOptions:
-    """The section of the method that `[sync]` names."""
+    """Return the section of the method that `[sync] method` selects."""
     found: MethodOptions = getattr(sync, sync.method)
     return found
 
 
 @dataclass
 class Topology(Options):
-    """[topology]: where ranks sit."""
+    """[topology]: placement of the ranks, and the links between them."""
 
     section: ClassVar[str] = "topology"
 
     machine: Literal["auto", "vista", "frontier", "dgx-a100", "ethernet-10g", "local"] = "auto"
-    """Preset of links and ranks per node; "auto" looks at the device's name"""
+    """Preset of links and ranks per node; "auto" selects it by the device's name"""
 
     ranks_per_node: int = 0
-    """0 takes what the launcher says (LOCAL_WORLD_SIZE or Slurm), else the preset's"""
+    """Ranks per node; 0 uses the launcher's value (LOCAL_WORLD_SIZE or Slurm), otherwise the preset's"""
 
     exchange: Literal["hierarchical", "flat"] = "hierarchical"
-    """Replicas talk level by level (each byte crosses the network once per node), or in one ring over all of them"""
+    """Exchange level by level (each byte crosses the network once per node), or in one ring over all replicas"""
 
     simulate_replicas: int = 1
-    """One process (or group of shards) is so many replicas, one after the other; 1 for real ones.
+    """Number of replicas that one process (or one group of shards) simulates, one after the other; 1 for real replicas.
 
-    The run is that of as many ranks, a replica a node in one ring: every replica reads its own data and has its own
-    residual; log and summary predict its step time on `machine`. A step takes global_batch_size sequences, by default
-    local_batch_size x data-parallel ranks x replicas. Memory: SCAPE keeps a state and a gradient of every replica, 4
-    bytes a parameter each, 8 x replicas in all: the gradients because no state may be written before all of them are
-    known to be finite. Dense training keeps one of each, its gradients being added up.
+    The result is that of a run with one replica per node in a single ring: every replica reads its own data and has its
+    own residual. Log and summary predict the step time on `machine`. A step consumes global_batch_size sequences, by
+    default local_batch_size x data-parallel ranks x replicas. Memory: SCAPE stores a state and a gradient per replica,
+    4 bytes per parameter each, 8 x replicas in total; all gradients are stored because no state may change before all
+    of them are known to be finite. Dense training stores one of each, because gradients are summed.
     """
 
     def __post_init__(self) -> None:
@@ -110,15 +110,15 @@ class Topology(Options):
 
 @dataclass
 class Checkpoint(TitanCheckpoint):
-    """[checkpoint]: TorchTitan's, and what it needs for state that differs from replica to replica."""
+    """[checkpoint]: TorchTitan's section, extended by the treatment of residuals and of damaged checkpoints."""
 
     residual: Literal["exact", "mean", "drop"] = "exact"
-    """What is saved of the residuals, which every replica has of its own: all of them (4 bytes a parameter and replica;
-    resuming is exact), their mean (nothing is lost, but replicas select otherwise than they would have; that of SCAPE
-    has room in the first moment), or nothing (saves the mean's exchange; what was not sent is lost)"""
+    """Residuals in a checkpoint: those of every replica ("exact": 4 bytes per parameter and replica, bitwise resume),
+    their mean ("mean": no gradient is lost, but replicas continue with other selections; SCAPE adds it to the first
+    moment), or none ("drop": no exchange for the mean, but unsent gradients are lost)"""
 
     fallback: bool = True
-    """Where the newest checkpoint is damaged, the newest whole one before it is taken, and said; false stops the run"""
+    """If the newest checkpoint is damaged, load the newest intact one before it, with a warning; false stops the run"""
 
     def __post_init__(self) -> None:
         check_section(self, "checkpoint")
@@ -126,17 +126,17 @@ class Checkpoint(TitanCheckpoint):
 
 @dataclass
 class Data(Options):
-    """[data]: how text becomes tokens, and how long the training data last."""
+    """[data]: separation of documents, and number of passes over the training data."""
 
     section: ClassVar[str] = "data"
 
     epochs: int = 0
-    """So many passes over the training data, then the run ends, on all ranks as soon as one has no full step left; 0
-    begins again for as long as training.steps asks"""
+    """Passes over the training data, after which the run ends, on all ranks as soon as one has no full step left; 0
+    repeats the data until training.steps"""
 
     border: Literal["bos_eos", "eos"] = "bos_eos"
-    """What stands between documents: BOS in front of each and EOS after it, or EOS alone; where both are one token, as
-    GPT-2's, it is written once either way. Prepared data have to have been prepared with the same"""
+    """Separation of documents: BOS before each and EOS after it, or EOS only; a tokenizer with one token for both, such
+    as GPT-2's, writes it once in either case. Prepared data must have been prepared with the same value"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,13 +145,13 @@ class Data(Options):
 
 @dataclass
 class Sample(Options):
-    """[sample]: what the model writes, for a person to judge."""
+    """[sample]: text that the model generates at the end of a run."""
 
     section: ClassVar[str] = "sample"
 
     characters: int = 0
-    """At the end of a run so many characters of generated text are logged, the likeliest token each time and at
-    temperature 0.8, the same for one seed; 0 for none"""
+    """Number of characters of generated text in the log at the end of a run, with greedy decoding and at temperature
+    0.8, reproducible for a seed; 0 for none"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,40 +160,42 @@ class Sample(Options):
 
 @dataclass
 class Observe(Options):
-    """[observe]: gradients and first moments of a few tensors, as Section III of the SCAPE paper looks at them."""
+    """[observe]: statistics of gradients and first moments of a few tensors, as in Section III of the SCAPE paper."""
 
     section: ClassVar[str] = "observe"
 
     enable: bool = False
-    """Write observations.npz in the dump folder, and TensorBoard's observe/: histograms, norms and overlaps, and no
-    entry of any tensor. Training stays what it is, bit for bit"""
+    """Write histograms, norms and overlaps to observations.npz in the dump folder and to TensorBoard (observe/); no
+    tensor entries are written. Training is bitwise unchanged"""
 
     windows: list[list[int]] = field(default_factory=lambda: [[1, 100], [10000, 100]])
-    """[first step, how many] each: there the largest first moments are compared with those of the step before, and the
-    norms are taken of what is sent and of what is left; --observe.windows=[[1,100],[10000,100]] on the command line"""
+    """Windows [first step, number of steps] in which the indices of the largest first moments are compared with those
+    of the previous step, and the norms of the sent and unsent parts are computed; on the command line
+    --observe.windows=[[1,100],[10000,100]]"""
 
     histograms: list[int] = field(default_factory=lambda: [1000, 50000])
-    """Steps at which gradients are counted into histograms"""
+    """Steps with histograms of the gradients"""
 
     density: float = 0.1
-    """Share of a tensor's entries that are its largest, in (0, 1]"""
+    """Share of a tensor's entries that counts as the largest, in (0, 1]"""
 
     names: list[str] = field(default_factory=list)
-    """Patterns of parameters, "*" for anything; each is a tensor of its own, those with + between them are one together
-    ("layers.0.attention.wq.weight+layers.0.attention.wk.weight"). None: the paper's, in layers of the same depth"""
+    """Patterns of parameter names, "*" for any text; names joined by + are observed as one tensor
+    ("layers.0.attention.wq.weight+layers.0.attention.wk.weight"). Empty: the paper's tensors, at the same relative
+    depth"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         pairs = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
-        self.require(pairs, "windows", "each must be [first step, how many], both 1 or more")
+        self.require(pairs, "windows", "each must be [first step, number of steps], both 1 or more")
         ends = sorted((first, first + count - 1) for first, count in self.windows)
-        apart = all(end < begin for (_, end), (begin, _) in pairwise(ends))
-        self.require(apart, "windows", "they must not overlap")
+        disjoint = all(end < begin for (_, end), (begin, _) in pairwise(ends))
+        self.require(disjoint, "windows", "they must not overlap")
         self.require(all(step >= 1 for step in self.histograms), "histograms", "steps are counted from 1")
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
 
     def check(self, steps: int) -> None:
-        """Against the steps of the run. Raises ValueError for what lies beyond."""
+        """Raise ValueError if a window or histogram is after the last of the run's `steps`."""
         if not self.enable:
             return
         self.require(bool(self.windows or self.histograms), "windows", "with histograms = [] nothing is observed")
@@ -201,15 +203,14 @@ class Observe(Options):
         beyond += [f"histogram at {step}" for step in self.histograms if step > steps]
         if beyond:
             raise ValueError(
-                f"[observe] {beyond[0]} lies beyond the run's {steps} steps; set windows and histograms to steps of "
-                "the run, or to []"
+                f"[observe] {beyond[0]} is after the run's {steps} steps; set windows and histograms to steps of the "
+                "run, or to []"
             )
 
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with [sync], [sharding], [topology], [data], [sample], [observe], and more under
-    [checkpoint]."""
+    """TorchTitan's configuration with the sections of this project and an extended [checkpoint]."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 

@@ -1,7 +1,7 @@
-"""A recipe and the command line become a config, or one line that names the key and what is wrong with its value.
+"""Parser of recipes and the command line. Errors are one line with the key and the fix.
 
-TorchTitan takes TOML values as they are: a string where a number belongs fails much later, or never. Its command line
-ends in a box of several lines and SystemExit. Here both end in a ValueError, as everything that a user can mistype.
+TorchTitan does not check the types of TOML values, so that a string instead of a number fails much later, or never. Its
+command line parser prints a box of several lines and raises SystemExit. Here both raise ValueError.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from unicodedata import category
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from torchtitan_scape.config.help import help_text
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
@@ -24,21 +25,21 @@ from torchtitan_scape.core.patching import environment
 from torchtitan_scape.core.type_checks import check_section, check_value
 from torchtitan_scape.titan.config import ConfigManager
 
-# Keys that there were, and what to write today.
-GONE = {
+# Keys of earlier versions, and the advice for each.
+REMOVED_KEYS = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
     "sync.scape.wait_scaling": "it is now staleness_scaling",
     "sync.scape.max_wait": "it is now max_staleness",
     "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
     "sync.scape.wire_dtype": "it is now wire",
     "sync.scape.values_dtype": "it is now values",
-    "sync.scape.wait_by": 'it is gone, leave it out: what was "row_column" is the only rule, as it was by default',
+    "sync.scape.wait_by": 'it was removed, delete it: the former default "row_column" is now the only rule',
 }
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")
 
 
 class _Composed(ConfigManager):
-    """TorchTitan's, with a table in the place of a file."""
+    """TorchTitan's config manager, with a table instead of a file."""
 
     def __init__(self, table: Table) -> None:
         super().__init__(JobConfig)
@@ -49,7 +50,7 @@ class _Composed(ConfigManager):
 
     @staticmethod
     def register_tyro_rules(registry: ConstructorRegistry) -> None:
-        """TorchTitan's, and lists of lists of numbers, as a recipe has them."""
+        """Register TorchTitan's rules, and one for lists of lists of integers."""
         ConfigManager.register_tyro_rules(registry)
 
         @registry.primitive_rule
@@ -66,52 +67,66 @@ class _Composed(ConfigManager):
 
 
 def parse(arguments: list[str]) -> JobConfig:
-    """Recipe and command line, which wins. Raises ValueError for unknown keys and bad values."""
+    """Return the config of the recipe and the command line, which takes precedence.
+
+    Raises:
+        ValueError: A key is unknown or a value is invalid.
+    """
     return resolve(arguments).config
 
 
 def resolve(arguments: list[str]) -> Resolved:
-    """What `parse` gives, and where its values are from."""
+    """Return the config of `parse` together with the origin of each value.
+
+    Raises:
+        SystemExit: after printing help, if the arguments contain --help.
+    """
+    _print_help(arguments)
     switches = set(_switches(JobConfig, ""))
     for argument in arguments:
         if any(category(character) in ("Cc", "Cs") for character in argument):
             raise ValueError(f"command line: {argument!r} has a control character in it")
         key, equals, _ = argument.removeprefix("--").replace("-", "_").partition("=")
-        was = key.replace(".no_", ".")
-        if was in GONE:
-            raise ValueError(f"command line: {argument}: {GONE[was]}")
+        positive = key.replace(".no_", ".")
+        if positive in REMOVED_KEYS:
+            raise ValueError(f"command line: {argument}: {REMOVED_KEYS[positive]}")
         if equals and key in switches:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
     recipe = _recipe(arguments)
-    asks_help = bool({"-h", "--help"} & set(arguments))
-    told = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.ExitStack() as stack:
-            if not asks_help:
-                stack.enter_context(contextlib.redirect_stderr(told))
-                # The message stands in a box, which would break it into lines.
-                stack.enter_context(environment(COLUMNS="100000"))
+        # The parser prints its message in a box of this width; a narrow box would break the line.
+        with contextlib.redirect_stderr(stderr), environment(COLUMNS="100000"):
             config = _Composed(recipe.table).parse_args(arguments)
     except SystemExit as end:
-        if asks_help or not end.code:
+        if not end.code:
             raise
         blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
-        raise ValueError(f"command line: {_out_of_the_box(told.getvalue())} {blank}".rstrip()) from None
+        raise ValueError(f"command line: {_message_in_box(stderr.getvalue())} {blank}".rstrip()) from None
     except Exception as error:  # TorchTitan and a module of the user's raise what they like
-        told.truncate(0)
+        stderr.truncate(0)
         raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
     finally:
-        if not asks_help and sys.exc_info()[0] is None:
-            sys.stderr.write(told.getvalue())  # warnings
+        if sys.exc_info()[0] is None:
+            sys.stderr.write(stderr.getvalue())  # warnings
     if not isinstance(config, JobConfig):
         raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
     check_section(config, "")
     return Resolved.of(config, recipe)
 
 
+def _print_help(arguments: list[str]) -> None:
+    """Print the help and exit, if the arguments ask for it: `--help`, or `--help SECTION`."""
+    for i, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            following = arguments[i + 1] if i + 1 < len(arguments) else ""
+            print(help_text("" if following.startswith("-") else following))
+            raise SystemExit(0)
+
+
 def _switches(section: Any, name: str) -> Iterator[str]:
-    """The keys that are on or off."""
+    """Yield the keys of type bool."""
     for field in fields(section):
         path = f"{name}.{field.name}".lstrip(".")
         if is_dataclass(field.type):
@@ -121,7 +136,7 @@ def _switches(section: Any, name: str) -> Iterator[str]:
 
 
 def _recipe(arguments: list[str]) -> Recipe:
-    """That of the files which the command line names last, empty without any."""
+    """Return the recipe of the last --job.config_file on the command line; empty if there is none."""
     given = None
     for i, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
@@ -134,43 +149,43 @@ def _recipe(arguments: list[str]) -> Recipe:
     if given is None:
         return Recipe()
     recipe = load(given, lambda table: check_table(JobConfig, table, ""))
-    if "job.dump_folder" not in recipe.origins:  # two compositions must not write into one folder
+    if "job.dump_folder" not in recipe.origins:  # different combinations of files must not share a folder
         named = "-".join(Path(path).stem for path in split_names(given))
         recipe.table.setdefault("job", {})["dump_folder"] = f"./outputs/{named}"
         recipe.origins["job.dump_folder"] = "the names of the files"
     return recipe
 
 
-def _out_of_the_box(text: str) -> str:
-    """What the command line's parser says, without its frame and the help behind it."""
+def _message_in_box(text: str) -> str:
+    """Return the message of the command line parser, without its frame and the help text after it."""
     lines = [line.strip("╭╮╰╯│ \n") for line in text.splitlines()]
-    # The title is in the frame, or above a rule where the terminal has no such characters.
+    # The title is part of the frame, or above a line of dashes if the terminal does not support box characters.
     plain = len(lines) > 1 and not lines[1].strip("-")
-    said = []
+    message = []
     for line in lines[2:] if plain else lines[1:] if text.startswith("╭") else lines:
         if not line.strip("─-"):
             break
-        said.append(line)
-    return " ".join(" ".join(said).split()) or "it cannot be read"
+        message.append(line)
+    return " ".join(" ".join(message).split()) or "it cannot be read"
 
 
 def check_table(section: Any, table: dict[str, Any], name: str) -> None:
-    """Compares a TOML table with the dataclass of its section, nested ones too. Raises ValueError."""
+    """Raise ValueError if a TOML table does not match the dataclass of its section, including nested sections."""
     known = {field.name: field.type for field in fields(section)}
     for key, value in table.items():
-        if f"{name}.{key}" in GONE:
-            raise ValueError(f"[{name}] {key} = {value!r}: {GONE[f'{name}.{key}']}")
+        if f"{name}.{key}" in REMOVED_KEYS:
+            raise ValueError(f"[{name}] {key} = {value!r}: {REMOVED_KEYS[f'{name}.{key}']}")
         if key not in known:
             near = difflib.get_close_matches(key, [*known, "extends"] if not name else known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             if key == "extends":
-                advice = "it stands above the first section"
-            what = f"[{name}] {key}" if name else f"the section [{key}]"
-            raise ValueError(f"{what} is unknown; {advice}")
+                advice = "move it above the first section"
+            unknown = f"[{name}] {key}" if name else f"the section [{key}]"
+            raise ValueError(f"{unknown} is unknown; {advice}")
         expected, inner = known[key], f"{name}.{key}".lstrip(".")
         if not is_dataclass(expected):
             check_value(name, key, value, expected)
         elif isinstance(value, dict):
             check_table(expected, value, inner)
         else:
-            raise ValueError(f"{inner} = {value!r}; it is a section, [{inner}]")
+            raise ValueError(f"{inner} = {value!r}; it must be a section, [{inner}]")

@@ -1,6 +1,6 @@
-"""Recipes: TOML files that extend each other, as one table that knows which file every key is from.
+"""Recipes: TOML files that extend each other, merged into one table with the origin of every key.
 
-Whoever reads a recipe reads it here, scripts too; neither torch nor TorchTitan is imported for it.
+All code reads recipes with this module, including scripts. It imports neither torch nor TorchTitan.
 """
 
 import os
@@ -13,8 +13,9 @@ from unicodedata import category
 
 from torchtitan_scape.core.type_checks import short
 
-DEEPEST = 4  # files in a row that extend the next
-# How a resolved.toml begins (see `resolved`), and what precedes the files that it was made of.
+MAX_DEPTH = 4  # of a chain of files that extend each other
+# First words of a resolved.toml (see `resolved`), and of its line with the files of the recipe. `load` recognizes the
+# files by these, so that the text cannot change.
 RESOLVED = "# What the run was started with."
 FILES = "# Files, of which a later one wins: "
 COMMAND_LINE, EARLIER = "command line", "an earlier command line"
@@ -23,61 +24,67 @@ Table = dict[str, Any]
 
 @dataclass
 class Recipe:
-    """What one or several files say together.
+    """The merged content of one or several files.
 
-    table: as TOML has it, without `extends`. files: in the order in which they were taken; of a key that several have
-    the last one counts. origins: by `section.key`, the file that a value is from; of what a resolved.toml says, the
-    file that it names. unsaid: the keys that it names none for.
+    Attributes:
+        table: the TOML table, without `extends`.
+        files: the files in the order of merging; the last file with a key determines its value.
+        origins: by `section.key`, the file of the value. For a value from a resolved.toml, the file named there.
+        without_origin: keys of a resolved.toml without a file, which were defaults.
     """
 
     table: Table = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    unsaid: set[str] = field(default_factory=set)
+    without_origin: set[str] = field(default_factory=set)
 
 
 def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Recipe:
-    """Reads the files of `given`, "a.toml,b.toml", in turn, each after those that it extends.
+    """Read the files of `given`, for example "a.toml,b.toml", in order, each after the files that it extends.
 
-    Tables are merged key by key; a list replaces another. A file that is named twice is taken twice.
+    Tables are merged key by key; a list replaces an earlier one. A file that is named twice is merged twice.
 
     Args:
-        given: paths, relative to the working directory; those under `extends` are relative to the file that has them.
-        check: of every file's own table; the ValueError that it raises is told with the file.
+        given: comma-separated paths, relative to the working directory. Paths in `extends` are relative to their file.
+        check: called with the table of every file; the file's name is added to a ValueError that it raises.
 
     Raises:
-        ValueError: a file that cannot be read, is no TOML or has a wrong `extends`; files that extend each other in a
-            circle, or over more than `DEEPEST` steps. It names the files from `given` on.
+        ValueError: A file cannot be read, is not valid TOML or has an invalid `extends`; files extend each other in a
+            cycle, or in a chain of more than `MAX_DEPTH`. The message names the chain of files.
     """
     recipe = Recipe()
     for path in split_names(given):
-        _take(recipe, (path,), check)
+        _add(recipe, (path,), check)
     return recipe
 
 
 def split_names(given: str) -> list[str]:
-    """The paths of "a.toml,b.toml". Raises ValueError where one is empty."""
+    """Return the paths of a comma-separated list.
+
+    Raises:
+        ValueError: A path is empty.
+    """
     paths = [path.strip() for path in given.split(",")]
     if not all(paths):
-        raise ValueError(f"the recipe {given!r} has an empty name in it; write a.toml, or a.toml,b.toml")
+        raise ValueError(f"the recipe {given!r} contains an empty name; write a.toml, or a.toml,b.toml")
     return paths
 
 
 def flatten(table: Table, prefix: str = "") -> dict[str, Any]:
-    """The values of a table and of those in it, by `section.key`."""
+    """Return the values of nested tables by `section.key`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 
-def _take(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None]) -> None:
-    """Adds the last file of the chain, after those that it extends."""
+def _add(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None]) -> None:
+    """Merge the last file of the chain into the recipe, after the files that it extends."""
     path, name = chain[-1], _one_line(chain[-1:])
     if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
-        raise ValueError(f"recipes extend each other in a circle: {_one_line(chain)}")
-    if len(chain) > DEEPEST + 1:
-        raise ValueError(f"recipes extend each other over more than {DEEPEST} steps: {_one_line(chain)}")
+        raise ValueError(f"recipes extend each other in a cycle: {_one_line(chain)}")
+    if len(chain) > MAX_DEPTH + 1:
+        raise ValueError(f"recipes extend each other in a chain of more than {MAX_DEPTH}: {_one_line(chain)}")
     text, table = _read(chain)
     extended = _extended(name, table.pop("extends", []))
     try:
@@ -85,31 +92,31 @@ def _take(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     for other in extended:
-        _take(recipe, (*chain, os.path.join(os.path.dirname(path), other)), check)
+        _add(recipe, (*chain, os.path.join(os.path.dirname(path), other)), check)
     _merge(recipe.table, table)
     here = dict.fromkeys(flatten(table), name)
-    before, said = _said(text) if text.startswith(RESOLVED) else ([], here)
+    before, recorded = _recorded_origins(text) if text.startswith(RESOLVED) else ([], here)
     recipe.files += [file for file in before if file not in recipe.files]
     recipe.files += [] if name in before else [name]
-    recipe.origins |= here | said
-    recipe.unsaid = (recipe.unsaid | here.keys()) - said.keys()
+    recipe.origins |= here | recorded
+    recipe.without_origin = (recipe.without_origin | here.keys()) - recorded.keys()
 
 
-def _said(text: str) -> tuple[list[str], dict[str, str]]:
-    """Of a resolved.toml: the files that it was made of, and by key those that values are from."""
-    files, said, section = list[str](), dict[str, str](), ""
-    for line in text.split("\n"):  # and not where else str.splitlines() ends one, inside a value
+def _recorded_origins(text: str) -> tuple[list[str], dict[str, str]]:
+    """Return the files of the recipe that a resolved.toml records, and the file of each key."""
+    files, origins, section = list[str](), dict[str, str](), ""
+    for line in text.split("\n"):  # not splitlines(), which also splits at other characters inside a value
         if line.startswith(FILES):
             files = [file for file in line.removeprefix(FILES).split(", ") if file != "none"]
         elif line.startswith("["):
             section = line.strip("[]")
         elif origin := _comment(line):
-            said[f"{section}.{line.partition(' = ')[0]}"] = EARLIER if origin == COMMAND_LINE else origin
-    return files, said
+            origins[f"{section}.{line.partition(' = ')[0]}"] = EARLIER if origin == COMMAND_LINE else origin
+    return files, origins
 
 
 def _comment(line: str) -> str:
-    """What stands behind a value, which may have the like in it."""
+    """Return the comment after a value. The value may contain the comment sign itself."""
     parts = line.split("  # ")
     for end in range(1, len(parts)):
         try:
@@ -126,8 +133,8 @@ def _read(chain: tuple[str, ...]) -> tuple[str, Table]:
         return text, tomllib.loads(text)
     except OSError as error:
         raise ValueError(f"the recipe {_one_line(chain)} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # TOML, UTF-8, numbers of too many digits
-        raise ValueError(f"the recipe {_one_line(chain)} is no TOML: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, numbers of too many digits, deep nesting
+        raise ValueError(f"the recipe {_one_line(chain)} is not valid TOML: {' '.join(str(error).split())}") from None
 
 
 def _extended(name: str, given: Any) -> list[str]:

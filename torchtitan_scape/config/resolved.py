@@ -1,7 +1,7 @@
-"""What a run was started with: every key, its value, and the file that the value is from.
+"""The resolved configuration of a run: every key, its value, and the origin of the value.
 
-A line of the log names the files and what the command line changed; resolved.toml in the run's folder has all keys,
-and is a recipe that starts the same run.
+One log line lists the files and the keys that the command line changed. resolved.toml in the run's folder contains all
+keys, and is a recipe that starts the same run.
 """
 
 import json
@@ -19,14 +19,14 @@ from torchtitan_scape.core.files import write_whole
 
 FILE = "resolved.toml"
 _HEAD = f"""\
-{RESOLVED} After each value stands the file that it is from; where there is none, it is the
-# default. Sections of methods that the run does not use are left out where nothing set them. This file is a recipe:
-# CONFIG_FILE=resolved.toml starts the same run, in the same folder unless --job.dump_folder names another.
+{RESOLVED} The comment after a value names the file that set it; a value without one is
+# a default. Sections of unused methods contain only the keys that a file or the command line set. This file is a
+# recipe: CONFIG_FILE=resolved.toml starts the same run, in the same folder unless --job.dump_folder sets another.
 """
 
 
 def values_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every key of a config, those of nested sections as `section.key`."""
+    """Yield (key, value) for every key of a config; keys of nested sections are `section.key`."""
     for field in fields(section):
         value = getattr(section, field.name)
         if is_dataclass(value):
@@ -37,9 +37,12 @@ def values_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config as it was asked for; what the trainer changes in it later does not stand here.
+    """A config before the trainer changes it.
 
-    files: those of the recipe, in turn. values: of all keys. origins: of those that a file or the command line set.
+    Attributes:
+        files: the files of the recipe, in order.
+        values: the values of all keys.
+        origins: the origin of each key that a file or the command line set.
     """
 
     config: JobConfig
@@ -49,25 +52,25 @@ class Resolved:
 
     @classmethod
     def of(cls, config: JobConfig, recipe: Recipe) -> "Resolved":
-        """A value that neither the recipe nor the defaults have is from the command line."""
+        """Return the config with origins: a value that differs from recipe and default is from the command line."""
         defaults = dict(values_of(JobConfig()))
-        del defaults["job.config_file"]  # which is how the recipe was named, and not in it
-        said = defaults | flatten(recipe.table)
+        del defaults["job.config_file"]  # names the recipe, and is not part of it
+        expected = defaults | flatten(recipe.table)
         values = {key: copy(attrgetter(key)(config)) for key in defaults}
-        # What a resolved.toml had as a default is one, as long as defaults are what they were.
-        still = {key for key in recipe.unsaid if key in values and values[key] == defaults[key]}
+        # A default of a resolved.toml is still a default, unless the default has changed since.
+        still = {key for key in recipe.without_origin if key in values and values[key] == defaults[key]}
         origins = {key: "" if key in still else recipe.origins.get(key, "") for key in values}
-        origins |= {key: COMMAND_LINE for key, value in values.items() if value != said[key]}
+        origins |= {key: COMMAND_LINE for key, value in values.items() if value != expected[key]}
         return cls(config, tuple(recipe.files), values, {key: origin for key, origin in origins.items() if origin})
 
     def line(self) -> str:
-        """For the log."""
+        """Return the log line with the recipe's files and the keys that the command line sets."""
         changed = [f"{key} = {toml(self.values[key])}" for key, by in self.origins.items() if by == COMMAND_LINE]
-        told = f"Recipe: {', '.join(self.files) or 'none'}"
-        return told + (f"; the command line sets {', '.join(changed)}" if changed else "")
+        summary = f"Recipe: {', '.join(self.files) or 'none'}"
+        return summary + (f"; the command line sets {', '.join(changed)}" if changed else "")
 
     def text(self) -> str:
-        """resolved.toml. A key that is None is left out: TOML has no such value, and it mostly is the default."""
+        """Return the text of resolved.toml. TOML has no null value: keys that are None by default are omitted."""
         sections: dict[str, list[str]] = {}
         for key, value in self.values.items():
             section, _, name = key.rpartition(".")
@@ -76,7 +79,7 @@ class Resolved:
             if value is not None and (origin or self._used(section)):
                 rows.append(f"{name} = {toml(value)}" + (f"  # {origin}" if origin else ""))
             elif value is None and origin:
-                rows.append(f"# {name} is None, which no recipe can say: --{key}=None")
+                rows.append(f"# {name} is None, which TOML cannot express: --{key}=None")
         lines = [*_HEAD.splitlines(), f"{FILES}{', '.join(self.files) or 'none'}"]
         for section, rows in sections.items():
             lines += ["", f"[{section}]", *rows] if rows else []
@@ -86,16 +89,17 @@ class Resolved:
         return not section.startswith("sync.") or section.split(".")[1] == self.values["sync.method"]
 
     def write(self, folder: str) -> None:
-        """Whole or not at all. A file of the same values stays: started from it, a run would forget who said them.
+        """Write resolved.toml atomically. A file with the same values is kept, because it may have more origins.
 
-        Raises ValueError where the folder cannot be written to.
+        Raises:
+            ValueError: The folder cannot be written to.
         """
         path, text = Path(folder) / FILE, self.text()
         try:
             if tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):
                 return
         except (OSError, ValueError):
-            pass  # none yet, or another's
+            pass  # it does not exist, or is not readable
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
@@ -104,7 +108,7 @@ class Resolved:
 
 
 def toml(value: Any) -> str:
-    """A value of a config, not None, as TOML has it."""
+    """Return a value of a config, not None, in TOML syntax."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

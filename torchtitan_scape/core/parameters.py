@@ -1,7 +1,6 @@
 """Local views of parameters and gradients, which are plain tensors or DTensors."""
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
@@ -16,7 +15,6 @@ from torch.distributed.tensor import Shard as Cut
 from torchtitan_scape.core.bf16_weights import ScaledTensor
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class SliceParameter(torch.nn.Parameter):
@@ -98,12 +96,6 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def layer_of(name: str) -> int | None:
-    """Return the index of the block that contains a parameter; None for embedding, output and final norm."""
-    layer = _LAYER.search(name)
-    return None if layer is None else int(layer[1])
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,8 +14,11 @@ def sent_text(sent: dict[str, float], dense: float) -> str:
     """Return bytes by level, and the reduction relative to dense."""
     if not sent:
         return "nothing (one replica)"
-    levels = ", ".join(f"{level} {size_text(value)}" for level, value in sent.items())
-    return f"{levels} (dense {size_text(dense)}, {dense / sum(sent.values()):.1f} x)"
+    levels, factor = (
+        ", ".join(f"{level} {size_text(value)}" for level, value in sent.items()),
+        dense / sum(sent.values()),
+    )
+    return f"{levels} (dense {size_text(dense)}" + (f", {factor:.1f}x less)" if factor >= 1.05 else ")")
 
 
 def shards_text(sent: dict[tuple[str, str], float]) -> str:
@@ -34,3 +37,17 @@ def seconds_text(seconds: float) -> str:
 def kinds_text(kinds: dict[str, float]) -> str:
     """Return bytes by kind."""
     return ", ".join(f"{kind} {size_text(value)}" for kind, value in kinds.items())
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in its two largest units: "45 s", "12 min 5 s", "3 h 20 min", "2 d 4 h"."""
+    left = round(seconds)
+    for (large, size), (small, part) in (
+        (("d", 86400), ("h", 3600)),
+        (("h", 3600), ("min", 60)),
+        (("min", 60), ("s", 1)),
+    ):
+        if left >= size:
+            rest = left % size // part
+            return f"{left // size} {large}" + (f" {rest} {small}" if rest else "")
+    return f"{left} s"

@@ -5,10 +5,58 @@ and memory can be predicted for models that do not fit on this machine.
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
+Shapes = Sequence[Shape]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the block that contains the parameter; None for embedding, output and last norm."""
+    layer = _LAYER.search(name)
+    return None if layer is None else int(layer[1])
+
+
+def count_entries(shapes: Shapes) -> int:
+    """Return the number of entries of all tensors together."""
+    return sum(map(math.prod, shapes))
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """Names and shapes of the parameter shards of one rank, in the order of the model. No shard is left out."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+
+    @classmethod
+    def of_shapes(cls, shapes: Shapes) -> "LocalModel":
+        """Return a model whose parameters are named "p0", "p1" and so on."""
+        return cls(tuple(f"p{i}" for i in range(len(shapes))), tuple(tuple(shape) for shape in shapes))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of entries of each shard."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of all shards together."""
+        return count_entries(self.shapes)
+
+    def select(self, names: Collection[str]) -> "LocalModel":
+        """Return the part of the model with these parameter names."""
+        kept = [i for i, name in enumerate(self.names) if name in names]
+        return LocalModel(tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept))
+
+    def matrices(self, dense_names: Collection[str] = ()) -> list[Shape]:
+        """Return the shapes with two or more dimensions, except those of `dense_names`."""
+        pairs = zip(self.names, self.shapes, strict=True)
+        return [shape for name, shape in pairs if len(shape) > 1 and name not in dense_names]
 
 
 @dataclass(frozen=True)
@@ -72,6 +120,10 @@ class Workload:
     @property
     def kv_width(self) -> int:
         return self.width // self.heads * self.kv_heads
+
+    def local(self, shard: int) -> LocalModel:
+        """Return the shards of the first of `shard` ranks."""
+        return LocalModel(self.names(), local_shapes(self.shapes(), shard))
 
     @property
     def parameters(self) -> int:
@@ -138,7 +190,7 @@ def get_workload(name: str) -> Workload:
     return WORKLOADS[name]
 
 
-def local_shapes(shapes: Sequence[Shape], shard: int) -> tuple[Shape, ...]:
+def local_shapes(shapes: Shapes, shard: int) -> tuple[Shape, ...]:
     """Return the shapes of the first rank's shards: FSDP2 splits the first dimension into chunks of ceil(rows /
     shard).
     """

@@ -1,4 +1,4 @@
-"""The two base classes of methods: those that synchronize gradients, and those whose replicas train alone."""
+"""The two base classes of methods: `GradientMethod` synchronizes gradients, `LocalMethod` synchronizes weights."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from torchtitan_scape.methods.update import clip, norm_over_model, update
 class GradientMethod(Method):
     """A method that synchronizes gradients: synchronize -> norm -> clip -> optimizer.step -> after_optimizer_step.
 
-    Of replicas that one process simulates, only the writer (`collectives.is_writer`) clips and updates: all share one
-    set of weights.
+    Replicas that one process simulates share one set of weights. Only one of them (`collectives.is_writer`) clips and
+    updates.
     """
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
@@ -45,14 +45,14 @@ class GradientMethod(Method):
         """Return the synchronized gradients, FP32 (n,) per shard, bitwise equal on all replicas. Collective.
 
         Args:
-            gradients: this replica's, FP32 (n,) per shard; they may be overwritten.
+            gradients: this replica's gradients, FP32 (n,) per shard; they may be overwritten.
             info: see `Method.step`.
         """
 
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
         """Start an exchange; the returned function waits for it and returns the result of `synchronize`. Collective.
 
-        Other collectives may run in between, and the gradients must not be changed. By default nothing happens before
+        Other collectives may run in between, and the gradients must not be changed. By default the exchange starts when
         the returned function is called.
         """
         return lambda: self.synchronize(gradients, info)
@@ -71,9 +71,9 @@ class GradientMethod(Method):
 
 
 class LocalMethod(Method):
-    """A method whose replicas train alone between exchanges: norm -> clip -> optimizer.step -> exchange.
+    """A method with local updates between exchanges: norm -> clip -> optimizer.step -> exchange.
 
-    Every replica scales, clips and updates by its own gradient, with an optimizer of its own.
+    Every replica clips its own gradient and updates its own weights with its own optimizer.
     """
 
     per_replica_weights = True
@@ -97,18 +97,18 @@ class LocalMethod(Method):
 
     @abstractmethod
     def exchange(self, info: StepInfo) -> None:
-        """Exchange the replicas' weights or displacements, if this step does. Collective."""
+        """Exchange weights or displacements, if an exchange is due in this step. Collective."""
 
     @cached_property
     def _idle_states(self) -> list[State]:
         return self.states()
 
     def declared_states(self) -> list[State]:
-        """Return the states while no exchange is running. The first call must come before the first step."""
+        """Return the states while no exchange is running. Call it once before the first step."""
         return self._idle_states
 
     def anchors(self) -> dict[str, Tensor]:
-        """Return the weights that replicas share, by name: validated, exported and saved as the model."""
+        """Return the weights that all replicas share, by name. They are validated, exported and saved as the model."""
         return next(state.tensors for state in self.declared_states() if state.on_migration == "model")
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
@@ -121,7 +121,7 @@ class LocalMethod(Method):
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return "density" and "residual_norm", here the distance between the anchor and this replica's weights."""
+        """Return "density" and "residual_norm", the distance between the anchor and this replica's weights."""
         anchors = self.anchors()
         pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
         squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)

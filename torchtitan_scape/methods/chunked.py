@@ -1,4 +1,4 @@
-"""Methods whose exchange falls into chunks that know nothing of each other."""
+"""Methods whose exchange consists of independent chunks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,28 +12,39 @@ from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import Chunk, chunks_of
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
 
 
 class ChunkInFlight(NamedTuple):
-    """A chunk on its way. take: waits for it, puts it into the gradients, and writes the method's state."""
+    """A chunk whose exchange has started.
+
+    Attributes:
+        handle: the collective.
+        finish: waits for it, writes the result into the gradients, and updates the method's state.
+    """
 
     handle: Handle
-    take: Callable[[StepInfo], None]
+    finish: Callable[[StepInfo], None]
 
 
 class ChunkedMethod(GradientMethod):
-    """The gradients as one stream, the last parameter's first, cut into chunks that are exchanged each for itself.
+    """Exchanges the gradients in chunks that do not depend on each other, starting with the last parameter.
 
-    How the stream is cut follows from the shapes alone, and a chunk's exchange from its own gradients and state: chunks
-    give the same bits whenever they are started, so long as all replicas start them in their order. So they may go out
-    as the backward pass leaves their gradients: `[sync] overlap`, see `methods.overlap`.
+    The boundaries of the chunks follow from the shapes, and the exchange of a chunk uses only its own gradients and
+    state. The result therefore has the same bits whenever a chunk is started, provided that all replicas start the
+    chunks in the same order. This allows starting them during the backward pass (`[sync] overlap`, see
+    `methods.overlap`).
     """
 
     supports_overlap = True
 
     def __init__(self, context: MethodContext, options: Any, codec: Codec | None = None) -> None:
-        """codec: of the exchange; every parameter begins at a multiple of its unit, so that none shares a scale."""
+        """Divide the gradients into chunks.
+
+        Args:
+            codec: encoding of the messages. Every parameter starts at a multiple of its block size, so that no two
+                parameters share a scale.
+        """
         super().__init__(context, options)
         self.codec = codec
         self.overlap: Any = None  # `methods.overlap.BackwardOverlap`, if chunks start during the backward pass
@@ -41,18 +52,26 @@ class ChunkedMethod(GradientMethod):
         self.chunks = chunks_of(sizes, self.collectives.chunk_entries, codec.block_size if codec else 1)
 
     def begin(self) -> None:
-        """Before the first chunk of a step is started; for what all chunks of a step go by."""
+        """Prepare a step. Called before its first chunk starts."""
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
-        """Starts the exchange of FP32 (n,), which holds this replica's gradients of the chunk, and zeros.
+        """Start the exchange of a chunk. Collective.
 
-        Returns its handle, and what finishes it once that has been waited for: afterwards `values` is what
-        `synchronize` gives, and what is kept of the chunk has been written, unless not `step.applied`.
+        Args:
+            values: FP32 (n,), this replica's gradients of the chunk, with zeros as padding.
+
+        Returns:
+            The handle, and a function to call after waiting for it. That function leaves the result of `synchronize` in
+            `values` and updates the method's state of the chunk if `info.applied`.
         """
         raise NotImplementedError
 
     def start_chunk(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> ChunkInFlight:
-        """Starts a chunk. A collective call. gradients: as `synchronize` takes them, by number; those of the chunk."""
+        """Start the exchange of a chunk. Collective.
+
+        Args:
+            gradients: the arguments of `synchronize` by number; only those of the chunk are read.
+        """
         chunk = self.chunks[number]
         parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
         values = torch.empty(
@@ -65,41 +84,37 @@ class ChunkedMethod(GradientMethod):
             views.append(values[s.at : end])
         values[end:].zero_()
         torch._foreach_copy_(views, parts)
-        handle, finish = self.send(chunk, values)
+        handle, finish_exchange = self.send(chunk, values)
 
-        def take(step: StepInfo) -> None:
+        def finish(info: StepInfo) -> None:
             handle.wait()
-            if values.is_cuda:  # it may have been allocated on the stream of a hook of the backward pass
+            if values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
                 values.record_stream(torch.cuda.current_stream(values.device))
-            finish(step)
+            finish_exchange(info)
             torch._foreach_copy_(parts, views)
 
-        return ChunkInFlight(handle, take)
+        return ChunkInFlight(handle, finish)
 
-    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
-        """Exchange through the buffers of two chunks: one is filled while the other is in flight.
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        """Exchange the chunks with two buffers: one is filled while the other is in flight.
 
-        Chunks that the backward pass has started are waited for instead.
+        If the backward pass has already started chunks, only wait for them.
         """
-        if self.overlap is not None and self.overlap.under_way:
-            return self.overlap.take(step)
+        if self.overlap is not None and self.overlap.active:
+            return self.overlap.finish(info)
         self.begin()
         started = (self.start_chunk(number, gradients) for number in range(len(self.chunks)))
-        double_buffered((arriving.handle, partial(arriving.take, step)) for arriving in started)
+        double_buffered((chunk.handle, partial(chunk.finish, info)) for chunk in started)
         return gradients
 
-    def start(self, gradients: list[Tensor], step: StepInfo) -> Callable[[], list[Tensor]]:
-        """All chunks at once, each in a buffer of its own."""
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        """Start all chunks at once, each with its own buffer."""
         self.begin()
         started = [self.start_chunk(number, gradients) for number in range(len(self.chunks))]
 
-        def take() -> list[Tensor]:
-            for one in started:
-                one.take(step)
+        def finish() -> list[Tensor]:
+            for chunk in started:
+                chunk.finish(info)
             return gradients
 
-        return take
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        sizes = [self.collectives.padded_size(chunk.entries, self.codec) for chunk in self.chunks]
-        return [CollectiveCall("all_reduce", size, self.codec) for size in sizes]
+        return finish

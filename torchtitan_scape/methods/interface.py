@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from kernels.scape.reference import unpack_bits
-from topology.codecs import Codec
+from topology.calls import CollectiveCall, level_sizes
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import Observer
 from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.core.workloads import LocalModel
 
 # The kind of state that contains the weights of replicas that differ.
-REPLICA_WEIGHTS = "own_parameters"
+REPLICA_WEIGHTS = "replica_weights"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class State:
 
     def describe(self) -> dict[str, Any]:
         """Return the description in a checkpoint's record, as plain values."""
-        return {"own": self.per_replica, "carries": self.on_migration, "by_parameter": self.by_parameter}
+        keys = ("per_replica", "on_migration", "by_parameter")
+        return {key: getattr(self, key) for key in keys}
 
     def entries(self, name: str, shape: torch.Size) -> Tensor:
         """Return a parameter's values in its local `shape`: the tensor itself unless `packed`."""
@@ -87,20 +89,6 @@ class StepInfo(NamedTuple):
 
     number: int
     applied: Tensor
-
-
-class CollectiveCall(NamedTuple):
-    """An exchange of a step.
-
-    size: FP32 entries of an all-reduce, or own bytes of an all-gather.
-    codec: of an all-reduce, whose messages cross the outermost level.
-    share: of the steps that have it.
-    """
-
-    collective: Literal["all_reduce", "all_gather"]
-    size: int
-    codec: Codec | None = None
-    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -224,6 +212,10 @@ class Method(ABC):
             sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
         return sizes
 
+    def discard_exchanges(self) -> None:
+        """Forget exchanges that are in flight, and requests: another state is about to be loaded. Collective."""
+        self._full_exchange_requested = False
+
     def allocate(self, kind: str, name: str) -> None:
         """Create a parameter's state that exists only at times, before it is loaded."""
 
@@ -232,7 +224,8 @@ class Method(ABC):
         return {state.kind: dict(state.tensors) for state in self.states()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load the result of `state_dict` into the present tensors."""
+        """Load the result of `state_dict` into the present tensors. Collective."""
+        self.discard_exchanges()
         for kind, tensors in saved.items():
             for name in tensors:
                 self.allocate(kind, name)
@@ -243,6 +236,19 @@ class Method(ABC):
     def record(self) -> dict[str, Any]:
         """Return the state that is not a tensor, as plain values for a checkpoint's record."""
         return {}
+
+    def begin_import(self, reader: Any, same_layout: bool, step: int) -> Any:
+        """Begin to load a checkpoint; only for methods with `holds_optimizer_state`, see `checkpoint.migration`.
+
+        Args:
+            reader: a `methods.imported.CheckpointReader`.
+            same_layout: method and layout are those of the run that saved.
+            step: of the checkpoint.
+
+        Returns:
+            An object with `parameter(shard, imported, row)` and `finish()`, like `methods.scape.importing.ScapeImport`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps its moments in the optimizer")
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         """Return the tensors that must be bitwise equal on all replicas, after `finish_previous_step`."""
@@ -266,7 +272,7 @@ class Method(ABC):
         return None if moment is None else local(moment).view(-1), residual
 
     def metrics(self) -> dict[str, float]:
-        """Return figures of the last step for the log, after `finish_previous_step`. Collective.
+        """Return the metrics of the last step for the log, after `finish_previous_step`. Collective.
 
         "density" is the fraction of the entries that a step sends. "residual_norm" is the norm of the pending updates,
         as the root mean square over replicas.
@@ -285,16 +291,21 @@ class Method(ABC):
         """Return the root of a sum of squares over all ranks, divided by the number of replicas. Collective."""
         return (self.collectives.sum_over_all(squares) / self.collectives.replicas).item() ** 0.5
 
+    def local_model(self) -> LocalModel:
+        """Return the names and shapes of this rank's shards."""
+        shards = self.context.shards
+        return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards))
+
     def collective_calls(self) -> list[CollectiveCall]:
-        """Return the collectives of a step after the warm-up, and the fraction of the steps that contain each."""
-        raise NotImplementedError
+        """Return `options.cost().collective_calls(...)` for this rank."""
+        levels, chunk_entries = level_sizes(self.collectives.levels), self.collectives.chunk_entries
+        calls: list[CollectiveCall] = self.options.cost().collective_calls(self.local_model(), levels, chunk_entries)
+        return calls
 
     def planned_bytes(self) -> float:
-        """Return the bytes that this rank sends per step after the warm-up, on average."""
-        return sum(
-            call.share * self.collectives.planned_bytes(call.collective, call.size, call.codec)
-            for call in self.collective_calls()
-        )
+        """Return the bytes that this rank sends per step after warm-up, averaged over steps."""
+        levels = level_sizes(self.collectives.levels)
+        return sum(stage.sent for call in self.collective_calls() for stage in call.stages(levels))
 
     def payload_chunks(self) -> int:
         """Return the number of messages that carry the payload of a step."""

@@ -1,95 +1,38 @@
-"""Local updates: replicas step alone, and tell each other now and then how far they have come.
+"""Local updates: several local steps, then an exchange of displacements.
 
-One frame for all of that family: Douillard et al., "DiLoCo" (arXiv:2311.08105) and "Streaming DiLoCo" (2501.18512),
-Sarfi et al., "SparseLoCo" (2508.15706). A method of it is a schedule, the rates of the outer step, and any other method
-as codec, which gets displacements in the place of gradients.
+Base class of DiLoCo (Douillard et al., arXiv:2311.08105), Streaming DiLoCo (Douillard et al., arXiv:2501.18512) and
+SparseLoCo (Sarfi et al., arXiv:2508.15706). Such a method consists of a schedule, the rates of the outer step, and a
+gradient method that averages displacements instead of gradients.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, layer_of, stored
+from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
-from torchtitan_scape.methods.dense.method import Dense, DenseOptions
-from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import FREE, MethodOptions
-from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-
-Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
-
-
-@dataclass
-class LocalOptions(MethodOptions):
-    """What the sections of this family have in common; each has defaults of its own."""
-
-    inner_steps: int = 30
-    """Steps that replicas take alone between two exchanges of a parameter"""
-
-    outer_lr: float = 0.7
-    """Constant rate at which the anchor, which replicas share, follows the mean of what they have moved since"""
-
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the anchor, in [0, 1); 0 for none"""
-
-    host: bool = field(default=False, metadata=FREE)
-    """Anchor and outer momentum lie in host memory: 8 bytes a parameter less on the device, 4 without momentum, read
-    and written at exchanges alone"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.inner_steps >= 1, "inner_steps", "it must be 1 or more")
-        self.require(self.outer_lr > 0.0, "outer_lr", "it must be positive")
-        self.require(0.0 <= self.outer_momentum < 1.0, "outer_momentum", "it must lie in [0, 1)")
-
-
-def averaged_by(code: str) -> Callable[[MethodContext], GradientMethod]:
-    """The codec that averages whole displacements, which travel by this code; what it loses is let go."""
-    if code == "float32":
-        return lambda context: Dense(context, DenseOptions())
-    options = QuantizedOptions(code=code, error_feedback=False)  # type: ignore[arg-type]
-    return lambda context: Quantized(context, options)
-
-
-@dataclass(frozen=True)
-class FragmentSchedule:
-    """When what is exchanged; steps are attempted ones, from 1.
-
-    inner_steps: of a round, in which every parameter is exchanged once. fragments: parts that go one after the other.
-    delay: steps from the start of an exchange to its use. mix: share of a replica's own parameter that then stays.
-    """
-
-    inner_steps: int
-    fragments: int = 1
-    delay: int = 0
-    mix: float = 0.0
-
-    def is_due(self, fragment: int, step: int) -> bool:
-        return self.last_due(fragment, step) == step
-
-    def last_due(self, fragment: int, step: int) -> int:
-        """The last step up to `step` at which the fragment was due; 0 or less where it was not yet."""
-        first = round((fragment + 1) * self.inner_steps / self.fragments)
-        return step - (step - first) % self.inner_steps
-
-    def fragment_of(self, name: str) -> int:
-        """Layers are strided over all fragments but the first, which has the rest; of one fragment all is in it."""
-        layer = layer_of(name)
-        return 0 if self.fragments == 1 or layer is None else 1 + layer % (self.fragments - 1)
+from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
+from torchtitan_scape.methods.local_options import LocalOptions
+from torchtitan_scape.methods.registry import implementation_of
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """The outer step: SGD on the mean displacement, with PyTorch's Nesterov momentum."""
+    """The outer step: SGD on the mean displacement, with Nesterov momentum as in `torch.optim.SGD`."""
 
     rate: float
     momentum: float = 0.0
 
     def step(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
-        """All FP32 (n,): anchor and momentum, None without one, are changed in place; `mean` is overwritten."""
+        """Update anchor and momentum in place.
+
+        Args:
+            anchor: FP32 (n,).
+            momentum: FP32 (n,), or None without momentum.
+            mean: FP32 (n,), the mean displacement; it is overwritten.
+        """
         if momentum is not None:
             momentum.mul_(self.momentum).add_(mean)
             mean.add_(momentum, alpha=self.momentum)
@@ -98,95 +41,94 @@ class OuterOptimizer:
 
 @dataclass
 class _Fragment:
-    """Parameters that are exchanged together, by a codec of their own."""
+    """Parameters that are exchanged together.
+
+    Attributes:
+        averaging: the method that averages their displacements.
+    """
 
     number: int
     shards: list[Shard]
-    codec: GradientMethod
+    averaging: GradientMethod
 
 
 @dataclass
 class _FragmentInFlight:
-    """An exchange on its way.
+    """The exchange of a fragment between its start and the use of its result.
 
-    lands: at which step; None where it was begun before this process, until the next step tells.
-    take: waits and gives the mean displacements, FP32 (n,) a shard, which are `means` from then on.
+    Attributes:
+        due: the step that applies the result; None until the next step if the exchange comes from a checkpoint.
+        finish: waits and returns the mean displacements, FP32 (n,) per shard.
+        means: the result of `finish`, once it was called.
     """
 
     fragment: _Fragment
     shards: list[Shard]
-    lands: int | None
-    take: Callable[[], list[Tensor]]
+    due: int | None
+    finish: Callable[[], list[Tensor]]
     means: list[Tensor] = field(default_factory=list)
 
-    def arrived(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor]:
         if not self.means and self.shards:
-            self.means = self.take()
+            self.means = self.finish()
         return self.means
 
 
 class LocalUpdates(LocalMethod):
-    """After the update of a step, for the fragments whose turn it is (theta: this replica's parameters):
+    """Exchange of the displacements of the fragments that are due in a step (theta_i: the parameters of replica i).
 
-    1. D_i = anchor - theta_i; the codec begins the mean D of all D_i;
-    2. `delay` steps later D is taken: v = mu v + D, anchor -= rate (D + mu v);
-    3. theta_i = mix theta_i + (1 - mix) anchor. The inner optimizer's moments stay.
+    After the inner optimizer's update:
 
-    At a skipped step nothing begins and nothing lands: what was due waits for its turn in the next round, what was to
-    land does so with the next step that is applied; where its fragment's own turn was skipped as well, `delay` steps
-    after that at the earliest. The host asks for that, and waits for the device, at those steps alone.
+    1. D_i = anchor - theta_i; start averaging all D_i to D;
+    2. `delay` steps later: v = mu v + D, anchor -= rate (D + mu v);
+    3. theta_i = mix theta_i + (1 - mix) anchor. The inner optimizer's moments do not change.
 
-    Args:
-        codec: builds the method that averages the displacements, from the context of one fragment's shards. Its
-            pending gradients are pending displacements here.
-        host: anchor and outer momentum lie in host memory.
+    A skipped step starts no exchange and applies no result. A fragment that was due is exchanged in the next round. A
+    result that was due is applied by the next step that is not skipped; if the next exchange of its fragment was
+    skipped as well, at the earliest `delay` steps after that. Only in such steps does the host wait for the device.
+
+    The method of `options.averaging()` averages the displacements. Its residual is a residual of displacements here.
     """
 
-    def __init__(
-        self,
-        context: MethodContext,
-        options: MethodOptions,
-        schedule: FragmentSchedule,
-        outer: OuterOptimizer,
-        codec: Callable[[MethodContext], GradientMethod],
-        host: bool = False,
-    ) -> None:
+    def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
-        self.schedule, self.outer = schedule, outer
-        self._anchors = {s.name: _kept(stored(s.parameter), host) for s in context.shards}
-        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()} if outer.momentum else {}
+        schedule, host = options.schedule(), options.host
+        self.schedule, self.outer = schedule, OuterOptimizer(options.outer_lr, options.outer_momentum)
+        averaging = options.averaging()
+        self._anchors = {s.name: _float32_copy(stored(s.parameter), host) for s in context.shards}
+        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()} if self.outer.momentum else {}
         if host and self._momenta and context.shards[0].device.type == "cuda":
             self._momenta = {name: v.pin_memory() for name, v in self._momenta.items()}
         self._fragments: list[_Fragment] = []
         for number in range(schedule.fragments):
             shards = [s for s in context.shards if schedule.fragment_of(s.name) == number]
             if shards:  # a model may have fewer layers
-                made = codec(replace(context, shards=shards, gradient_scale=1.0))
-                self._fragments.append(_Fragment(number, shards, made))
-        self._flights: list[_FragmentInFlight] = []
-        self._whole = False
+                averaged = implementation_of(averaging)(replace(context, shards=shards, gradient_scale=1.0), averaging)
+                assert isinstance(averaged, GradientMethod)
+                self._fragments.append(_Fragment(number, shards, averaged))
+        self._in_flight: list[_FragmentInFlight] = []
 
-    def exchange(self, step: StepInfo) -> None:
-        whole, self._whole = self._whole, False
-        for flight in self._flights:
-            if flight.lands is None:
-                begun = self.schedule.last_due(flight.fragment.number, step.number - 1)
-                flight.lands = begun + self.schedule.delay
-        landing = [flight for flight in self._flights if whole or (flight.lands or 0) <= step.number]
-        due = [f for f in self._fragments if whole or self.schedule.is_due(f.number, step.number)]
-        if not (landing or due):
+    def exchange(self, info: StepInfo) -> None:
+        full = self.take_full_exchange_request()
+        for exchange in self._in_flight:
+            if exchange.due is None:
+                started = self.schedule.last_due(exchange.fragment.number, info.number - 1)
+                exchange.due = started + self.schedule.delay
+        results = [exchange for exchange in self._in_flight if full or (exchange.due or 0) <= info.number]
+        fragments = [f for f in self._fragments if full or self.schedule.is_due(f.number, info.number)]
+        if not (results or fragments):
             return
-        if not step.applied.item():
-            for flight in landing:  # one that is held beyond its fragment's next turn goes by that, as after a resume
-                if self.schedule.is_due(flight.fragment.number, step.number):
-                    flight.lands = step.number + self.schedule.delay
+        if not info.applied.item():
+            for exchange in results:  # as after a resume: count `delay` from the fragment's last scheduled exchange
+                if self.schedule.is_due(exchange.fragment.number, info.number):
+                    exchange.due = info.number + self.schedule.delay
             return
-        for flight in landing:
-            self._land(flight, self.schedule.mix)
-        at_once = whole or self.schedule.delay == 0
-        flights = [self._begin(fragment, step, at_once) for fragment in due]
-        for flight in flights if at_once else ():
-            self._land(flight, 0.0 if whole else self.schedule.mix)
+        for exchange in results:
+            self._apply(exchange, self.schedule.mix)
+        at_once = full or self.schedule.delay == 0
+        started_now = [self._start(fragment, info, at_once) for fragment in fragments]
+        for exchange in started_now if at_once else ():
+            self._apply(exchange, 0.0 if full else self.schedule.mix)
 
     def states(self) -> list[State]:
         found = [State("anchor", self._anchors, per_replica=False, on_migration="model")]
@@ -194,59 +136,67 @@ class LocalUpdates(LocalMethod):
             found.append(State("outer_momentum", self._momenta, per_replica=False, on_migration="copy"))
         in_flight = {
             shard.name: mean.view(shard.local_shape)
-            for flight in self._flights
-            for shard, mean in zip(flight.shards, flight.arrived(), strict=True)
+            for exchange in self._in_flight
+            for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)
         }
-        return [*found, State("in_flight", in_flight, per_replica=False, on_migration="copy"), *self._codec_states()]
+        return [
+            *found,
+            State("in_flight", in_flight, per_replica=False, on_migration="copy"),
+            *self._averaging_states(),
+        ]
+
+    def discard_exchanges(self) -> None:
+        super().discard_exchanges()
+        for exchange in self._in_flight:
+            exchange.wait()
+        self._in_flight.clear()
+        for fragment in self._fragments:
+            fragment.averaging.discard_exchanges()
 
     def allocate(self, kind: str, name: str) -> None:
         if kind != "in_flight":
             return
         for fragment in self._fragments:
             for shard in (shard for shard in fragment.shards if shard.name == name):
-                flight = next((f for f in self._flights if f.fragment is fragment), None)
-                if flight is None:
-                    flight = _FragmentInFlight(fragment, [], None, list)
-                    self._flights.append(flight)
-                flight.shards.append(shard)
-                flight.means.append(torch.zeros(shard.size, dtype=torch.float32, device=shard.device))
+                exchange = next((f for f in self._in_flight if f.fragment is fragment), None)
+                if exchange is None:
+                    exchange = _FragmentInFlight(fragment, [], None, list)
+                    self._in_flight.append(exchange)
+                exchange.shards.append(shard)
+                exchange.means.append(torch.zeros(shard.size, dtype=torch.float32, device=shard.device))
 
     def request_full_exchange(self) -> None:
-        """The next step exchanges all parameters at once and uses the means in it; replicas are equal then."""
-        self._whole = True
+        """Make the next step exchange all parameters and apply the result at once, so that replicas are equal."""
+        super().request_full_exchange()
         for fragment in self._fragments:
-            fragment.codec.request_full_exchange()
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        """Of a round."""
-        return [message for fragment in self._fragments for message in fragment.codec.collective_calls()]
-
-    def planned_bytes(self) -> float:
-        return sum(fragment.codec.planned_bytes() for fragment in self._fragments) / self.schedule.inner_steps
+            fragment.averaging.request_full_exchange()
 
     def density(self) -> float:
         sizes = [sum(shard.size for shard in fragment.shards) for fragment in self._fragments]
-        sent = sum(n * f.codec.density() for n, f in zip(sizes, self._fragments, strict=True))
+        sent = sum(n * f.averaging.density() for n, f in zip(sizes, self._fragments, strict=True))
         return sent / max(1, sum(sizes)) / self.schedule.inner_steps
 
-    def _begin(self, fragment: _Fragment, step: StepInfo, at_once: bool) -> _FragmentInFlight:
-        moved = []
+    def _start(self, fragment: _Fragment, info: StepInfo, at_once: bool) -> _FragmentInFlight:
+        displacements = []
         for shard in fragment.shards:
             theta = stored(shard.parameter)
-            moved.append(torch.sub(self._anchors[shard.name].to(theta.device), theta).view(-1))
-        step = step._replace(
-            applied=step.applied.clone()
-        )  # the container's tensor is of a later step when this is taken
-        # At once it goes through the buffers of few chunks.
-        take = GradientMethod.start(fragment.codec, moved, step) if at_once else fragment.codec.start(moved, step)
-        flight = _FragmentInFlight(fragment, fragment.shards, step.number + self.schedule.delay, take)
-        self._flights.append(flight)
-        return flight
+            displacements.append(torch.sub(self._anchors[shard.name].to(theta.device), theta).view(-1))
+        # Later steps overwrite the optimizer's flag before the exchange finishes.
+        info = info._replace(applied=info.applied.clone())
+        # Without a delay, the default `start` needs buffers for two chunks only, not for all.
+        averaging = fragment.averaging
+        finish = (
+            GradientMethod.start(averaging, displacements, info) if at_once else averaging.start(displacements, info)
+        )
+        exchange = _FragmentInFlight(fragment, fragment.shards, info.number + self.schedule.delay, finish)
+        self._in_flight.append(exchange)
+        return exchange
 
-    def _land(self, flight: _FragmentInFlight, mix: float) -> None:
-        for shard, mean in zip(flight.shards, flight.arrived(), strict=True):
+    def _apply(self, exchange: _FragmentInFlight, mix: float) -> None:
+        """Run the outer step with the result of an exchange, and update this replica's parameters."""
+        for shard, mean in zip(exchange.shards, exchange.wait(), strict=True):
             theta, anchor, momentum = stored(shard.parameter), self._anchors[shard.name], self._momenta.get(shard.name)
-            # Copies where they lie in host memory.
+            # These are copies if the states are in host memory.
             on_device = anchor.to(theta.device)
             v = None if momentum is None else momentum.to(theta.device)
             self.outer.step(on_device.view(-1), None if v is None else v.view(-1), mean.view(-1))
@@ -258,12 +208,12 @@ class LocalUpdates(LocalMethod):
                 theta.mul_(mix).add_(on_device, alpha=1.0 - mix)
             else:
                 theta.copy_(on_device)
-        self._flights.remove(flight)
+        self._in_flight.remove(exchange)
 
-    def _codec_states(self) -> list[State]:
+    def _averaging_states(self) -> list[State]:
         merged: dict[str, State] = {}
         for fragment in self._fragments:
-            for state in fragment.codec.states():
+            for state in fragment.averaging.states():
                 tensors = state.tensors
                 if not state.by_parameter:
                     tensors = {f"{fragment.number}.{name}": values for name, values in tensors.items()}
@@ -275,7 +225,7 @@ class LocalUpdates(LocalMethod):
         return list(merged.values())
 
 
-def _kept(values: Tensor, host: bool) -> Tensor:
-    """A copy of FP32 values, in host memory if asked; pinned where that is another one than the device's."""
+def _float32_copy(values: Tensor, host: bool) -> Tensor:
+    """Return an FP32 copy, in host memory if `host`; that of a CUDA tensor is pinned."""
     copy = values.detach().to("cpu" if host else values.device, torch.float32, copy=True)
     return copy.pin_memory() if host and values.is_cuda else copy

@@ -1,89 +1,131 @@
-"""An option is spelled once: what the sections of a recipe that belong to a method have in common.
+"""Base class of the methods' TOML sections, and the cost formula that each of them provides. Imports no torch.
 
-A method's options are a dataclass beside it. The dataclass is the TOML section, checks itself, and says by its fields
-what replicas must agree on, what a checkpoint records of it, and what decides where state lies.
-
-No `from __future__ import annotations` in a file with a section: TorchTitan tells sections apart by
-`is_dataclass(field.type)`.
+A file that defines a section must not use `from __future__ import annotations`, see `core.options`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
 
+from topology.calls import CollectiveCall
 from topology.layout import Layout
-from torchtitan_scape.core.type_checks import check_section
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-# Of a field, as in `field(default=1024, metadata=LAYOUT)`.
-# By it state lies otherwise: with another value it is taken by the rule for another layout.
-LAYOUT = {"layout": True}
-# It changes how a step is computed, or where, and no number that comes out of it.
-FREE = {"free": True}
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import Options
+from torchtitan_scape.core.workloads import LocalModel
 
 
-@dataclass
-class Options:
-    """A section. Subclasses are dataclasses, name it, and give every field a docstring, which --help shows.
+class MethodCost(Protocol):
+    """Cost of a step after warm-up, in bytes, without the optimizer (`optimizers/cost.py`).
 
-    Raises ValueError for a value of a wrong type; subclasses `require` the rest in `__post_init__`.
+    `model` has the names and shapes of this rank's shards.
+
+    Attributes:
+        includes_optimizer: The method updates the parameters itself: `memory_traffic` and `device_memory` contain
+            parameters, gradients and the optimizer's state.
+        supports_overlap: The exchange can run during the last backward pass of a step.
+        scalar_reductions: All-reduces of a scalar that a step waits for.
     """
 
-    section: ClassVar[str]  # as in the recipe, for example "sync.scape"
+    @property
+    def includes_optimizer(self) -> bool: ...
 
-    def __post_init__(self) -> None:
-        check_section(self, self.section)
+    @property
+    def supports_overlap(self) -> bool: ...
 
-    def require(self, holds: bool, name: str, rule: str) -> None:
-        """Raises ValueError with the field's value and the rule, for example "it must be 0 or more"."""
-        if not holds:
-            raise ValueError(f"[{self.section}] {name} = {getattr(self, name)!r}; {rule}")
+    @property
+    def scalar_reductions(self) -> int: ...
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What replicas agree on and a checkpoint records: plain JSON values by the fields' names."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if not f.metadata.get("free")}
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        """Return the collectives of a step, in their order.
 
-    def layout(self) -> dict[str, Any]:
-        """Of these, what decides where state lies."""
-        values = self.fingerprint()
-        return {f.name: values[f.name] for f in fields(self) if f.metadata.get("layout")}
+        Args:
+            levels: Levels that the replicas span, innermost first; none for a single replica.
+            chunk_entries: FP32 elements of the buffers of a chunked exchange.
+        """
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory on the device, by kind."""
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory on the host, by kind."""
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the bytes that (the packing pass, the other passes) copy between device and host, in both directions.
+
+        Both directions are added.
+        """
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        """Return the device memory of a process that simulates all replicas, by kind, the optimizer included.
+
+        Args:
+            optimizer: Memory of the optimizer on one rank, by kind.
+        """
 
 
 @dataclass
 class MethodOptions(Options):
-    """The section of a method of the replicate axis, and what others ask of it before there is an object."""
+    """TOML section of one method; the only place where its options are declared."""
+
+    main_options: ClassVar[tuple[str, ...]] = ()  # options that determine the bytes sent; the planner prints them
+
+    @classmethod
+    def method_name(cls) -> str:
+        """Return the name of the method in `[sync] method`."""
+        return cls.section.removeprefix("sync.")
+
+    def cost(self) -> MethodCost:
+        """Return the cost of the method with these options."""
+        raise NotImplementedError
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> Self:
-        """The options with what they leave to the model chosen; themselves where there is no such thing.
+        """Return the options with values chosen for this model.
 
-        shapes: of a rank's shards. Raises ValueError where nothing can be chosen.
+        Args:
+            shapes: Shapes of this rank's shards.
+
+        Raises:
+            ValueError: No value satisfies the options.
         """
         return self
 
     def resolve_for_links(self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int) -> Self:
-        """Return the options with defaults chosen that depend on the links between replicas.
+        """Return the options with defaults chosen for the links between replicas.
 
         Args:
-            shapes: of this rank's shards.
-            layout: of the run, simulated replicas included.
-            rank: this rank.
-            levels: levels of the exchange, as communicators were built.
+            shapes: Shapes of this rank's shards.
+            layout: Layout of the run, simulated replicas included.
+            rank: This rank.
+            levels: Number of link levels for which communicators were built.
         """
         return self
 
     def needs_comm_streams(self) -> bool:
-        """Whether an exchange over a single ring has several stages, so that it needs lanes."""
+        """Return whether an exchange on a single level has several stages and therefore needs comm streams."""
         return False
 
     def simulation_error(self) -> str:
-        """Why replicas that one process plays do not go with these options; empty where they do."""
+        """Return why simulated replicas do not support these options; "" if they do."""
         return ""
 
-    def planned(self, optimizer: str) -> PlannedMethod:
-        """What the cost model knows of the method, with this `[optimizer] name`."""
-        return PlannedMethod(optimizer.lower())
+    def steps_per_round(self) -> int:
+        """Return the number of steps in which every parameter is exchanged and its result applied."""
+        return 1
 
+    def label(self) -> str:
+        """Return the method and its main options, for tables and log lines."""
+        return self.method_name()
 
-def _plain(value: Any) -> Any:
-    # Lists are sets here: no method asks for an order.
-    return sorted(value) if isinstance(value, list | tuple) else value
+    def offloaded(self) -> tuple[str, ...]:
+        """Return the states that are kept in host memory."""
+        return ()
+
+    def without_memory_savings(self) -> Self:
+        """Return the options with replicated updates, FP32 weights and all states on the device."""
+        return self

@@ -1,4 +1,4 @@
-"""Chunks of gradients that go out while the backward pass that leaves them is still running."""
+"""Overlap of the gradient exchange with the backward pass."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,88 +12,110 @@ from torchtitan_scape.methods.interface import Method, StepInfo
 
 
 class BackwardOverlap:
-    """Starts the chunks of a method as the last backward pass of a step completes their gradients.
+    """Starts a method's chunks as the last backward pass of a step completes their gradients.
 
-    A gradient is complete when its parameter's post-accumulate hook runs: autograd's, or FSDP2's after its
-    reduce-scatter, which accumulates on the shard itself. All replicas start all chunks of a step in the same order,
-    whatever order their gradients come in: a chunk waits for those in front of it, and what is left, of parameters
-    without a gradient too, is started in `start_remaining`, before any other collective. Chunks that were not
-    complete on some rank come last in the next step, so that a parameter that is not used holds up its own alone.
-    Gradients stay as they are meanwhile, for the check whether they are finite, and the method's state, which is
-    written after it, in `take`.
+    A gradient is complete when the post-accumulate hook of its parameter runs. Autograd runs the hook, or FSDP2 after
+    its reduce-scatter, which accumulates on the shard itself.
 
-    Usage, a step: `begin`, the backward pass, `start_remaining`, `take`.
+    All replicas must start the chunks in the same order, whatever the order of their gradients. A chunk therefore waits
+    for all chunks before it. `start_remaining` starts the others before any other collective, including those of
+    parameters without a gradient. Chunks that were incomplete on some rank are moved to the end of the next step's
+    order, so that an unused parameter delays only its own chunk.
+
+    Until `finish`, gradients and the method's state do not change: the check for non-finite gradients comes first.
+
+    Order of calls in a step: `begin`, the backward pass, `start_remaining`, `finish`.
+
+    Attributes:
+        active: True from `begin` to `finish` or `cancel`.
+        complete: after `start_remaining`, whether the backward pass completed each chunk.
     """
 
     def __init__(self, method: ChunkedMethod, shards: Sequence[Shard]) -> None:
         self._method, self._shards = method, shards
-        self._needed = [{s.tensor for s in chunk.slices} for chunk in method.chunks]
+        self._required = [{s.tensor for s in chunk.slices} for chunk in method.chunks]
         self._gradients: dict[int, Tensor] = {}
-        self._arriving: list[ChunkInFlight] = []
-        self._order = list(range(len(self._needed)))
-        self.complete: list[
-            bool
-        ] = []  # of every chunk, once `start_remaining` was called: whether the backward pass completed it
-        self.under_way = False
+        self._in_flight: list[ChunkInFlight] = []
+        self._order = list(range(len(self._required)))
+        self.complete: list[bool] = []
+        self.active = False
         for number, shard in enumerate(shards):
-            shard.parameter.register_post_accumulate_grad_hook(partial(self._left, number))
+            shard.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     @classmethod
     def of(cls, methods: Sequence[Method], shards: Sequence[Shard]) -> "BackwardOverlap | None":
-        """methods: of the replicas of a process. None where there is nobody to send to, or no backward pass of one
-        replica alone."""
+        """Return the overlap for the replicas of this process.
+
+        Args:
+            methods: one method per replica of this process.
+
+        Returns:
+            None if the method is not chunked, if there is no other replica, or if the process simulates several
+            replicas, which share one backward pass.
+        """
         first = methods[0]
         if isinstance(first, ChunkedMethod) and len(methods) == 1 and first.collectives.replicas > 1:
             return cls(first, shards)
         return None
 
     def begin(self, agreed: Sequence[bool] = ()) -> None:
-        """The next backward pass is the last of its step. agreed: what of `complete` all ranks had in the last one."""
-        assert not self.under_way, "after a backward pass that failed call zero_grad() first"
+        """Expect the last backward pass of a step.
+
+        Args:
+            agreed: `complete` of the previous step, combined over all ranks.
+        """
+        assert not self.active, "after a backward pass that failed call zero_grad() first"
         self._method.begin()
         if len(agreed) == len(self._order):
             self._order = sorted(range(len(agreed)), key=lambda number: not agreed[number])
-        self._gradients, self._arriving, self.under_way = {}, [], True
+        self._gradients, self._in_flight, self.active = {}, [], True
 
     def cancel(self) -> bool:
-        """Ends what a backward pass that failed has begun, and whose step did not follow; whether there was one.
+        """Discard the exchange of a backward pass that failed. Collective.
 
-        The other replicas give it up as well, but may have come further: all chunks are exchanged, and nothing is made
-        of them.
+        The other replicas cancel as well, but may have started more chunks. All chunks are therefore exchanged, and
+        their results are dropped.
+
+        Returns:
+            True if an exchange was active.
         """
-        if not self.under_way:
+        if not self.active:
             return False
-        self._start_rest()
-        for chunk in self._arriving:
+        self._start_all()
+        for chunk in self._in_flight:
             chunk.handle.wait()
-        self._gradients, self._arriving, self.under_way = {}, [], False
+        self._gradients, self._in_flight, self.active = {}, [], False
         return True
 
     def start_remaining(self) -> list[Tensor]:
-        """Starts what is left. Returns the gradients as the method takes them."""
-        self.complete = [needed <= self._gradients.keys() for needed in self._needed]
-        return self._start_rest()
+        """Start the chunks that the backward pass did not start. Collective.
+
+        Returns:
+            The gradients, FP32 (n,) per shard.
+        """
+        self.complete = [required <= self._gradients.keys() for required in self._required]
+        return self._start_all()
 
     @torch.no_grad()
-    def _start_rest(self) -> list[Tensor]:
+    def _start_all(self) -> list[Tensor]:
         for number, shard in enumerate(self._shards):
             if number not in self._gradients:
                 self._gradients[number] = flat_gradient(shard).float()
         self._start_complete()
         return [self._gradients[number] for number in range(len(self._shards))]
 
-    def take(self, step: StepInfo) -> list[Tensor]:
-        """What `synchronize` of the method gives."""
-        found = self._start_rest()
-        for chunk in self._arriving:
-            chunk.take(step)
-        self._gradients, self._arriving, self.complete, self.under_way = {}, [], [], False
-        return found
+    def finish(self, info: StepInfo) -> list[Tensor]:
+        """Wait for all chunks and return the result of the method's `synchronize`."""
+        gradients = self._start_all()
+        for chunk in self._in_flight:
+            chunk.finish(info)
+        self._gradients, self._in_flight, self.complete, self.active = {}, [], [], False
+        return gradients
 
     @torch.no_grad()
-    def _left(self, number: int, parameter: Tensor) -> None:
-        """The backward pass has completed a parameter's gradient."""
-        if not self.under_way:
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
+        """Handle a parameter's completed gradient."""
+        if not self.active:
             return
         if number in self._gradients:
             raise ValueError(
@@ -104,7 +126,7 @@ class BackwardOverlap:
         self._start_complete()
 
     def _start_complete(self) -> None:
-        for number in self._order[len(self._arriving) :]:
-            if not self._needed[number] <= self._gradients.keys():
+        for number in self._order[len(self._in_flight) :]:
+            if not self._required[number] <= self._gradients.keys():
                 return
-            self._arriving.append(self._method.start_chunk(number, self._gradients))
+            self._in_flight.append(self._method.start_chunk(number, self._gradients))

@@ -1,66 +1,95 @@
-"""Which methods there are: one line each."""
+"""The list of methods. Implementations are imported on first use, so that importing this module imports no torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_scape.methods.demo.method import Demo, DemoOptions
-from torchtitan_scape.methods.dense.method import Dense, DenseOptions
-from torchtitan_scape.methods.diloco.method import Diloco, DilocoOptions
-from torchtitan_scape.methods.interface import Method
+from torchtitan_scape.methods.demo.options import DemoOptions
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.pending import ImportedState, import_state
-from torchtitan_scape.methods.powersgd.method import Powersgd, PowersgdOptions
-from torchtitan_scape.methods.quantized.method import Quantized, QuantizedOptions
-from torchtitan_scape.methods.radius.method import Radius, RadiusOptions
-from torchtitan_scape.methods.scape.loading import import_scape_state
-from torchtitan_scape.methods.scape.method import ScapeMethod
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.sparseloco.method import Sparseloco, SparselocoOptions
-from torchtitan_scape.methods.sparta.method import Sparta, SpartaOptions
-from torchtitan_scape.methods.streaming_diloco.method import StreamingDiloco, StreamingDilocoOptions
-from torchtitan_scape.methods.tagc.method import Tagc, TagcOptions
-from torchtitan_scape.methods.topk.method import Topk, TopkOptions
+from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
+from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
+from torchtitan_scape.methods.tagc.options import TagcOptions
+from torchtitan_scape.methods.topk.options import TopkOptions
+
+if TYPE_CHECKING:
+    from torchtitan_scape.methods.interface import Method
+
+# Optimizers that work with any synchronized gradient or averaged parameter.
+ANY_OPTIMIZER = ("AdamW", "AdamS", "Muon", "SignSGD")
 
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method by its name in `[sync] method`.
+    """A method, registered under its name in `[sync] method`.
 
-    options: its section of the configuration. optimizers: the `[optimizer] name`s it goes with.
-    method: its class.
-    incoming: what a checkpoint of it says to any method: see `methods.pending.import_state`.
-    pieces: it is right for parameters that are flat pieces of others, as those on three levels are.
-    adds_up: a method that is linear in the gradient and keeps nothing; simulated replicas' gradients may be added up by
-        their backward passes before it sees them.
+    Attributes:
+        options: Its TOML section.
+        implementation: Its class, as a name below `torchtitan_scape.methods`.
+        optimizers: Values of `[optimizer] name` that it supports.
+        is_linear: Stateless and linear in the gradient: simulated gradients may be summed before the method runs.
+        supports_flat_slices: It supports parameters that are flat slices of others ([sharding.levels]).
+        import_function: A function that reads the method's checkpoints for any other method.
     """
 
     options: type[MethodOptions]
-    optimizers: tuple[str, ...]
-    method: type[Method]
-    incoming: Callable[..., ImportedState] = import_state
+    implementation: str
+    optimizers: tuple[str, ...] = ANY_OPTIMIZER
     is_linear: bool = False
     supports_flat_slices: bool = False
+    import_function: str = "imported.import_state"
+
+    @property
+    def method(self) -> "type[Method]":
+        """Class of the method."""
+        found: type[Method] = _import(self.implementation)
+        return found
+
+    @property
+    def import_state(self) -> Any:
+        """The function `import_function`."""
+        return _import(self.import_function)
 
     @property
     def supports_overlap(self) -> bool:
-        """Whether it goes with `[sync] overlap`."""
-        return self.method.supports_overlap
+        """Whether the method supports `[sync] overlap`."""
+        return self.options().cost().supports_overlap
 
 
-# With which a method goes that only asks for gradients, or parameters that have moved.
-ANY = ("AdamW", "AdamS", "Muon", "SignSGD")
+def _import(name: str) -> Any:
+    """Return the class or function of this name below `torchtitan_scape.methods`."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(f"torchtitan_scape.methods.{module}"), attribute)
 
-METHODS = {
-    "dense": MethodEntry(DenseOptions, ANY, Dense, is_linear=True, supports_flat_slices=True),
-    "scape": MethodEntry(ScapeOptions, ("AdamS",), ScapeMethod, incoming=import_scape_state, supports_flat_slices=True),
-    "topk": MethodEntry(TopkOptions, ANY, Topk),
-    "tagc": MethodEntry(TagcOptions, ANY, Tagc),
-    "powersgd": MethodEntry(PowersgdOptions, ANY, Powersgd),
-    "radius": MethodEntry(RadiusOptions, ("AdamW", "AdamS"), Radius),
-    "quantized": MethodEntry(QuantizedOptions, ANY, Quantized),
-    "demo": MethodEntry(DemoOptions, ("SignSGD", "AdamW", "AdamS", "Muon"), Demo),
-    "diloco": MethodEntry(DilocoOptions, ANY, Diloco),
-    "streaming_diloco": MethodEntry(StreamingDilocoOptions, ANY, StreamingDiloco),
-    "sparta": MethodEntry(SpartaOptions, ANY, Sparta),
-    "sparseloco": MethodEntry(SparselocoOptions, ANY, Sparseloco),
+
+METHODS: dict[str, MethodEntry] = {
+    "dense": MethodEntry(DenseOptions, "dense.method.Dense", is_linear=True, supports_flat_slices=True),
+    "scape": MethodEntry(
+        ScapeOptions,
+        "scape.method.ScapeMethod",
+        ("AdamS",),
+        supports_flat_slices=True,
+        import_function="scape.importing.import_scape_state",
+    ),
+    "topk": MethodEntry(TopkOptions, "topk.method.Topk"),
+    "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),
+    "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
+    "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
+    "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized"),
+    "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),
+    "diloco": MethodEntry(DilocoOptions, "diloco.method.Diloco"),
+    "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
+    "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta"),
+    "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
 }
+
+
+def implementation_of(options: MethodOptions) -> "type[Method]":
+    """Return the class of the method with these options."""
+    return METHODS[options.method_name()].method

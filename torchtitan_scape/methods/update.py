@@ -1,4 +1,4 @@
-"""Clipping and the optimizer's update, of a step that may have to be skipped."""
+"""Gradient norm, clipping, and an optimizer step that the device can skip."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,13 @@ from torchtitan_scape.core.parameters import Shard
 def norm_over_model(
     shards: Sequence[Shard], norms: Sequence[Tensor], collectives: ReplicaCollectives, device: torch.device
 ) -> Tensor:
-    """FP32 (): of what has these norms, FP64 () a shard. The same bits wherever those are the same."""
+    """Return the norm over the whole model, FP32 (). Collective.
+
+    The result is bitwise equal on ranks with bitwise equal inputs.
+
+    Args:
+        norms: FP64 () per shard.
+    """
     counted = [norm for shard, norm in zip(shards, norms, strict=True) if shard.counted]
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
@@ -21,16 +27,16 @@ def norm_over_model(
 
 
 def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> Tensor:
-    """Scales the gradients, in place, to a norm of `max_norm` at most; returns the factor, FP32 ()."""
+    """Scale the gradients in place so that their norm is at most `max_norm`, and return the factor, FP32 ()."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)
     return factor
 
 
 def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
-    """The optimizer's step, unless not `applied`."""
+    """Run the optimizer's step if `applied`, bool () on the device."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # The way a gradient scaler skips a step, on the device.
+        # Fused optimizers skip the step on the device if `found_inf` is set, as for `torch.amp.GradScaler`.
         optimizer.found_inf = (~applied).float()  # type: ignore[union-attr]
         optimizer.step()
     elif applied.item():

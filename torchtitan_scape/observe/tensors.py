@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.core.parameters import Shard, is_slice, layer_of
+from torchtitan_scape.core.parameters import Shard, is_slice
+from torchtitan_scape.core.workloads import layer_of
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _ALL = "layers.*."

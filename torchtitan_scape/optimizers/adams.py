@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from kernels import adams_step, choose_backend
 from kernels.common.rates import Rates
+from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, local
-from torchtitan_scape.core.type_checks import check_hyperparameters
 
 
 class AdamS(Optimizer):

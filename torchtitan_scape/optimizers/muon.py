@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Cut
 from torch.optim import Optimizer
 
-from torchtitan_scape.core.parameters import Shard, collect_shards, is_slice, layer_of, local
-from torchtitan_scape.core.type_checks import check_hyperparameters
+from torchtitan_scape.core.hyperparameters import check_hyperparameters
+from torchtitan_scape.core.parameters import Shard, collect_shards, is_slice, local
+from torchtitan_scape.core.workloads import layer_of
+from torchtitan_scape.optimizers.cost import ITERATIONS
 from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange
-from torchtitan_scape.planner.muon_volumes import ITERATIONS
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
 

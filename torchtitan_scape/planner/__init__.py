@@ -1,1 +1,1 @@
-"""Whether to compress, before a cluster is booked: workloads, cost, fit and advice, with two commands on top."""
+"""Predictions before a cluster is booked: cost of a step, fit of the paper's points, advice, and two commands."""

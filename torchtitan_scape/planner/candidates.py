@@ -1,4 +1,7 @@
-"""Which method on which layout: every candidate predicted, and the rule that picks. Plain arithmetic: no torch."""
+"""Candidate runs, their predictions, and the rule that selects one. Plain arithmetic: no torch.
+
+The lists of methods at the top are the planner's policy.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,41 +12,45 @@ from topology.layout import Layout, plan_layout
 from topology.links import Links
 from topology.machines import Machine, get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.planner.bf16 import Bf16Options
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.planner.volumes import PlannedRun
 
-DENSE = (PlannedRun("adams", overlap=True), PlannedRun("adamw", overlap=True))
-# Of 13 % of the bytes; it costs hardly any loss, and goes with any optimizer.
-CODED = (PlannedRun("quantized", wire="e2m1", block=128, overlap=True),)
-# By falling density, which is what costs loss, so that it is given up last; of 11.6, 2, 1.1 and 0.5 % of the bytes.
-SPARSE = tuple(
-    PlannedRun("scape", density, wire)
-    for density, wire in ((0.1, "float32"), (0.1, "int4"), (0.05, "int4"), (0.025, "2bit"))
+DENSE = (PlannedRun(DenseOptions(), "AdamS", overlap=True), PlannedRun(DenseOptions(), "AdamW", overlap=True))
+# 13 % of the dense bytes. The loss is nearly that of dense training, and any optimizer is supported.
+CODED = (PlannedRun(QuantizedOptions(code="e2m1", block=128), overlap=True),)
+# 11.6, 2, 1.1 and 0.5 % of the dense bytes, by decreasing density: a lower density costs loss, so that it comes last.
+SPARSE = (
+    PlannedRun(ScapeOptions(density=0.1)),
+    PlannedRun(ScapeOptions(density=0.1, wire="int4")),
+    PlannedRun(ScapeOptions(density=0.05, wire="int4")),
+    PlannedRun(ScapeOptions(density=0.025, wire="2bit")),
 )
-# Shown, and never advised: the first is not one of this trainer's methods, the others change the optimizer or the loss.
+# Shown but never advised: the trainer does not have the first; the others change the optimizer or the loss.
 COMPARED = (
-    PlannedRun("bf16", overlap=True),
-    PlannedRun("muon", overlap=True),
-    *(
-        PlannedRun("sparta", wire="1bit", inner_steps=3, outer_momentum=0.0, optimizer=optimizer)
-        for optimizer in ("adamw", "muon")
-    ),
+    PlannedRun(Bf16Options(), overlap=True),
+    PlannedRun(DenseOptions(), "Muon", overlap=True),
+    *(PlannedRun(SpartaOptions(interval=3, code="1bit"), optimizer) for optimizer in ("AdamW", "Muon")),
 )
-# The same with less memory.
-LEAN: tuple[dict[str, Any], ...] = (
-    {"offload": ("state",)},
-    {"update": "sharded", "values": "bfloat16", "weights": "bfloat16"},
-    {"update": "sharded", "values": "bfloat16", "weights": "bfloat16", "offload": ("state",)},
+# Options of SCAPE that need less memory.
+LOWER_MEMORY: tuple[dict[str, Any], ...] = (
+    {"offload": ["state"]},
+    {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16"},
+    {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16", "offload": ["state"]},
 )
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8
-MIN_GAIN = 1.03  # below that gain the model's own error decides
-NEAR_FASTEST = 1.05  # a density so near to the fastest is preferred if it is higher
+MIN_GAIN = 1.03  # a smaller gain is within the error of the model
+NEAR_FASTEST = 1.05  # the highest density within this factor of the fastest is preferred
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked."""
+    """Model, machine and batch that the planner is asked about."""
 
     workload: Workload
     machine: Machine
@@ -59,20 +66,20 @@ class PlanRequest:
 
     @property
     def capacity(self) -> float:
-        """Bytes of a rank's memory that a job can fill."""
+        """Bytes of a rank's device memory that a job can fill."""
         return self.machine.device.memory * 1e9 * self.assumptions.usable_memory
 
     def fits(self, candidate: "Candidate") -> bool:
         return candidate.memory <= self.capacity
 
     def on(self, nodes: int) -> "PlanRequest":
-        """The same on other nodes, the batch rounded to their ranks."""
+        """Return the request for another number of nodes, with the batch rounded to their ranks."""
         return replace(self, nodes=nodes, batch=_whole_batch(self.batch, nodes * self.ranks_per_node))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method on a layout. micro_batch: sequences at a time on a rank."""
+    """A run on a layout. micro_batch: sequences per rank and micro-batch."""
 
     layout: Layout
     micro_batch: int
@@ -99,7 +106,14 @@ def make_case(
     sequence: int = 0,
     assumptions: Assumptions | None = None,
 ) -> PlanRequest:
-    """Checks what a user may get wrong. network_bandwidth: GB/s; 0s take the defaults. Raises ValueError."""
+    """Return a checked request. Values of 0 select the defaults.
+
+    Args:
+        network_bandwidth: GB/s between nodes.
+
+    Raises:
+        ValueError: A name is unknown or a value out of range.
+    """
     found, workload = get_machine(machine), get_workload(model)
     assumptions = assumptions or Assumptions()
     if nodes < 1:
@@ -107,7 +121,7 @@ def make_case(
     if ranks_per_node < 0 or batch < 0 or sequence < 0 or network_bandwidth < 0:
         raise ValueError(
             f"ranks per node {ranks_per_node}, batch {batch}, sequence {sequence}, bandwidth {network_bandwidth:g}; "
-            "none can be negative: leave out what shall have its default"
+            "none can be negative: omit an option to use its default"
         )
     if not 0 < assumptions.mfu <= 1:
         raise ValueError(f"an MFU of {assumptions.mfu}; it must be in (0, 1], such as 0.4")
@@ -135,7 +149,7 @@ def _whole_batch(batch: int, ranks: int) -> int:
 
 
 def candidates(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candidate]:
-    """Every method on every shard degree inside a node, with the largest micro-batch that fits, 1 if none does."""
+    """Return every run on every shard degree within a node, with the largest micro-batch that fits, 1 if none does."""
     found = []
     for shard in SHARDS:
         if case.ranks_per_node % shard:
@@ -148,7 +162,7 @@ def candidates(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candida
 
 
 def of_largest_micro_batch(case: PlanRequest, layout: Layout, predicted: Callable[[int], Prediction]) -> Candidate:
-    """With the largest micro-batch that fits, 1 if none does. predicted: of a micro-batch."""
+    """Return the candidate with the largest micro-batch that fits, 1 if none does. predicted: of a micro-batch."""
     own = case.batch // case.ranks
     for micro_batch in (m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0):
         candidate = Candidate(layout, micro_batch, predicted(micro_batch))
@@ -165,7 +179,11 @@ def _predict(case: PlanRequest, layout: Layout, method: PlannedRun, micro_batch:
 
 
 def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
-    """The fastest that fits. Raises ValueError where none does."""
+    """Return the fastest candidate that fits.
+
+    Raises:
+        ValueError: None fits.
+    """
     found = fastest(case, methods)
     if not case.fits(found):
         raise ValueError(
@@ -177,7 +195,7 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
 
 
 def fastest(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
-    """The fastest that fits; where none does, what needs the least memory."""
+    """Return the fastest candidate that fits; if none does, the one with the least memory."""
     every = candidates(case, methods)
     fitting = [c for c in every if case.fits(c)]
     return min(fitting, key=lambda c: c.prediction.step) if fitting else min(every, key=lambda c: c.memory)
@@ -185,7 +203,12 @@ def fastest(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """dense: the fastest dense method that fits. sparse: what to take if anything is compressed, SCAPE or a code."""
+    """The planner's answer.
+
+    Attributes:
+        dense: The fastest dense run that fits.
+        sparse: The best compressed run, SCAPE or quantized gradients.
+    """
 
     dense: Candidate
     sparse: Candidate
@@ -204,16 +227,19 @@ class Advice:
 
 
 def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidate]:
-    """A SCAPE candidate with less memory, on its layout; what is exchanged whole has no such forms."""
-    if chosen.method.overlap:
+    """Return variants of a SCAPE candidate that need less memory, on its layout; none for other methods."""
+    options = chosen.method.options
+    if not isinstance(options, ScapeOptions):
         return []
-    methods = [replace(chosen.method, **lean) for lean in LEAN]
-    return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in methods]
+    runs = [replace(chosen.method, options=replace(options, **changes)) for changes in LOWER_MEMORY]
+    return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in runs]
 
 
 def advise(case: PlanRequest) -> Advice:
-    """All gradients in four bits, or the densest SCAPE, FP32 before a code: the first within 5 % of the fastest,
-    against dense AdamS or AdamW; dense below a gain of 3 %."""
+    """Return the best dense and the best compressed run.
+
+    Compressed runs are tried in the order of `CODED` and `SPARSE`; the first within 5 % of the fastest is taken.
+    """
     limit = NEAR_FASTEST * best(case, (*CODED, *SPARSE)).prediction.step
     options = (fastest(case, [method]) for method in (*CODED, *SPARSE))
     sparse = next(c for c in options if case.fits(c) and c.prediction.step <= limit)
@@ -221,10 +247,10 @@ def advise(case: PlanRequest) -> Advice:
 
 
 def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
-    """Bytes/s of the replicas' outermost link at which the gain falls to 3 %, layouts as advised.
+    """Return the bandwidth of the replicas' outermost link, in bytes/s, at which the gain falls to 3 %.
 
-    0 where no link is slow enough for a gain, infinity where none is fast enough to end it; searched between a
-    thousandth and a thousand times the present bandwidth.
+    The layouts are those of the advice. The search covers a thousandth to a thousand times the present bandwidth. The
+    result is 0 if no link is slow enough for a gain, and infinity if none is fast enough to end it.
     """
     tiers = advice.sparse.layout.hierarchy(advice.sparse.layout.replicate_group(0))
     if not tiers:
@@ -241,7 +267,7 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
 
 
 def bandwidth_of(gain: Callable[[float], float], now: float, wanted: float) -> float:
-    """The largest bandwidth at which a gain, which falls with it, is as wanted: likewise."""
+    """Return the largest bandwidth at which the gain, which decreases with it, reaches `wanted`."""
     low, high = now / 1000, now * 1000
     if gain(low) < wanted:
         return 0.0
@@ -254,6 +280,6 @@ def bandwidth_of(gain: Callable[[float], float], now: float, wanted: float) -> f
 
 
 def by_nodes(case: PlanRequest) -> list[tuple[int, int, Advice]]:
-    """(nodes, batch, advice) from one node to four times those asked for."""
+    """Return (nodes, batch, advice) from one node to four times the requested number."""
     counts = sorted({1 << i for i in range(12) if 1 << i < case.nodes} | {case.nodes, 2 * case.nodes, 4 * case.nodes})
     return [(n, case.on(n).batch, advise(case.on(n))) for n in counts]

@@ -1,7 +1,7 @@
-"""The SCAPE paper's measured times against the cost model, and what follows for larger runs (no torch).
+"""The SCAPE paper's measured times compared with the cost model, and an extrapolation to larger runs. No torch.
 
-The paper's own implementation has costs that ours has not (top-k over whole tensors, several packing passes), and its
-links are known by name only. Both are fitted; every residual is shown.
+The paper's own implementation has costs that ours does not have (top-k over whole tensors, several packing passes), and
+its links are known by name only. Both are fitted; every residual is shown.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,12 @@ from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import WORKLOADS
-from torchtitan_scape.planner.payload import payload_entries
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.scape.payload import payload_entries
+from torchtitan_scape.planner.bf16 import Bf16Options
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.planner.volumes import PlannedRun
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.
 EFFECTIVE_BANDWIDTH = 3.5e9
@@ -24,7 +27,7 @@ EFFECTIVE_BANDWIDTH = 3.5e9
 
 @dataclass(frozen=True)
 class PaperPoint:
-    """A step time of the paper, seconds. density 1 is dense AdamS. source: where it stands or how it follows."""
+    """A step time of the paper in seconds. density 1 is dense AdamS. source: its section, or its derivation."""
 
     model: str
     density: float
@@ -34,7 +37,7 @@ class PaperPoint:
 
 
 def paper_points() -> list[PaperPoint]:
-    """SCAPE paper, Sections V-B and V-E, replicated form.
+    """Return the points of the SCAPE paper, Sections V-B and V-E, replicated update.
 
     T(4) follows from the efficiency, T(4) / (16 T(64)). End-to-end days of 100,000 steps are rounded to 0.01.
     """
@@ -57,9 +60,12 @@ def paper_points() -> list[PaperPoint]:
 
 
 def least_squares(columns: Sequence[Sequence[float]], measured: Sequence[float]) -> np.ndarray:
-    """Coefficients >= 0 of `columns` whose sum comes nearest to `measured` in relative squares.
+    """Return coefficients >= 0 of `columns` that minimize the relative squared error against `measured`.
 
-    columns: one sequence of len(measured) a coefficient. All subsets are tried: for a handful of columns.
+    All subsets are tried, so that only a few columns are feasible.
+
+    Args:
+        columns: One sequence of len(measured) per coefficient.
     """
     values = np.asarray(measured, dtype=float)
     scaled = np.asarray(columns, dtype=float).T / values[:, None]
@@ -82,9 +88,12 @@ def least_squares(columns: Sequence[Sequence[float]], measured: Sequence[float])
 class PaperFit:
     """Fitted figures of the paper's runs.
 
-    compute: seconds of forward and backward on 64 GPUs, by model. bandwidth: bytes/s of a rank.
-    per_rank: seconds a step for every rank beyond the first, whatever the method (latency of its messages, waiting).
-    per_parameter, per_entry: seconds of SCAPE's own work, for every parameter and every entry sent.
+    Attributes:
+        compute: Seconds of forward and backward passes on 64 GPUs, by model.
+        bandwidth: Bytes/s of a rank.
+        per_rank: Seconds per step for every rank beyond the first, for any method (latency of its messages, waiting).
+        per_parameter: Seconds of SCAPE's own work for every parameter.
+        per_entry: Seconds of SCAPE's own work for every entry sent.
     """
 
     compute: dict[str, float]
@@ -94,7 +103,7 @@ class PaperFit:
     per_entry: float
 
     def step(self, model: str, density: float, gpus: int, volume: float = 1.0) -> float:
-        """Seconds of the paper's implementation. volume: bytes relative to the all-reduce."""
+        """Return the seconds of the paper's implementation. volume: bytes relative to the all-reduce."""
         columns = _columns(model, density, gpus)
         columns[2] *= volume
         factors = [*self.compute.values(), 1 / self.bandwidth, self.per_rank, self.per_parameter, self.per_entry]
@@ -130,9 +139,9 @@ def fit_paper() -> PaperFit:
 def on_gh200(
     model: str, method: PlannedRun, gpus: int, compute: float, bandwidth: float, fixed: float = 0.0
 ) -> Prediction:
-    """Our step on `gpus` GH200 (one a node) with `compute` seconds on 64 of them at the paper's batch.
+    """Return our step on `gpus` GH200 (one per node) with `compute` seconds on 64 of them at the paper's batch.
 
-    The batch stays while every GPU has a sequence; beyond, it grows with the GPUs.
+    The batch is constant while every GPU has a sequence; beyond that it grows with the GPUs.
     """
     workload, machine = WORKLOADS[model], get_machine("vista")
     batch = max(workload.batch, gpus)
@@ -147,13 +156,13 @@ def on_gh200(
 def headline(
     compute: float, bandwidth: float = EFFECTIVE_BANDWIDTH, fixed: float = 0.0
 ) -> tuple[Prediction, Prediction]:
-    """Llama-1.8B on 64 GH200: (dense AdamS, SCAPE at density 0.01), with the bytes of our kernels."""
-    dense, scape = PlannedRun("adams"), PlannedRun("scape", 0.01)
+    """Return (dense AdamS, SCAPE at density 0.01) for Llama-1.8B on 64 GH200, with the bytes of our kernels."""
+    dense, scape = PlannedRun(DenseOptions()), PlannedRun(ScapeOptions(density=0.01))
     return tuple(on_gh200("llama_1_8b", m, 64, compute, bandwidth, fixed) for m in (dense, scape))  # type: ignore
 
 
 def paper_report() -> str:
-    """Markdown: the fit with all residuals, the headline with its split, and the extrapolation to 4,096 GPUs."""
+    """Return Markdown: the fit with all residuals, the headline with its parts, the extrapolation to 4,096 GPUs."""
     fit = fit_paper()
     return "\n".join([*_fit_lines(fit), "", *_headline_lines(fit), "", *_extrapolation_lines(fit)]) + "\n"
 
@@ -259,7 +268,8 @@ def _extrapolation_lines(fit: PaperFit) -> Iterator[str]:
     columns += ["the paper's AdamS", "its SCAPE 0.01"]
     yield "| " + " | ".join(columns) + " |"
     yield "| --- " * len(columns) + "|"
-    methods = (PlannedRun("adams"), PlannedRun("bf16"), PlannedRun("scape", 0.1), PlannedRun("scape", 0.01))
+    options = (DenseOptions(), Bf16Options(), ScapeOptions(density=0.1), ScapeOptions(density=0.01))
+    methods = [PlannedRun(one) for one in options]
     for model, compute in fit.compute.items():
         for gpus in (64, 128, 256, 512, 1024, 2048, 4096):
             steps = [on_gh200(model, m, gpus, compute, fit.bandwidth).step for m in methods]

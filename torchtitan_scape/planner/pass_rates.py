@@ -1,4 +1,4 @@
-"""How fast the optimizer's passes are on a GPU, from what `scripts/gpu_check.sh speed` has measured. No torch."""
+"""Rates of the optimizer's passes on a GPU, as measured by `scripts/gpu_check.sh speed`. No torch."""
 
 import json
 import math
@@ -9,7 +9,8 @@ from typing import Any
 
 from topology.links import Links
 from topology.machines import Device
-from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
 
 STORED = Path(__file__).resolve().parents[2] / "results" / "gpu"
 AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kernels out"
@@ -17,9 +18,11 @@ AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kern
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes/s that (the pass that fills the payload, the other passes) of a step moved, of those that they must move.
+    """Bytes/s of (the packing pass, the other passes) of a step, of the bytes that they move at least.
 
-    kind: as `PlannedRun.kind`. entries: of the model.
+    Attributes:
+        kind: Method, or the optimizer of dense training in lower case.
+        entries: Parameters of the model.
     """
 
     kind: str
@@ -32,10 +35,15 @@ class Rate:
 
 @dataclass(frozen=True)
 class PassRates:
-    """What was measured on one device.
+    """Rates that were measured on one device.
 
-    device: its name. runtime: "CUDA" or "ROCm". copy, nominal: bytes/s of a copy, and what its driver says the memory
-    has, 0 where it does not. factor: what the rates are multiplied by, and why, for the device that is asked about.
+    Attributes:
+        device: Its name.
+        runtime: "CUDA" or "ROCm".
+        copy: Bytes/s of a copy.
+        nominal: Memory bandwidth that the driver reports, in bytes/s; 0 if it reports none.
+        factor: Factor on the rates for another device.
+        scaled: Explanation of the factor.
     """
 
     source: str
@@ -48,17 +56,20 @@ class PassRates:
     scaled: str = ""
 
     def of(self, method: PlannedRun) -> tuple[float, float]:
-        """Bytes/s of (the pass that fills the payload, the other passes).
+        """Return the bytes/s of (the packing pass, the other passes).
 
-        Of the setting that is nearest: the kind, whether the wire has a code, density, and the largest model. Passes
-        that nobody measured stream as those of dense AdamS.
+        The nearest measurement is used: same kind, encoded or FP32 wire, density, and the largest model. Passes
+        without a measurement use the rates of dense AdamS.
         """
+        options = method.options
+        density, wire = (options.density, options.wire) if isinstance(options, ScapeOptions) else (1.0, "float32")
 
-        def distance(rate: Rate) -> tuple[bool, bool, float, int]:
-            coded = (rate.wire == "float32") != (method.wire == "float32")
-            return rate.kind != method.kind, coded, abs(math.log(rate.density / method.density)), -rate.entries
+        def distance(rate: Rate) -> tuple[bool, float, int]:
+            coded = (rate.wire == "float32") != (wire == "float32")
+            return coded, abs(math.log(rate.density / density)), -rate.entries
 
-        kind = method.kind if any(rate.kind == method.kind for rate in self.rates) else "adams"
+        kind = method.optimizer.lower() if method.is_dense else options.method_name()
+        kind = kind if any(rate.kind == kind for rate in self.rates) else "adams"
         nearest = min((rate for rate in self.rates if rate.kind == kind), key=distance)
         return self.factor * nearest.pack, self.factor * nearest.rest
 
@@ -67,12 +78,16 @@ class PassRates:
 
 
 def for_device(device: Device, links: Links, path: Path | None = None) -> PassRates | None:
-    """What is to be taken for a device; None where nobody measured.
+    """Return the rates for a device; None if there are no measurements.
 
-    Of all files those of the device itself go first, else of one of its maker the one whose memory is the most alike;
-    its rates are then scaled: to the streaming bandwidth that the preflight measured, or to the nominal one.
+    Files of the device itself take precedence. Otherwise the rates of a device with the same runtime and the most
+    similar memory bandwidth are scaled: to the bandwidth that the preflight measured, or to the nominal one.
 
-    path: a file or a folder of them, by default the folders of `STORED`. Raises ValueError where it has none.
+    Args:
+        path: A file or a folder of files; by default the folders of `STORED`.
+
+    Raises:
+        ValueError: `path` contains no measurement.
     """
     given = path or STORED
     found = [r for file in ([given] if given.is_file() else sorted(given.glob("**/speed.json"))) if (r := _read(file))]
@@ -94,7 +109,7 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
 
 
 def _read(path: Path) -> PassRates | None:
-    """None of what is no such file, of a smoke test, or of one that was cut off before dense AdamS and SCAPE."""
+    """Return the rates in a file; None for any other file, a smoke test, or a run without dense AdamS and SCAPE."""
     try:
         stored = json.loads(path.read_text())
         machine, results = stored["machine"], [step.get("result") for step in stored["steps"].values()]
@@ -109,7 +124,7 @@ def _read(path: Path) -> PassRates | None:
 
 
 def _rates(result: dict[str, Any]) -> Sequence[Rate]:
-    """Of one model. A code's part of packing counts to the other passes, as in `scape_volumes.kernel_bytes`."""
+    """Return the rates of one model. The code's part of packing belongs to the other passes, as in `ScapeCost`."""
     found, entries = [], result["settings"][0]["entries"]
     for kind, name in (("adamw", "fused AdamW"), ("adams", "dense AdamS")):
         rate = result["dense"][name]["bytes_a_second"]
@@ -120,7 +135,7 @@ def _rates(result: dict[str, Any]) -> Sequence[Rate]:
         pack = {key: passes["pack + select"][key] - carry[key] for key in ("ms", "minimal_bytes")}
         rest = {key: step[key] - pack[key] for key in pack}
         rates = [one["minimal_bytes"] / (one["ms"] / 1e3) for one in (pack, rest)]
-        found.append(Rate("scape", entries, setting["density"], setting["wire"], *rates))
+        found.append(Rate(ScapeOptions.method_name(), entries, setting["density"], setting["wire"], *rates))
     return found
 
 

@@ -1,12 +1,12 @@
-"""Whether to compress, how much, and how replicas and shards should lie: an answer before the first job.
+"""Recommendation of a method, its density and a layout, before the first job.
 
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --model llama_1_8b
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model llama_1_8b --network-bandwidth 3.5
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
     python -m torchtitan_scape.planner.plan --paper  # the paper's measured points against the model
 
-Presets are nominal. Networks that are shared, or badly placed, give a fraction of it (the SCAPE paper's runs a
-fourteenth), and the answer hangs on that: measure with `planner.preflight` and pass its JSON as --links.
+Presets have nominal figures. A shared network or an unfavorable placement provides a fraction of them (a fourteenth in
+the SCAPE paper's runs), which changes the answer: measure with `planner.preflight` and pass its JSON as --links.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.command import Parser
-from torchtitan_scape.core.workloads import local_shapes
+from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
@@ -43,13 +43,12 @@ from torchtitan_scape.planner.candidates import (
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.shard_axis import ShardAxisVariant, forms, lines
 from torchtitan_scape.planner.step import Assumptions, Prediction
-from torchtitan_scape.planner.volumes import VOLUMES, host_bytes
 
-# ---------------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------------------- text
 
 
 def report(case: PlanRequest) -> Iterator[str]:
-    """The answer, in lines."""
+    """Return the lines of the answer."""
     advice = advise(case)
     yield from _question(case)
     yield ""
@@ -91,9 +90,7 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
     p, dense = advice.sparse.prediction, advice.dense.prediction
     percent = 100 * (advice.gain - 1)
     if advice.compress:
-        why = (
-            "the densest that is within 5 % of the fastest" if p.method.density < 0.1 else "sparser gains less than 5 %"
-        )
+        why = "the densest that is within 5 % of the fastest" if _density(p) < 0.1 else "sparser gains less than 5 %"
         yield (
             f"Compress: yes. {_sent(p)}, {_wire(p)} on the wire ({why}): {_ms(p.step)} a step against "
             f"{_ms(dense.step)} with dense {_title(dense)}, {advice.gain:.2f} x"
@@ -101,15 +98,15 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
     else:
         yield (
             f"Compress: no. {_sent(p)}, {_wire(p)} on the wire, would {'gain' if percent >= 0 else 'lose'} "
-            f"{abs(percent):.1f} %, and below 3 % a prediction decides nothing: dense {_title(dense)} is the safer "
-            f"choice, {_ms(dense.step)} a step"
+            f"{abs(percent):.1f} %, and a prediction below 3 % is not conclusive: dense {_title(dense)} is the "
+            f"safer choice, {_ms(dense.step)} a step"
         )
     if case.nodes > 1 and case.links.nominal:
         slow = replace(case, links=case.links.with_bandwidth("network", case.links["network"].bandwidth / 10))
         other = advise(slow)
         yield (
-            "These links are nominal. Should ranks reach a tenth between nodes (the SCAPE paper's reached a "
-            f"fourteenth), it is {other.choice.method.name} with shard {other.choice.layout.shard}, "
+            "These links are nominal. If ranks reach a tenth between nodes (the SCAPE paper's reached a "
+            f"fourteenth), the advice is {other.choice.method.name} with shard {other.choice.layout.shard}, "
             f"{other.gain:.2f} x: measure with torchtitan_scape.planner.preflight, pass --links"
         )
     chosen = advice.choice
@@ -120,12 +117,12 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
         "exposed shard traffic": q.shard,
         "optimizer": q.optimizer,
     }
-    yield "Of it: " + ", ".join(f"{name} {_ms(t)} ({100 * t / q.step:.0f} %)" for name, t in parts.items())
+    yield "Step time: " + ", ".join(f"{name} {_ms(t)} ({100 * t / q.step:.0f} %)" for name, t in parts.items())
     if q.hidden:
         yield f"Hidden behind compute: {'gradients' if q.method.overlap else 'the masks'}, {_ms(q.hidden)} of exchange"
     sent = ", ".join(f"{level} {nbytes / 1e6:.1f} MB" for level, nbytes in q.sent.items()) or "nothing"
-    yield f"A rank sends for its replicas, a step: {sent} (dense: {sum(dense.sent.values()) / 1e6:.0f} MB)"
-    yield f"Lie: {chosen.layout.describe()}"
+    yield f"Sent per rank and step between replicas: {sent} (dense: {sum(dense.sent.values()) / 1e6:.0f} MB)"
+    yield f"Layout: {chosen.layout.describe()}"
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.1f}" for kind, nbytes in q.memory.items())
     yield (
         f"Memory a rank, estimated: {chosen.memory / 1e9:.1f} GB of {case.capacity / 1e9:.1f} "
@@ -143,23 +140,22 @@ def _keys(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
     yield f"data_parallel_replicate_degree = {layout.replicate}"
     yield f"data_parallel_shard_degree = {layout.shard}"
     yield "[optimizer]"
-    yield f'name = "{"AdamW" if method.kind == "adamw" else "AdamS"}"'
+    yield f'name = "{method.optimizer}"'
     yield "[sync]"
-    options = VOLUMES[method.kind].recipe
-    yield f'method = "{method.kind if options else "dense"}"'
+    yield f'method = "{method.options.method_name()}"'
     if method.overlap:
         yield "overlap = true"
-    if options:
-        yield f"[sync.{method.kind}]"
-    for key, field in options.items():
-        value = getattr(method, field)
+    if method.options.main_options:
+        yield f"[{method.options.section}]"
+    for key in method.options.main_options:
+        value = getattr(method.options, key)
         yield f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value:g}"
 
 
 def _table(case: PlanRequest) -> Iterator[str]:
     yield (
-        "Every method on its fastest layout that fits (ms; bf16, which this trainer does not have, Muon, and replicas "
-        "that step alone, sparta, are compared in time only):"
+        "Every method on its fastest layout that fits (ms; bf16, which this trainer does not support, Muon and sparta "
+        "are compared in time only):"
     )
     yield f"{'method':<24}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
     for method in (*DENSE, *COMPARED, *CODED, *SPARSE):
@@ -176,13 +172,13 @@ def _table(case: PlanRequest) -> Iterator[str]:
 
 
 def _leaner(case: PlanRequest, advice: Advice) -> Iterator[str]:
-    """Nothing where there is no leaner form."""
+    """Return the variants that need less memory; nothing if there are none."""
     if not lower_memory_variants(case, advice.sparse):
         return
-    shapes = local_shapes(case.workload.shapes(), advice.sparse.layout.shard)
-    yield "With less memory, on the same layout (docs/memory.md; copies to the host as fast as data sheets have it):"
+    model = case.workload.local(advice.sparse.layout.shard)
+    yield "With less memory, on the same layout (docs/explanation/memory.md; host copies at the rate of the preset):"
     for c in (advice.sparse, *lower_memory_variants(case, advice.sparse)):
-        host = sum(host_bytes(c.method, shapes, c.layout.replicate).values())
+        host = sum(c.method.host_memory(model, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
         yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
     yield ""
@@ -208,30 +204,37 @@ def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
     below = [str(n) for n, _, a in rows if not a.compress]
     gains = ", ".join(f"{n}: {a.gain:.2f} x (batch {batch})" for n, batch, a in rows)
     yield f"- nodes at which the gain is below 3 %: {', '.join(below) or 'none'} of these: {gains}"
-    yield "- in loss, where training is short (docs/results.md); this is a model of time alone"
+    yield "- in loss, if training is short (docs/benchmarks/equal_steps.md); this model predicts time only"
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
+def _density(p: Prediction) -> float:
+    options = p.method.options
+    return options.density if isinstance(options, ScapeOptions) else 1.0
+
+
 def _sent(p: Prediction) -> str:
-    return "All gradients" if p.method.overlap else f"SCAPE at density {p.method.density:g}"
+    return "All gradients" if p.method.overlap else f"SCAPE at density {_density(p):g}"
 
 
 def _wire(p: Prediction) -> str:
-    return {"float32": "FP32", "bfloat16": "BF16"}.get(p.method.wire, p.method.wire.upper())
+    options = p.method.options
+    wire = options.wire if isinstance(options, ScapeOptions) else getattr(options, "code", "float32")
+    return {"float32": "FP32", "bfloat16": "BF16"}.get(wire, wire.upper())
 
 
 def _title(p: Prediction) -> str:
-    return "AdamW" if p.method.kind == "adamw" else "AdamS"
+    return p.method.optimizer
 
 
 # ----------------------------------------------------------------------------------------------- JSON
 
 
 def as_json(case: PlanRequest) -> dict[str, Any]:
-    """Everything `report` says, and every candidate. Seconds and bytes."""
+    """Return everything that `report` prints, and every candidate. Seconds and bytes."""
     advice = advise(case)
     bandwidth = break_even_bandwidth(case, advice)
     return {
@@ -251,7 +254,7 @@ def as_json(case: PlanRequest) -> dict[str, Any]:
         "dense": _as_dict(case, advice.dense),
         "sparse": _as_dict(case, advice.sparse),
         "coded": _as_dict(case, fastest(case, CODED)),
-        # JSON knows no infinity: null where no link is fast enough
+        # JSON has no infinity: null if no link is fast enough
         "break_even_bandwidth": None if math.isinf(bandwidth) else bandwidth,
         "by_nodes": [{"nodes": n, "global_batch": b, "gain": a.gain} for n, b, a in by_nodes(case)],
         "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPARED, *CODED, *SPARSE))],
@@ -290,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
     add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
     add("--kernels", type=Path, help="speed.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
-    add("--network-bandwidth", type=float, default=0.0, help="GB/s that a rank really sends between nodes")
+    add("--network-bandwidth", type=float, default=0.0, help="measured GB/s of a rank between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the paper's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)
     add("--shard-axis", type=int, default=0, help="ranks of a replica: FSDP, ZeRO++ and three levels on them, compared")

@@ -1,11 +1,11 @@
-"""Measures the links and the memory of the ranks that it runs on, for the cost model.
+"""Measurement of links and memory of the ranks that it runs on, for the cost model.
 
     torchrun --nproc_per_node=2 -m torchtitan_scape.planner.preflight --output links.json
     srun ... torchrun ... -m torchtitan_scape.planner.preflight --machine frontier --shard 8 --output links.json
 
-At every level that the replicas (and the shards) span, all rings all-reduce at the same time, as in training, over
-several sizes. time = messages * latency + bytes sent / bandwidth is fitted to the medians. Links that are shared, or
-a bad placement, show in the figures, as they would in a step.
+At every level that the replicas (and the shards) span, all groups all-reduce at the same time, as in training, over
+several sizes. time = messages * latency + bytes sent / bandwidth is fitted to the medians. Shared links and an
+unfavorable placement affect the figures as they affect a training step.
 """
 
 import argparse
@@ -33,15 +33,19 @@ from torchtitan_scape.planner.fit import least_squares
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
 REPEATS = 7
 WARM_UP = 2
-LONG_SECONDS = 5.0  # a size that has taken so long is done after three repeats
+LONG_SECONDS = 5.0  # a size that takes longer is measured only three times
 
 
 def measure(
     layout: Layout, device: torch.device, sizes: Sequence[int] = SIZES, timeout: timedelta = timedelta(minutes=10)
 ) -> dict[str, Any]:
-    """What `main` stores. A collective call of the whole world; equal on all ranks.
+    """Return the measurements that `main` stores, equal on all ranks. A collective call of the whole world.
 
-    sizes: bytes of the FP32 tensors that are all-reduced. Raises ValueError for one rank, or another world size.
+    Args:
+        sizes: Bytes of the FP32 tensors that are all-reduced.
+
+    Raises:
+        ValueError: There is a single rank, or the world size is not that of the layout.
     """
     if layout.world_size != dist.get_world_size() or layout.world_size == 1:
         raise ValueError(
@@ -72,24 +76,25 @@ def measure(
 
 
 def _tiers(layout: Layout) -> list[Tier]:
-    """One tier a level, with the rings of all groups: the replicas' first, then the shards' where they add a level."""
+    """Return one tier per level, with the groups of all axes: those of the replicas, then those of the shards for
+    levels that only these have."""
     found: dict[str, Tier] = {}
     for groups in (layout.replicate_groups(), layout.model_groups()):
         hierarchies = [layout.hierarchy(group) for group in groups]
         for i, first in enumerate(hierarchies[0]):
-            # Groups that differ in shape (odd nodes) are measured where they agree.
+            # Groups of different shapes (odd nodes) are measured on the levels that they share.
             same = [tiers[i] for tiers in hierarchies if len(tiers) > i and tiers[i].level == first.level]
-            rings = tuple(ring for tier in same if tier.size == first.size for ring in tier.rings)
-            found.setdefault(first.level, Tier(first.level, rings))
+            groups = tuple(ranks for tier in same if tier.size == first.size for ranks in tier.groups)
+            found.setdefault(first.level, Tier(first.level, groups))
     return list(found.values())
 
 
 def fit_link(points: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """latency (seconds a message), bandwidth (bytes/s that a rank sends) and the largest relative residual."""
+    """Return latency (seconds per message), bandwidth (bytes/s of a rank) and the largest relative residual."""
     rounds, sent = ([float(p[key]) for p in points] for key in ("rounds", "sent"))
     seconds = [p["seconds"] for p in points]
     latency, inverse = least_squares([rounds, sent], seconds).tolist()
-    if not inverse:  # latency explains everything: no more is known than what the largest message reached
+    if not inverse:  # the fit contains latency only: use the rate of the largest message
         inverse = seconds[-1] / sent[-1]
     predicted = [latency * r + inverse * s for r, s in zip(rounds, sent, strict=True)]
     residual = max(abs(p / s - 1) for p, s in zip(predicted, seconds, strict=True))
@@ -98,7 +103,7 @@ def fit_link(points: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _all_reduce(tier: Tier, group: ProcessGroup | None, nbytes: int, device: torch.device) -> dict[str, Any]:
     tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
-    calls = 10 if nbytes <= 1 << 16 else 1  # short ones are timed together
+    calls = 10 if nbytes <= 1 << 16 else 1  # short calls are timed together
 
     def run() -> None:
         if group is not None:
@@ -118,14 +123,14 @@ def _all_reduce(tier: Tier, group: ProcessGroup | None, nbytes: int, device: tor
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes/s of a += b, reads and write counted, all ranks at once: the slowest rank's median."""
+    """Return the bytes/s of a += b, reads and writes included, on all ranks at once: the slowest rank's median."""
     entries = (1 << 28 if device.type == "cuda" else 1 << 26) // 4  # beyond any cache
     a, b = (torch.zeros(entries, dtype=torch.float32, device=device) for _ in range(2))
     return 3 * a.nbytes / statistics.median(_times(lambda: a.add_(b), device, 1))
 
 
 def _times(run: Callable[[], Any], device: torch.device, calls: int) -> list[float]:
-    """Seconds of `run`, the slowest rank's each time: that is what a step waits for."""
+    """Return the seconds of each run on the slowest rank, for which a step waits."""
 
     def synchronize() -> None:
         if device.type == "cuda":

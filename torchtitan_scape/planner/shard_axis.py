@@ -1,29 +1,32 @@
-"""Forms of the shard axis beside each other: FSDP's own collectives, ZeRO++, three levels, and why not more is gained.
-
-Plain arithmetic: no torch.
-"""
+"""Comparison of the shard axis with FSDP's own collectives, ZeRO++ and three levels. Plain arithmetic: no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from topology.layout import Layout, plan_layout
-from torchtitan_scape.planner.candidates import SPARSE, Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.sharding import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.candidates import Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Prediction, predict
-from torchtitan_scape.planner.volumes import PlannedRun
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 
-WANTED = 1.5  # of a gain: below it the report says what stands against it
-SCAPE = next(m for m in SPARSE if (m.density, m.wire) == (0.05, "int4"))  # 1.1 % of the bytes
+WANTED = 1.5  # the report explains a smaller gain
+DENSE = PlannedRun(DenseOptions(), overlap=True)
+SCAPE = PlannedRun(ScapeOptions(density=0.05, wire="int4"))  # 1.1 % of the bytes
 FSDP, LEVELS = "FSDP", "three levels"
 
 
 @dataclass(frozen=True)
 class ShardAxisVariant:
-    """A shard axis with a method between replicas.
+    """A configuration of the shard axis, with a method between replicas.
 
-    title: of the shard axis; detail: what it is set to. network: bytes that a rank sends between nodes in a step.
+    Attributes:
+        title: Name of the shard axis.
+        detail: Its options.
+        network: Bytes that a rank sends between nodes per step.
     """
 
     title: str
@@ -45,30 +48,32 @@ class ShardAxisVariant:
 
 
 def forms(case: PlanRequest, shard: int) -> list[ShardAxisVariant]:
-    """Of one replica on every `shard` ranks that follow each other, with the largest micro-batch that fits.
+    """Return all variants with one replica on `shard` consecutive ranks and the largest micro-batch that fits.
 
-    The first is dense with FSDP's own collectives, gradients of replicas overlapped. Three levels want a shard axis in
-    a node, and are there with every degree of weights. Raises ValueError for a degree that does not divide the ranks.
+    The first is dense training with FSDP's own collectives and overlap between replicas. Three levels need a shard axis
+    within a node, and are listed for every degree of weights.
+
+    Raises:
+        ValueError: The degree does not divide the ranks.
     """
     if shard < 2:
         raise ValueError(f"a shard axis of {shard} rank(s): nothing is sent there; take 2 or more")
     layout = plan_layout(
         case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
     )
-    dense = PlannedRun("adams", overlap=True)
-    found = [_of(case, layout, FSDP, "", method) for method in (dense, SCAPE)]
+    found = [_of(case, layout, FSDP, "", method) for method in (DENSE, SCAPE)]
     plan, detail = _zeropp(layout)
-    found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (dense, SCAPE)]
+    found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (DENSE, SCAPE)]
     if case.ranks_per_node % shard == 0:
         for w in (w for w in range(1, shard) if shard % w == 0):
-            # On levels gradients are summed before an optimizer sees them: there is no overlap.
-            for method, summed in ((replace(dense, overlap=False), 4.0), (SCAPE, 0.0)):
+            # Three levels sum gradients before the optimizer, without overlap.
+            for method, summed in ((replace(DENSE, overlap=False), 4.0), (SCAPE, 0.0)):
                 found.append(_of(case, layout, LEVELS, *_levels(layout, w, summed, method)))
     return found
 
 
 def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
-    """As `[sharding]` has it with all parts that there are for this axis."""
+    """Return the plan of `[sharding]` with all features of ZeRO++ that this axis supports, and their names."""
     nodes = layout.by_node(layout.shard_group(0))
     if len(nodes) == 1:
         return ShardPlan(weights="int8", gradients=("int8",)), "int8, int8"
@@ -78,8 +83,8 @@ def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
 
 
 def _levels(layout: Layout, w: int, summed: float, method: PlannedRun) -> tuple[str, PlannedRun, None, LevelsPlan]:
-    gathered, told = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
-    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, told)
+    gathered, update = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
+    plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, update)
     return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, None, plan
 
 
@@ -113,7 +118,7 @@ def _of(
 
 
 def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]:
-    """The forms as a table, and what three levels with SCAPE gain on the first of them, or do not."""
+    """Return the variants as a table, and the gain of three levels with SCAPE over the first of them."""
     layout, first = found[0].candidate.layout, found[0].prediction
     yield (
         f"Forms of the shard axis, {layout.replicate} replica(s) of {layout.shard} ranks (ms a step; shards: FSDP's "
@@ -139,7 +144,7 @@ def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]
 
 
 def _why(case: PlanRequest, base: ShardAxisVariant, form: ShardAxisVariant) -> Iterator[str]:
-    """What stands against a gain of `WANTED`, where it is less."""
+    """Return the gain, and the reasons if it is below `WANTED`."""
     p, q = base.prediction, form.prediction
     gain = p.step / q.step
     yield f"{form.name}, against {base.name}: {1e3 * q.step:.1f} ms to {1e3 * p.step:.1f} ms, {gain:.2f} x"

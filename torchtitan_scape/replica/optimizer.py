@@ -25,7 +25,7 @@ from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.replica import rank_state
 from torchtitan_scape.replica.agreement import check_replicas_agree, describe_parameters
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
-from torchtitan_scape.replica.simulation import Named, ReplicaWeights
+from torchtitan_scape.replica.simulation import Named, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
 
@@ -60,6 +60,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     Attributes:
         inner: the wrapped optimizer.
+        options: the method's options, as they were passed.
         methods: one per replica of this process.
         collectives: act for all replicas of this process.
         guard: the check for non-finite gradients.
@@ -98,7 +99,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             optimizer = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.sharding, self.repairs = Sharding(), False
+        self.options, self.sharding, self.repairs = options, Sharding(), False
         self.levels: ThreeLevelState | None = None
         self._stashed: list[list[Tensor]] = []
         self._shards = collect_shards(optimizer.param_groups)
@@ -121,7 +122,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         check_replicas_agree(collectives, settings, self.param_groups)
         self.settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
         collectives.broadcast_from_first([stored(s.parameter) for s in self._shards])
-        self.weights = self._replica_weights(method, make_optimizer)
+        self.weights = (
+            weights_of_replicas(len(replicas.endpoints), self._shards, optimizer, make_optimizer)
+            if (method.per_replica_weights)
+            else []
+        )
+        self._active_replica = 0  # whose weights the model contains
         scale = float(collectives.replicas) if reduction == "sum" else 1.0
 
         def context(replica: int) -> MethodContext:
@@ -153,24 +159,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap
-
-    def _replica_weights(
-        self, method: type[Method], make_optimizer: Callable[[Named], torch.optim.Optimizer] | None
-    ) -> list[ReplicaWeights]:
-        """Return the weights of each replica of this process; empty if they share one set."""
-        if not method.per_replica_weights:
-            return []
-        others = len(self.replicas.endpoints) - 1
-        if others and make_optimizer is None:
-            raise ValueError(
-                f"{others + 1} simulated replicas of a method whose weights differ need an optimizer each; pass a "
-                "function that builds one, for example partial(torch.optim.AdamW, lr=1e-3)"
-            )
-        self._active_replica = 0  # whose weights the model contains
-        return [
-            ReplicaWeights.of(self._shards, self.inner),
-            *(ReplicaWeights.copy_of(self._shards, make_optimizer) for _ in range(others) if make_optimizer),
-        ]
 
     # The groups and the state are the wrapped optimizer's, which replaces both lists when it loads a state.
     # `Optimizer.__init__` assigns empty ones.
@@ -251,7 +239,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> list[list[Tensor]]:
         """Return the flat gradients of every replica of this process."""
-        if self._overlap is not None and self._overlap.under_way:
+        if self._overlap is not None and self._overlap.active:
             with self.timer.phase("exchange"):
                 return [self._overlap.start_remaining()]
         rows, self._stashed = self._stashed, []
@@ -290,6 +278,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def _finish(self, applied: bool) -> None:
         self.replicas.run(lambda i: self.methods[i].finish_previous_step(applied))
+
+    def discard_exchanges(self) -> None:
+        """Forget exchanges that are in flight, and requests: another state is about to be loaded. Collective."""
+        self.finish_previous_step()
+        self._full_exchange_next = self._full_exchange_in_flight = False
+        self.replicas.run(lambda i: self.methods[i].discard_exchanges())
 
     def request_full_exchange(self) -> None:
         """Make the next exchange complete, so that nothing stays pending after it. Collective."""
@@ -430,7 +424,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, float]:
         """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective."""
-        sent = sum(self.collectives.traffic.sent.values())
+        sent = sum(self.collectives.ledger.sent.values())
         return self.metrics() | {
             "grad_norm": self.grad_norm.item(),
             "steps": float(self.attempted_steps),

@@ -31,7 +31,7 @@ def save(optimizer: Any) -> dict[str, Any]:
         "optimizers": [one.optimizer.state_dict() for one in others],
         "attempted_steps": optimizer.attempted_steps,
         "skipped": (optimizer.guard.skipped, optimizer.guard.skipped_in_a_row),
-        "sent_bytes": dict(optimizer.collectives.traffic.sent),
+        "sent_bytes": dict(optimizer.collectives.ledger.sent),
     }
     return optimizer.inner.state_dict() | {"replica": replica}
 
@@ -61,7 +61,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
                 "needs the same layout and options, a checkpoint of the trainer does not"
             )
-    optimizer.finish_previous_step()
+    optimizer.discard_exchanges()
     optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
     if optimizer.weights:
         optimizer.weights[0] = ReplicaWeights.of(optimizer.shards(), optimizer.inner)
@@ -73,6 +73,6 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.replicas.run(lambda i: optimizer.methods[i].load_state_dict(saved["methods"][i]))
     optimizer.attempted_steps = saved["attempted_steps"]
     optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = saved["skipped"]
-    optimizer.collectives.traffic.sent.clear()
-    optimizer.collectives.traffic.sent.update(saved["sent_bytes"])
+    optimizer.collectives.ledger.sent.clear()
+    optimizer.collectives.ledger.sent.update(saved["sent_bytes"])
     optimizer.sharding.version.changed()

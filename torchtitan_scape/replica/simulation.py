@@ -30,6 +30,11 @@ class ReplicaWeights:
         """Create the optimizer's state if it has none yet: checkpoints read and write it in place."""
         if not all(optimizer.state.get(shard.parameter) for shard in shards):
             create_state(optimizer)
+        return cls.with_state_of(shards, optimizer)
+
+    @classmethod
+    def with_state_of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
+        """As `of`, with the state that the optimizer has."""
         moments: dict[str, dict[str, Tensor]] = {}
         for shard in shards:
             for kind, values in optimizer.state[shard.parameter].items():
@@ -68,6 +73,29 @@ class ReplicaWeights:
             kept = first.clone()
             first.copy_(second)
             second.copy_(kept)
+
+
+def weights_of_replicas(
+    count: int,
+    shards: list[Shard],
+    optimizer: torch.optim.Optimizer,
+    make_optimizer: Callable[[Named], torch.optim.Optimizer] | None,
+) -> list[ReplicaWeights]:
+    """Return the weights of each replica of this process; the first one's are those of the model.
+
+    Args:
+        make_optimizer: builds the optimizers of the others.
+
+    Raises:
+        ValueError: there are several replicas and no `make_optimizer`.
+    """
+    if count > 1 and make_optimizer is None:
+        raise ValueError(
+            f"{count} simulated replicas of a method whose weights differ need an optimizer each; pass a function that "
+            "builds one, for example partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    others = [ReplicaWeights.copy_of(shards, make_optimizer) for _ in range(count - 1) if make_optimizer]
+    return [ReplicaWeights.of(shards, optimizer), *others]
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

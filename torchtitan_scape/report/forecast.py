@@ -1,7 +1,7 @@
 """Memory check of simulated replicas, and the predicted step time of the real run."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from topology.layout import Layout, simulated_layout
 from topology.links import Links
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
-from torchtitan_scape.core.workloads import Shape, Workload, local_shapes
+from torchtitan_scape.core.workloads import Shape, Workload
+from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.levels_volumes import LevelsPlan
-from torchtitan_scape.planner.sharding import FlatRow, ShardPlan, flat_rows
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.planner.volumes import PlannedRun, simulated_memory_bytes
+from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
+from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.titan import device
 from torchtitan_scape.titan.models import get_train_spec
 
@@ -23,11 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def method_of(config: JobConfig) -> PlannedRun:
-    """Return the configured method for the cost model. Its TrainSpec must be registered."""
-    options = options_of(config.sync)
-    names = getattr(options, "dense_names", None)  # Only some methods have this option.
-    dense = tuple(i for i, name in enumerate(_model_of(config)[1]) if name in names) if names else ()
-    return replace(options.planned(config.optimizer.name), overlap=config.sync.overlap, dense=dense)
+    """Return the config's method, optimizer and overlap for the planner."""
+    return PlannedRun(options_of(config.sync), config.optimizer.name, config.sync.overlap)
 
 
 def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
@@ -80,10 +78,10 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
         ValueError: The memory exceeds the free memory; the message contains a fix.
     """
     simulated, method = config.topology.simulate_replicas, method_of(config)
-    shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
+    model = workload_of(config).local(layout.shard * layout.context * layout.tensor)
 
     def needed(replicas: int) -> dict[str, float]:
-        return simulated_memory_bytes(method, shapes, replicas)
+        return method.simulated_memory(model, replicas)
 
     kinds, free = needed(simulated), device.free_memory(device_type, rank, layout.ranks_per_node)
     total = sum(kinds.values())
@@ -124,7 +122,7 @@ class Forecast:
                 micro_batch=config.training.local_batch_size,
                 sharding=sharding,
             )
-            for method, sharding in ((method_of(config), plan), (PlannedRun("adams"), None))
+            for method, sharding in ((method_of(config), plan), (PlannedRun(DenseOptions(), "AdamS"), None))
         )
         return cls(simulated, run, dense)
 
@@ -140,14 +138,17 @@ class Forecast:
             f"dense AdamS {dense}, {self.speedup:.2f} x"
         )
 
-    def lines(self) -> list[str]:
-        """Return the lines for the summary."""
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows (name, value) for the summary."""
         layout = self.layout
-        rows = [("this run", self.run), ("dense AdamS", self.dense)]
         return [
-            f"predicted on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) "
-            f"of {layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f} x as fast as dense AdamS",
-            *(f"  {name:<12} {_parts(p)}" for name, p in rows),
+            (
+                "predicted",
+                f"on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) of "
+                f"{layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f}x as fast as dense AdamS",
+            ),
+            ("  this run", _parts(self.run)),
+            ("  dense AdamS", _parts(self.dense)),
         ]
 
     def figures(self) -> dict[str, Any]:

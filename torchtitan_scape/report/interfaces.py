@@ -95,7 +95,7 @@ class InterfaceCount:
         moved = read_interfaces()
         assert moved is not None
         dist.barrier()  # Otherwise another rank of this node could send before the counters are read.
-        counted = self._optimizers.collectives.traffic.sent_by_level_and_kind()
+        counted = self._optimizers.collectives.ledger.sent_by_level_and_kind()
         return counted, {level: sent for level, (sent, _) in moved.items()}
 
 

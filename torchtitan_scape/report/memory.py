@@ -7,10 +7,9 @@ from topology.groups import most_groups
 from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.text import kinds_text, size_text
-from torchtitan_scape.core.workloads import local_shapes
-from torchtitan_scape.planner.sharding import shard_memory
-from torchtitan_scape.planner.volumes import PlannedRun, host_bytes, host_link_bytes, memory_bytes
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of, workload_of
+from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
 
 # Kinds that depend on the model's shape and on recomputation, and can only be estimated.
@@ -50,23 +49,22 @@ class MemoryReport:
         shards = levels.spread if levels else layout.shard * layout.context * layout.tensor
 
         def kinds_of(method: PlannedRun) -> dict[str, float]:
-            kinds = memory_bytes(method, workload, shards, layout.replicate, config.training.local_batch_size)
+            kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size)
             return levels.memory(workload.shapes(), kinds) if levels else kinds
 
-        shapes = local_shapes(workload.shapes(), shards)
+        model = workload.local(shards)
         plan, rows = shard_axis_of(config, layout, on_cpu=False)
         kinds = kinds_of(method) | ({} if levels else shard_memory(plan, rows, layout))
-        host = host_bytes(method, shapes, layout.replicate)
+        host = method.host_memory(model, layout.replicate)
         preset, against = layout.machine.device, ""
         hierarchical = config.topology.exchange == "hierarchical"
         groups = most_groups(layout, hierarchical, options_of(config.sync).needs_comm_streams())
-        values = "float32" if method.sharded else method.values  # The dtype of top-k messages is not state.
-        plain = replace(method, update="replicated", values=values, weights="float32", offload=())
+        plain = replace(method, options=method.options.without_memory_savings())
         if method != plain:
             saved = sum(kinds_of(plain).values()) - sum(kinds_of(method).values())
             than = "a replicated update with FP32 weights and nothing offloaded"
             against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
-            if moved := sum(host_link_bytes(method, shapes, layout.replicate)):
+            if moved := sum(method.host_link_traffic(model, layout.replicate)):
                 seconds = moved / (preset.host_link * 1e9)
                 against += (
                     f"; {size_text(moved)} to and from the host per step, {seconds:.3g} s at {preset.host_link:g} GB/s "
@@ -124,8 +122,8 @@ class MemoryReport:
     def _of(self, estimated: bool) -> str:
         return kinds_text({kind: value for kind, value in self.kinds.items() if (kind in ESTIMATED) == estimated})
 
-    def line(self, peak: float) -> str:
-        """Return the line of the summary, with the measured peak."""
+    def compared_with(self, peak: float) -> str:
+        """Return the measured peak beside the prediction, for the summary."""
         measured = "process, libraries included" if self.device == "CPU" else "allocated"
         predicted = f"{size_text(sum(self.kinds.values()))} predicted ({size_text(self.tensors)} of it persistent)"
-        return f"memory            {size_text(peak)} peak ({measured}), {predicted}"
+        return f"{size_text(peak)} peak ({measured}), {predicted}"

@@ -32,7 +32,7 @@ class SampleView(Protocol):
 
     def post_dataloading_process(self, input_dict: Any, labels: Tensor) -> Any: ...
 
-    def _model_shown(self) -> AbstractContextManager[None]: ...
+    def _shared_weights(self) -> AbstractContextManager[None]: ...
 
 
 def log_samples(trainer: SampleView) -> None:
@@ -41,7 +41,7 @@ def log_samples(trainer: SampleView) -> None:
     if n and trainer.layout.context > 1:
         logger.info("No sample is generated with context parallelism, because each rank has only part of the sequence")
     elif n:
-        with trainer._model_shown():
+        with trainer._shared_weights():
             texts = _sample(trainer, n)
         for kind, text in zip(TEMPERATURES, texts, strict=True):
             logger.info(f"Sample from the model, {kind}:\n{text}")

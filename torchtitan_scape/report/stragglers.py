@@ -14,8 +14,8 @@ from topology.collectives import ReplicaCollectives
 
 # Share of a step below which differences between waits are ignored.
 MIN_SHARE = 0.05
-# Number of ranks up to which each rank is listed.
-_MAX_LISTED = 8
+# Number of slow ranks that are named.
+_MAX_NAMED = 3
 
 
 def gather_waits(
@@ -39,26 +39,22 @@ def slowest_rank(waits: list[float], step: float) -> int:
     return waits.index(min(waits)) if max(waits) - min(waits) > MIN_SHARE * step else -1
 
 
-def waits_text(waits: list[float], step: float, hosts: list[str]) -> str:
-    """Return the waits in words.
+def delay_text(waits: list[float], step: float, hosts: list[str]) -> str:
+    """Return the slow ranks in words, or "" if no rank delays the others.
 
     Args:
-        waits, step: Seconds.
-        hosts: Host of each rank, added for the slowest ranks if there are several hosts.
+        waits, step: seconds.
+        hosts: host of each rank, named if there are several hosts.
     """
     if slowest_rank(waits, step) < 0:
-        return f"wait per step, ms: {1e3 * min(waits):.3g} to {1e3 * max(waits):.3g}, no rank delays the others"
+        return ""
     order = sorted(range(len(waits)), key=lambda rank: waits[rank])
-    named = order[: 1 if len(waits) <= _MAX_LISTED else 3]
-    is_single = waits[order[1]] - waits[order[0]] > MIN_SHARE * step
 
-    def rank_text(rank: int) -> str:
-        host = f" on {hosts[rank]}" if rank in named and len(set(hosts)) > 1 else ""
-        reason = " (the others wait for it)" if is_single and rank == order[0] else ""
-        return f"rank {rank}{host} {1e3 * waits[rank]:.3g}{reason}"
+    def name(rank: int) -> str:
+        return f"rank {rank}" + (f" on {hosts[rank]}" if len(set(hosts)) > 1 else "")
 
-    if len(waits) <= _MAX_LISTED:
-        parts = [rank_text(rank) for rank in (order[0], *sorted(order[1:]))]
-        return f"wait per step, ms: {', '.join(parts)}"
-    least, most = (", ".join(map(rank_text, ranks)) for ranks in (order[:3], order[:-4:-1]))
-    return f"wait per step, ms: least {least}; median {1e3 * median(waits):.3g}; most {most}"
+    usual = median(waits[rank] for rank in order[1:])
+    if waits[order[1]] - waits[order[0]] > MIN_SHARE * step:
+        return f"{name(order[0])} delays the others by {1e3 * (usual - waits[order[0]]):.0f} ms"
+    least = ", ".join(f"{name(rank)} {1e3 * waits[rank]:.0f} ms" for rank in order[:_MAX_NAMED])
+    return f"slow ranks wait least: {least}; median {1e3 * usual:.0f} ms"

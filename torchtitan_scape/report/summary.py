@@ -12,12 +12,12 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
-from torchtitan_scape.planner.sharding import dealt_stages, mean_gathers, shard_bytes
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, levels_of, method_of, shard_axis_of, workload_of
+from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of, workload_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
+from torchtitan_scape.sharding.cost import matrix_stages, mean_gathers, shard_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class SummaryView(Protocol):
 def summarise(trainer: SummaryView) -> None:
     """Log a summary on rank 0, and write it to summary.json in the dump folder. Collective."""
     trainer.replica_optimizer.finish_previous_step()
-    traffic = trainer.replica_optimizer.collectives.traffic
+    traffic = trainer.replica_optimizer.collectives.ledger
     sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
     local = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
     read = torch.tensor(local, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)
@@ -105,26 +105,30 @@ def summarise(trainer: SummaryView) -> None:
     folder = Path(trainer.job_config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    for line in (
-        f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}"
-        + (f", {trainer.simulated} simulated replicas)" if trainer.simulated > 1 else ")")
-        + (f": end of data after {total} steps" if trainer.ran_out else ""),
-        f"  layout            {trainer.described}",
-        f"  tokens            {int(tokens_seen):,}, {tokens_per_second:,.0f} per second",
-        f"  empty documents   {empty:,.0f} skipped",
-        f"  training loss     {_loss_text(trainer.metrics_processor.last_loss)} (last logged step)",
-        f"  validation loss   {_loss_text(validation)}{_figures_text(figures)}",
-        f"  sent per step and rank, replicate axis: {sent_text(sent.replicas, sent.dense)}",
-        *([f"  sent per step and rank, shard axis: {shards_text(sent.shards)}"] if sent.shards else ()),
-        *(f"  sent per step, all ranks, {line}" for line in interface_lines(interfaces)),
-        *(f"  {line}" for line in (trainer.forecast.lines() if trainer.forecast else ())),
-        *([f"  {trainer.memory.line(peak)}"] if trainer.memory else ()),
-        *([f"  unsent residual   norm {unsent:.3g}"] if unsent is not None else ()),
-        f"  skipped steps     {trainer.replica_optimizer.guard.skipped}",
-        f"  written to        {folder / 'summary.json'}",
+    simulated = f", {trainer.simulated} simulated replicas" if trainer.simulated > 1 else ""
+    title = (
+        f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}{simulated})"
+    )
+    rows = [
+        ("layout", trainer.described),
+        ("tokens", f"{int(tokens_seen):,}, {tokens_per_second:,.0f} per second"),
+        ("empty documents", f"{empty:,.0f} skipped"),
+        ("training loss", f"{_loss_text(trainer.metrics_processor.last_loss)} (last logged step)"),
+        ("validation loss", f"{_loss_text(validation)}{_figures_text(figures)}"),
+        ("sent per step and rank", sent_text(sent.replicas, sent.dense)),
+        *([("on the shard axis", shards_text(sent.shards))] if sent.shards else ()),
+        *(("interfaces, per step", line) for line in interface_lines(interfaces)),
+        *(trainer.forecast.rows() if trainer.forecast else ()),
+        *([("memory", trainer.memory.compared_with(peak))] if trainer.memory else ()),
+        *([("pending updates", f"norm {unsent:.3g}")] if unsent is not None else ()),
+        ("skipped steps", str(trainer.replica_optimizer.guard.skipped)),
+        ("written to", str(folder / "summary.json")),
         *_to_export(trainer.job_config, folder),
-    ):
-        logger.info(line)
+    ]
+    width = max(len(name) for name, _ in rows)
+    if trainer.ran_out:
+        title += f": end of data after {total} steps"
+    logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
 
 
 def report_dry_run(trainer: SummaryView) -> None:
@@ -137,8 +141,8 @@ def report_dry_run(trainer: SummaryView) -> None:
     )
     if shards := _planned_on_shard_axis(trainer):
         logger.info(f"Weights, gradients and updates per step and rank on the shard axis: {shards_text(shards)}")
-    for line in trainer.forecast.lines() if trainer.forecast else ():
-        logger.info(line)
+    for name, value in trainer.forecast.rows() if trainer.forecast else ():
+        logger.info(f"{name}: {value}")
 
 
 def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]:
@@ -150,18 +154,18 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
-    method, shapes = method_of(trainer.job_config), workload_of(trainer.job_config).shapes()
-    for stage in dealt_stages(method, shapes, trainer.layout):
+    optimizer, shapes = trainer.job_config.optimizer.name, workload_of(trainer.job_config).shapes()
+    for stage in matrix_stages(optimizer, shapes, trainer.layout):
         sent[stage.level, UPDATE] = stage.sent
     return sent
 
 
-def _to_export(config: JobConfig, folder: Path) -> list[str]:
-    """Return lines with the export command, if there is a checkpoint."""
+def _to_export(config: JobConfig, folder: Path) -> list[tuple[str, str]]:
+    """Return a row with the export command, if there is a checkpoint."""
     if not config.checkpoint.enable or config.checkpoint.load_only:
         return []
     arguments = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
-    return ["To export the model:", f"  python -m torchtitan_scape.export {arguments}"]
+    return [("export with", f"python -m torchtitan_scape.export {arguments}")]
 
 
 def _figures_text(figures: dict[str, float]) -> str:

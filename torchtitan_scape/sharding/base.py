@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from topology.groups import LevelGroups, ShardGroups
 from topology.primitives import all_gather_into, reduce_scatter_into
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from topology.traffic import TrafficLedger
 from torchtitan_scape.core.parameters import plain_name
 from torchtitan_scape.sharding.unsent import ResidualStore
@@ -192,11 +193,11 @@ class Allocates:
 class CountedAllGather(Allocates):
     """FSDP2's own all-gather, with its bytes counted."""
 
-    def __init__(self, circle: Circle, ledger: ShardLedger) -> None:
-        self._circle, self._ledger = circle, ledger
+    def __init__(self, rank_group: RankGroup, ledger: ShardLedger) -> None:
+        self._rank_group, self._ledger = rank_group, ledger
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        self._circle.count_gather(input_tensor.nbytes, self._ledger, WEIGHTS)
+        self._ledger.count_all_gather(self._rank_group, input_tensor.nbytes, WEIGHTS)
         return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -207,19 +208,19 @@ class CountedReduceScatter(Allocates):
     local sum in rank order.
     """
 
-    def __init__(self, circle: Circle, ledger: ShardLedger) -> None:
-        self._circle, self._ledger = circle, ledger
+    def __init__(self, rank_group: RankGroup, ledger: ShardLedger) -> None:
+        self._rank_group, self._ledger = rank_group, ledger
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         if input_tensor.is_cpu and input_tensor.dtype == torch.float32 and op == dist.ReduceOp.SUM:
-            self._circle.count_exchange(input_tensor.nbytes, self._ledger, GRADIENTS)
+            self._ledger.count_all_to_all(self._rank_group, input_tensor.nbytes, GRADIENTS)
             parts = torch.empty_like(input_tensor)
             dist.all_to_all_single(parts, input_tensor, group=group)
             add_rows(parts.view(group.size(), -1), output_tensor)
             return None
-        self._circle.count_scatter(input_tensor.nbytes, self._ledger, GRADIENTS)
+        self._ledger.count_reduce_scatter(self._rank_group, input_tensor.nbytes, GRADIENTS)
         return reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 

@@ -64,8 +64,8 @@ def build_sharding(
         if not groups.reductions:
             return CountedReduceScatter(groups.whole, ledger)
         if options.sparse:
-            (circle,) = groups.reductions
-            return TagcReduce(flat, circle, options.tagc, ledger, sharding.position, kernels, device)
+            (rank_group,) = groups.reductions
+            return TagcReduce(flat, rank_group, options.tagc, ledger, sharding.position, kernels, device)
         names = (*options.gradient_codes, options.gradient_codes[-1])
         codes = [
             _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from topology.collectives import ReplicaCollectives
-from topology.shard_collectives import Circle
+from topology.rank_group import RankGroup
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
 from torchtitan_scape.core.parameters import SliceParameter, stored
@@ -115,7 +115,7 @@ class ThreeLevelState:
         model: nn.Module,
         groups: Sequence[LevelGroup],
         sharding: Sharding,
-        nodes: Circle | None,
+        nodes: RankGroup | None,
         weight_peers: ReplicaCollectives,
         keeps_bits: bool,
         bf16: bool,

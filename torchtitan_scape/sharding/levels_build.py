@@ -10,7 +10,8 @@ from kernels.codec.codes import BlockCode
 from topology.groups import LevelGroups, ReplicaGroups
 from topology.layout import Layout
 from topology.process_groups import collectives_of
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from topology.traffic import TrafficLedger
 from torchtitan_scape.core.parameters import plain_name
 from torchtitan_scape.sharding.base import (
@@ -116,7 +117,7 @@ def build_levels(
             module: Any = flat.modules[0]
             module.set_all_reduce_hook(level_groups[-1].reduce.hook)
     weight_peers = collectives_of(
-        ReplicaGroups(groups.weight_peers, groups.weights.group, options.levels.inner(layout))
+        ReplicaGroups(groups.weight_peers, groups.weights.process_group, options.levels.inner(layout))
     )
     return ThreeLevelState(
         model,
@@ -129,7 +130,7 @@ def build_levels(
     )
 
 
-def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[tuple[Circle, BlockCode | None]]:
+def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[tuple[RankGroup, BlockCode | None]]:
     """Return the rank group and the code of each hop of the gradients within the node."""
     codes: list[BlockCode | None] = [
         block_code(kernels, name, options.gradients_block, torch.float32) for name in options.gradient_codes
@@ -138,7 +139,7 @@ def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[t
     if min(inner.size, outer.size) > 1:
         two_hops = options.hops == 2 or len(codes) > 1
         return [(inner, codes[0]), (outer, codes[-1])] if two_hops else [(groups.gradients, codes[0])]
-    return [(circle, codes[0]) for circle in (inner, outer) if circle.size > 1]
+    return [(rank_group, codes[0]) for rank_group in (inner, outer) if rank_group.size > 1]
 
 
 def _gather(
@@ -148,7 +149,7 @@ def _gather(
     code = block_code(kernels, options.weights, options.weights_block, torch.float32) if coded else None
     if options.levels.secondary:
         rows = RowCodec(flat.gathered, code)
-        return SecondaryAllGather(flat, groups.weights, rows, groups.kept, sharding.ledger, sharding.version)
+        return SecondaryAllGather(flat, groups.weights, rows, groups.secondary, sharding.ledger, sharding.version)
     if code is None:
         return CountedAllGather(groups.weights, sharding.ledger)
     return QuantizedAllGather(flat, [groups.weights], RowCodec(flat.gathered, code), sharding.ledger)

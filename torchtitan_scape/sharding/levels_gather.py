@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.common.wire import padded_bytes
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import WEIGHTS, Allocates, ShardedParamGroup, WeightsCache, WeightsVersion
 from torchtitan_scape.sharding.messages import RowCodec
 
@@ -20,7 +22,7 @@ class SecondaryAllGather(Allocates):
 
     Args:
         flat: The parameter group.
-        circle: Ranks over which FSDP2 shards.
+        rank_group: Ranks over which FSDP2 shards.
         rows: Codec of the rows.
         keepers: Ranks that share the secondary partition. After the first all-gather each stores its part of all
             messages; later all-gathers are over these ranks until the parameters change.
@@ -31,13 +33,19 @@ class SecondaryAllGather(Allocates):
     def __init__(
         self,
         flat: ShardedParamGroup,
-        circle: Circle,
+        rank_group: RankGroup,
         rows: RowCodec,
-        partition: Circle,
+        partition: RankGroup,
         ledger: ShardLedger,
         version: WeightsVersion,
     ) -> None:
-        self._flat, self._circle, self._rows, self._partition, self._ledger = flat, circle, rows, partition, ledger
+        self._flat, self._rank_group, self._rows, self._partition, self._ledger = (
+            flat,
+            rank_group,
+            rows,
+            partition,
+            ledger,
+        )
         self._cache = WeightsCache(version)
 
     @torch.no_grad()
@@ -45,17 +53,17 @@ class SecondaryAllGather(Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
         """All-gather the row; see `base.AllGatherHook`."""
-        ranks, size = self._circle.size, self._rows.message_bytes(input_tensor.dtype)
+        ranks, size = self._rank_group.size, self._rows.message_bytes(input_tensor.dtype)
         self._flat.check_gather(output_tensor, input_tensor, group, ranks)
         part_bytes = padded_bytes(-(-ranks * size // self._partition.size))
         gathered = torch.zeros(part_bytes * self._partition.size, dtype=torch.uint8, device=input_tensor.device)
         if (cached_part := self._cache.get()) is None:
             message = torch.empty(size, dtype=torch.uint8, device=input_tensor.device)
             self._rows.encode(self._rows.split(input_tensor), message)
-            self._circle.gather(message, gathered[: ranks * size], self._ledger, WEIGHTS)
+            shard_collectives.all_gather(gathered[: ranks * size], message, self._rank_group, self._ledger, WEIGHTS)
             self._cache.keep(gathered.view(-1, part_bytes)[self._partition.group_rank].clone())
         else:
-            self._partition.gather(cached_part, gathered, self._ledger, WEIGHTS)
+            shard_collectives.all_gather(gathered, cached_part, self._partition, self._ledger, WEIGHTS)
         if dist.get_backend() == "fake":  # The received bytes are not valid messages.
             output_tensor.zero_()
             return

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.codec.codes import BlockCode
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import GRADIENTS, Allocates, ShardedParamGroup, TrainPosition
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_messages import SliceCodec
@@ -52,7 +53,7 @@ class SliceReduceScatter(Allocates):
         flat: ShardedParamGroup,
         layout: RowLayout,
         ranks: int,
-        hops: Sequence[tuple[Circle, BlockCode | None]],
+        hops: Sequence[tuple[RankGroup, BlockCode | None]],
         ledger: ShardLedger,
         position: TrainPosition,
         device: torch.device,
@@ -63,12 +64,12 @@ class SliceReduceScatter(Allocates):
         self._flat, self._layout, self._ranks = flat, layout, ranks
         self._ledger, self._position, self._stochastic = ledger, position, stochastic
         self._hadamard_code = next((code for _, code in hops if code is not None), None) if hadamard else None
-        self._hops: list[tuple[Circle, RowCodec]] = []
+        self._hops: list[tuple[RankGroup, RowCodec]] = []
         slice_count, rows = layout.slice_count, ranks
-        for circle, code in hops:
+        for rank_group, code in hops:
             # A hop sends this many parts of every row, and its result is one part of one row.
-            slice_count, rows = slice_count // (circle.size // rows), 1
-            self._hops.append((circle, SliceCodec(layout, slice_count, code)))
+            slice_count, rows = slice_count // (rank_group.size // rows), 1
+            self._hops.append((rank_group, SliceCodec(layout, slice_count, code)))
         self._node_codec = SliceCodec(layout, 1, node_code)
         self.buffer = torch.zeros(layout.nodes, layout.slice_size, dtype=torch.float32, device=device)
 
@@ -92,7 +93,7 @@ class SliceReduceScatter(Allocates):
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         self._add(reduced.view(1, -1))
 
-    def across_nodes(self, nodes: Circle) -> Tensor:
+    def across_nodes(self, nodes: RankGroup) -> Tensor:
         """Return the sum over nodes, in node order, FP32 (slice_size,). Collective."""
         if nodes.size == 1:
             return self.buffer[0]
@@ -110,10 +111,10 @@ class SliceReduceScatter(Allocates):
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
         if self._hadamard_code is not None:
             self._hadamard_code.hadamard_(coded)
-        for number, (circle, rows) in enumerate(self._hops):
-            parts = list(zip(_by_rank(coded, circle), _by_rank(raw, circle), strict=True))
+        for number, (rank_group, rows) in enumerate(self._hops):
+            parts = list(zip(_by_rank(coded, rank_group), _by_rank(raw, rank_group), strict=True))
             key = partial(self._key, number)
-            (result,) = hop(partial(_of, parts), 1, circle, rows, flat.device, self._ledger, GRADIENTS, key)
+            (result,) = hop(partial(_of, parts), 1, rank_group, rows, flat.device, self._ledger, GRADIENTS, key)
             coded, raw = result[0][None], result[1][None]
         if dist.get_backend() == "fake":
             return  # The received bytes are not valid messages.
@@ -130,11 +131,11 @@ def _of(parts: Sequence[Parts], rank: int, _: int) -> Parts:
     return parts[rank]
 
 
-def _by_rank(rows: Tensor, circle: Circle) -> Tensor:
+def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:
     """Split rows (w, m) into equal parts and return (group size, n), ordered by receiving rank.
 
     Part p of row q is for rank p * w + q of the group.
     """
-    parts = circle.size // len(rows)
+    parts = rank_group.size // len(rows)
     parts_by_row = rows.view(len(rows), parts, rows.shape[1] // parts)
-    return parts_by_row.transpose(0, 1).reshape(circle.size, parts_by_row.shape[2])
+    return parts_by_row.transpose(0, 1).reshape(rank_group.size, parts_by_row.shape[2])

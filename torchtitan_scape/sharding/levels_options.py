@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from topology.layout import Layout
-from torchtitan_scape.methods.options import Options
+from torchtitan_scape.core.options import Options
 
 STEP_BLOCK = 256  # Entries that share a scale in the messages sent once per step.
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.codec.codes import BlockCode
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
 from torchtitan_scape.sharding.levels_messages import SliceCodec
@@ -27,7 +29,7 @@ class WeightAllGather:
 
     Args:
         layout: Layout of the row.
-        circles: Rank groups: between nodes, if every node owns a slice, then over the pairs.
+        rank_groups: Rank groups: between nodes, if every node owns a slice, then over the pairs.
         code: Code of the differences; None sends values.
         dtype: Dtype of the values if there is no code.
         ledger: Byte ledger.
@@ -36,12 +38,12 @@ class WeightAllGather:
     def __init__(
         self,
         layout: RowLayout,
-        circles: Sequence[Circle],
+        rank_groups: Sequence[RankGroup],
         code: BlockCode | None,
         dtype: torch.dtype,
         ledger: ShardLedger,
     ) -> None:
-        self._layout, self._circles, self._ledger = layout, circles, ledger
+        self._layout, self._rank_groups, self._ledger = layout, rank_groups, ledger
         self._sends_differences, self._dtype = code is not None, torch.float32 if code is not None else dtype
         self._messages = SliceCodec(layout, 1, code)
 
@@ -79,9 +81,9 @@ class WeightAllGather:
         """All-gather the encoded slices. Return FP32 (coded.entries,) and (raw.entries,) of the row."""
         message = torch.empty(self._messages.message_bytes(self._dtype), dtype=torch.uint8, device=parts[1].device)
         self._messages.encode((parts[0].to(self._dtype), parts[1].to(self._dtype)), message)
-        for circle in self._circles:
-            output = torch.empty(circle.size * message.numel(), dtype=torch.uint8, device=message.device)
-            circle.gather(message, output, self._ledger, UPDATE)
+        for rank_group in self._rank_groups:
+            output = torch.empty(rank_group.size * message.numel(), dtype=torch.uint8, device=message.device)
+            shard_collectives.all_gather(output, message, rank_group, self._ledger, UPDATE)
             message = output
         coded, raw = self._messages.decode(message.view(self._layout.slice_count, -1), self._dtype)
         return coded.reshape(-1).float(), raw.reshape(-1).float()

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kernels.codec.codes import BlockCode
 from kernels.common.wire import padded_bytes
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 
 Parts = tuple[Tensor, Tensor]
@@ -129,32 +131,34 @@ class RowCodec:
             self.code.hadamard_(coded)
 
 
-def gather_between_nodes(message: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> Tensor:
+def gather_between_nodes(message: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str) -> Tensor:
     """All-gather the message over the outermost hop.
 
     Returns:
         uint8 (group size, bytes): the messages of the ranks with this rank's position in every node, or, with one hop,
             of all ranks.
     """
-    outermost = circles[-1]
+    outermost = rank_groups[-1]
     output = torch.empty(outermost.size, message.numel(), dtype=message.dtype, device=message.device)
-    outermost.gather(message, output.view(-1), ledger, kind)
+    shard_collectives.all_gather(output.view(-1), message, outermost, ledger, kind)
     return output
 
 
-def gather_within_node(messages: Tensor, circles: Sequence[Circle], ledger: ShardLedger, kind: str) -> list[Tensor]:
+def gather_within_node(
+    messages: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str
+) -> list[Tensor]:
     """All-gather the output of `gather_between_nodes` within the node. Return the messages of all ranks."""
-    if len(circles) == 1:
+    if len(rank_groups) == 1:
         return list(messages)
-    intra_node = circles[0]
+    intra_node = rank_groups[0]
     output = torch.empty(intra_node.size, *messages.shape, dtype=messages.dtype, device=messages.device)
-    intra_node.gather(messages.view(-1), output.view(-1), ledger, kind)
+    shard_collectives.all_gather(output.view(-1), messages.view(-1), intra_node, ledger, kind)
     return [output[group_rank, node] for node in range(len(messages)) for group_rank in range(intra_node.size)]
 
 
 def sum_over(
     flat: Tensor,
-    circles: Sequence[Circle],
+    rank_groups: Sequence[RankGroup],
     rows: Sequence[RowCodec],
     ledger: ShardLedger,
     kind: str,
@@ -176,7 +180,7 @@ def sum_over(
     Returns:
         The parts of this rank's row of the sum.
     """
-    intra_node, *between_nodes = circles
+    intra_node, *between_nodes = rank_groups
     # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
     sums = hop(
         lambda group_rank, node: rows[0].split(flat[node * intra_node.size + group_rank]),
@@ -188,8 +192,8 @@ def sum_over(
         kind,
         partial(key, 0),
     )
-    for circle, code in zip(between_nodes, rows[1:], strict=True):
-        sums = hop(partial(_of, sums), 1, circle, code, flat.device, ledger, kind, partial(key, 1))
+    for rank_group, code in zip(between_nodes, rows[1:], strict=True):
+        sums = hop(partial(_of, sums), 1, rank_group, code, flat.device, ledger, kind, partial(key, 1))
     (result,) = sums
     return result
 
@@ -201,7 +205,7 @@ def _of(sums: Sequence[Parts], node: int, _: int) -> Parts:
 def hop(
     part: Callable[[int, int], Parts],
     count: int,
-    circle: Circle,
+    rank_group: RankGroup,
     rows: RowCodec,
     device: torch.device,
     ledger: ShardLedger,
@@ -213,7 +217,7 @@ def hop(
     Args:
         part: Parts to send, as a function of (receiving rank, index of the row).
         count: Number of rows per receiving rank.
-        circle: The rank group.
+        rank_group: The rank group.
         rows: Codec of the messages.
         device: Device of the messages.
         ledger: Byte ledger.
@@ -221,10 +225,12 @@ def hop(
         key: Key of stochastic rounding as a function of the index of the message.
     """
     size = rows.message_bytes(torch.float32)
-    messages = torch.empty(circle.size, count, size, dtype=torch.uint8, device=device)
-    for group_rank in range(circle.size):
+    messages = torch.empty(rank_group.size, count, size, dtype=torch.uint8, device=device)
+    for group_rank in range(rank_group.size):
         for number in range(count):
             rows.encode(part(group_rank, number), messages[group_rank, number], key(group_rank * count + number))
     received = torch.empty_like(messages)
-    circle.exchange(messages.view(circle.size, -1), received.view(circle.size, -1), ledger, kind)
+    shard_collectives.all_to_all(
+        received.view(rank_group.size, -1), messages.view(rank_group.size, -1), rank_group, ledger, kind
+    )
     return [rows.decode_and_sum(received[:, number]) for number in range(count)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from topology.layout import Layout
-from torchtitan_scape.methods.options import Options
-from torchtitan_scape.planner.levels_volumes import LevelsPlan, coded
-from torchtitan_scape.planner.sharding import ShardPlan
+from torchtitan_scape.core.options import Options
+from torchtitan_scape.sharding.cost import ShardPlan
+from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK, LevelsOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 

@@ -29,7 +29,9 @@ from kernels.tagc.index import (
     union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch
-from topology.shard_collectives import Circle, ShardLedger
+from topology import shard_collectives
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
 
@@ -53,7 +55,7 @@ class TagcReduce(Allocates):
 
     Args:
         flat: The parameter group.
-        circle: All ranks of the shard axis.
+        rank_group: All ranks of the shard axis.
         options: Section [sharding.tagc].
         ledger: Byte ledger.
         position: Training position.
@@ -64,18 +66,24 @@ class TagcReduce(Allocates):
     def __init__(
         self,
         flat: ShardedParamGroup,
-        circle: Circle,
+        rank_group: RankGroup,
         options: TagcShardingOptions,
         ledger: ShardLedger,
         position: TrainPosition,
         backend: str,
         device: torch.device,
     ) -> None:
-        self._flat, self._circle, self._options, self._ledger, self._position = flat, circle, options, ledger, position
+        self._flat, self._rank_group, self._options, self._ledger, self._position = (
+            flat,
+            rank_group,
+            options,
+            ledger,
+            position,
+        )
         # Whether the next exchange must be complete, and whether that of this step was.
         self.name, self._full_exchange_requested, self._full_exchange_sent = str(flat.number), False, False
         self._passes, self._finite = tagc_passes(backend), finite_check(backend)
-        ranks = circle.size
+        ranks = rank_group.size
         self.compressed = [s for s in flat.reduced if options.compresses(s.name, s.dims, ranks * s.size) and s.size]
         self._raw = [s for s in flat.reduced if s not in self.compressed]
         self.starts = _starts([-(-s.size // BLOCK) * BLOCK for s in self.compressed])
@@ -92,10 +100,10 @@ class TagcReduce(Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._circle.size)
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, self._rank_group.size)
         if self._position.micro_batch == 0:
             self._reset_step()
-        self._add(input_tensor.float().view(self._circle.size, -1))
+        self._add(input_tensor.float().view(self._rank_group.size, -1))
         if self._options.micro == "last" and not self._position.last:
             output_tensor.zero_()  # FSDP2 sums the outputs of the micro-batches.
             return
@@ -112,7 +120,7 @@ class TagcReduce(Allocates):
 
     def slices(self, row: Tensor | None = None) -> dict[str, Tensor]:
         """Return each parameter's slice of a row of the residual, by default of this rank's own row."""
-        row = self.residual[self._circle.group_rank] if row is None else row
+        row = self.residual[self._rank_group.group_rank] if row is None else row
         return {s.name: row[at : at + s.size] for s, at in zip(self.compressed, self.starts, strict=True)}
 
     def decode_and_sum(self) -> Tensor:
@@ -144,7 +152,7 @@ class TagcReduce(Allocates):
 
     def bytes_sent(self) -> dict[str, float]:
         """Return the bytes that a rank sends per exchange, by kind, computed without communication."""
-        ranks, entries = self._circle.size, self.blocks * BLOCK
+        ranks, entries = self._rank_group.size, self.blocks * BLOCK
         if self._index == "offsets":
             index = (ranks - 1) * index_bytes(self._options.density, ranks * self.blocks) if entries else 0
         else:
@@ -185,7 +193,7 @@ class TagcReduce(Allocates):
 
     def _send_compressed(self, fake: bool) -> Tensor:
         """Reduce-scatter the compressed parameters. Return this rank's row, (blocks * 1024,)."""
-        ranks, result = self._circle.size, self.residual.new_empty(self.blocks * BLOCK)
+        ranks, result = self._rank_group.size, self.residual.new_empty(self.blocks * BLOCK)
         if not self.blocks:
             return result
         if self._full_exchange_requested and self._position.last:
@@ -213,30 +221,31 @@ class TagcReduce(Allocates):
 
     def _all_gather_index(self, chosen: Tensor, fake: bool) -> Tensor:
         """Return the bitmaps of the union over all ranks, for all rows, from the bitmaps of this rank's selection."""
-        ranks, circle = self._circle.size, self._circle
+        ranks, rank_group = self._rank_group.size, self._rank_group
         if self._index == "offsets":
             coded = to_offsets(chosen, self._options.chosen)
             received = coded.new_empty(ranks, coded.numel())
-            circle.gather(coded, received.view(-1), self._ledger, INDEX)
+            shard_collectives.all_gather(received.view(-1), coded, rank_group, self._ledger, INDEX)
             return chosen if fake else union_of_offsets(received, ranks * self.blocks, self._options.chosen)
         local = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
         received, gathered = torch.empty_like(local).view(ranks, -1), torch.empty_like(local)
-        circle.exchange(local.view(ranks, -1), received, self._ledger, INDEX)
-        circle.gather(
-            (union_of_bitmaps if self._index == "bits" else sum_bytes)(received), gathered, self._ledger, INDEX
-        )
+        shard_collectives.all_to_all(received, local.view(ranks, -1), rank_group, self._ledger, INDEX)
+        combined = (union_of_bitmaps if self._index == "bits" else sum_bytes)(received)
+        shard_collectives.all_gather(gathered, combined, rank_group, self._ledger, INDEX)
         if fake:
             return chosen
         return from_nibbles(gathered) if self._index == "nibble_sum" else gathered
 
     def _exchange_packed(self, index: Tensor, sends: Tensor, result: Tensor) -> None:
-        ranks = self._circle.size
+        ranks = self._rank_group.size
         packed = self.residual.new_empty(ranks * self.blocks, self._capacity)
         self._passes.pack(self.residual.view(-1), index.view(-1), sends.view(-1), self._capacity, packed)
         packed.view(ranks, -1)[:, 0].masked_fill_(self._nonfinite, torch.nan)  # Mark the row by its first value.
         received = torch.empty_like(packed)
-        self._circle.exchange(packed.view(ranks, -1), received.view(ranks, -1), self._ledger, GRADIENTS)
-        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._circle.group_rank], result)
+        shard_collectives.all_to_all(
+            received.view(ranks, -1), packed.view(ranks, -1), self._rank_group, self._ledger, GRADIENTS
+        )
+        self._passes.expand(received.view(ranks, self.blocks, -1), index[self._rank_group.group_rank], result)
 
     def _exchange_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, result: Tensor) -> None:
         if self._options.left_over == "keep":
@@ -244,7 +253,7 @@ class TagcReduce(Allocates):
             recoverable = torch.stack([self._passes.solvable(row, sketch) for row in index])
             index, sends = index & recoverable, sends & recoverable
         sends = self._mask_nonfinite(sends)
-        cells = self.residual.new_empty(self._circle.size, sketch.rows, BLOCK)
+        cells = self.residual.new_empty(self._rank_group.size, sketch.rows, BLOCK)
         for row, bits, one in zip(self.residual, sends, cells, strict=True):
             self._passes.fold(row, bits, sketch, one)
             row.masked_fill_(unpack_bits(bits, row.numel()), 0.0)
@@ -253,7 +262,7 @@ class TagcReduce(Allocates):
         self._reduce_scatter(cells.view(len(cells), -1), total.view(-1))
         nan_flag = total.sum() * 0.0  # NaN if any cell is NaN, even a cell that no entry reads.
         estimate = self._options.left_over == "estimate"
-        self._passes.unfold(total, index[self._circle.group_rank], sketch, estimate, result)
+        self._passes.unfold(total, index[self._rank_group.group_rank], sketch, estimate, result)
         result[:1] += nan_flag
 
     def _reduce_scatter(self, rows: Tensor, result: Tensor) -> None:
@@ -261,7 +270,7 @@ class TagcReduce(Allocates):
         n = rows.shape[1]
         rows = pad(rows, (0, _padded_entries(n) - n)) if _padded_entries(n) > n else rows
         received = torch.empty_like(rows)
-        self._circle.exchange(rows, received, self._ledger, GRADIENTS)
+        shard_collectives.all_to_all(received, rows, self._rank_group, self._ledger, GRADIENTS)
         add_rows(received[:, :n], result)
 
     def _make_sketches(self, device: torch.device) -> list[Sketch]:

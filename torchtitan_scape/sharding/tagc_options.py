@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from kernels.scape.blocks import entries_per_block
 from kernels.tagc.formats import BLOCK, sends_offsets
-from torchtitan_scape.methods.options import LAYOUT, Options
-from torchtitan_scape.planner.sparse_sharding import SparsePlan
+from torchtitan_scape.core.options import LAYOUT, Options
+from torchtitan_scape.sharding.tagc_cost import SparsePlan
 
 MAX_LOAD = 0.6  # Share of a sketch's cells that the union may fill; peeling fails above 0.818 in large sketches.
 MIN_BLOCKS = 512  # Blocks of a sketch: peeling may fail in a smaller sketch even if it has enough cells.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, store_gradient
+from torchtitan_scape.methods.imported import CheckpointReader
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.pending import CheckpointReader
 
 KIND = "shard_residual"
 
@@ -81,8 +81,8 @@ class ShardResiduals(ResidualStore):
     def described(self, residual: str) -> dict[str, dict[str, Any]]:
         if residual == "drop":
             return {}
-        record = {"own": False, "carries": "gradient", "by_parameter": residual != "exact"}
-        return {KIND: record | ({"lies": self._row_layout()} if residual == "exact" else {})}
+        record = {"per_replica": False, "on_migration": "gradient", "by_parameter": residual != "exact"}
+        return {KIND: record | ({"row_layout": self._row_layout()} if residual == "exact" else {})}
 
     def sizes(self, residual: str) -> dict[str, int]:
         # In total over all ranks: every rank saves all rows ("exact") or only its own row ("mean").
@@ -96,7 +96,7 @@ class ShardResiduals(ResidualStore):
         for group in self._groups:
             group.residual.zero_()
         if record is not None and not record["by_parameter"]:
-            if record["lies"] != self._row_layout():
+            if record["row_layout"] != self._row_layout():
                 refuse_exact(reader.saved["states"], "has another shard degree, or compresses other layers")
             assert reader.fill_of_this_shard([self._exact()])
             return []

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.shard_collectives import Circle, ShardLedger
+from topology.rank_group import RankGroup
+from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import (
     GRADIENTS,
     WEIGHTS,
@@ -37,7 +38,7 @@ class QuantizedAllGather(Allocates):
 
     Args:
         flat: The parameter group.
-        circles: Rank groups of the hops, innermost first.
+        rank_groups: Rank groups of the hops, innermost first.
         rows: Codec of the rows.
         ledger: Byte ledger.
         cache_version: Version of the weights; messages of the outermost hop are reused while it is unchanged. None
@@ -47,12 +48,12 @@ class QuantizedAllGather(Allocates):
     def __init__(
         self,
         flat: ShardedParamGroup,
-        circles: Sequence[Circle],
+        rank_groups: Sequence[RankGroup],
         rows: RowCodec,
         ledger: ShardLedger,
         cache_version: WeightsVersion | None = None,
     ) -> None:
-        self._flat, self._circles, self._rows, self._ledger = flat, circles, rows, ledger
+        self._flat, self._rank_groups, self._rows, self._ledger = flat, rank_groups, rows, ledger
         self._cache = WeightsCache(cache_version) if cache_version is not None else None
 
     @torch.no_grad()
@@ -60,9 +61,9 @@ class QuantizedAllGather(Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
         ranks = group.size()
-        self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._circles))
+        self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._rank_groups))
         messages = self._outermost_messages(input_tensor)
-        gathered = gather_within_node(messages, self._circles, self._ledger, WEIGHTS)
+        gathered = gather_within_node(messages, self._rank_groups, self._ledger, WEIGHTS)
         if dist.get_backend(group) == "fake":  # The received bytes are not valid messages.
             output_tensor.zero_()
             return
@@ -74,7 +75,7 @@ class QuantizedAllGather(Allocates):
             return cached
         message = torch.empty(self._rows.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
         self._rows.encode(self._rows.split(row), message)
-        messages = gather_between_nodes(message, self._circles, self._ledger, WEIGHTS)
+        messages = gather_between_nodes(message, self._rank_groups, self._ledger, WEIGHTS)
         if self._cache is not None:
             self._cache.keep(messages)
         return messages
@@ -86,7 +87,7 @@ class QuantizedReduceScatter(Allocates):
 
     Args:
         flat: The parameter group.
-        circles: Rank groups of the hops, innermost first.
+        rank_groups: Rank groups of the hops, innermost first.
         rows: Codec of each hop.
         ledger: Byte ledger.
         position: Source of the keys of stochastic rounding; None rounds to nearest.
@@ -95,20 +96,26 @@ class QuantizedReduceScatter(Allocates):
     def __init__(
         self,
         flat: ShardedParamGroup,
-        circles: Sequence[Circle],
+        rank_groups: Sequence[RankGroup],
         rows: Sequence[RowCodec],
         ledger: ShardLedger,
         position: TrainPosition | None = None,
     ) -> None:
-        self._flat, self._circles, self._rows, self._ledger, self._position = flat, circles, rows, ledger, position
+        self._flat, self._rank_groups, self._rows, self._ledger, self._position = (
+            flat,
+            rank_groups,
+            rows,
+            ledger,
+            position,
+        )
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._circles))
+        self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._rank_groups))
         flat = input_tensor.float().view(group.size(), -1)
-        parts = sum_over(flat, self._circles, self._rows, self._ledger, GRADIENTS, self._key)
+        parts = sum_over(flat, self._rank_groups, self._rows, self._ledger, GRADIENTS, self._key)
         if dist.get_backend(group) == "fake":
             output_tensor.zero_()
             return
@@ -118,8 +125,8 @@ class QuantizedReduceScatter(Allocates):
         return None if self._position is None else self._position.key(hop, dist.get_rank(), self._flat.number, message)
 
 
-def _ranks(circles: Sequence[Circle]) -> int:
+def _ranks(rank_groups: Sequence[RankGroup]) -> int:
     ranks = 1
-    for circle in circles:
-        ranks *= circle.size
+    for rank_group in rank_groups:
+        ranks *= rank_group.size
     return ranks

@@ -1,7 +1,7 @@
 """The only package that imports TorchTitan.
 
-TorchTitan binds the device by name while it is imported, so importing this package, or a module of it, selects the
-device first. The modules export by subject the names of TorchTitan that other folders use.
+TorchTitan binds the device by name while it is imported. Importing this package, or one of its modules, therefore
+selects the device first. Its modules export the TorchTitan names that other folders use, by subject.
 """
 
 from torchtitan_scape.titan.device import prepare

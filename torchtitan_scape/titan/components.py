@@ -1,4 +1,4 @@
-"""Parts of the trainer: checkpoints, optimizers, schedules, metrics, validation, loss."""
+"""TorchTitan's trainer components: checkpoints, optimizers, schedules, metrics, validation, loss."""
 
 from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss

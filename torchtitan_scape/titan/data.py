@@ -1,4 +1,4 @@
-"""Tokenizers, data sets and loaders."""
+"""TorchTitan's tokenizers, datasets and data loaders."""
 
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError, ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer, build_hf_tokenizer

@@ -1,4 +1,4 @@
-"""What a CPU with gloo needs so that TorchTitan runs without a GPU. Nothing else in the project asks."""
+"""Support for running TorchTitan on a CPU with gloo. Only this module changes TorchTitan's device."""
 
 import logging
 import os
@@ -15,9 +15,9 @@ from torchtitan_scape.titan.patches import device_lookup
 
 
 class _CpuDevice:
-    """`torch.cpu` with the answers that TorchTitan expects of a device module.
+    """`torch.cpu` with the additional functions that TorchTitan expects of a device module.
 
-    Its memory figures are those of the process: resident set, and its peak.
+    Its memory statistics are the resident set size of the process and its peak, in bytes.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -47,18 +47,18 @@ class _CpuDevice:
 
 
 def free_memory(device_type: str, rank: int, ranks: int) -> int:
-    """Bytes that a process can still take: of its GPU, or this rank's share of what the host has left."""
+    """Return the available memory in bytes: of this rank's GPU, or this rank's share of the free host memory."""
     if device_type != "cpu":
         return int(torch.get_device_module(device_type).mem_get_info(rank)[0])
     return free_host_memory() // ranks
 
 
-# What TorchTitan and PyTorch say about a missing GPU: on a CPU it is expected, and hides what matters.
+# Messages of TorchTitan and PyTorch about a missing GPU.
 _EXPECTED = ("Error running lspci", "Peak flops undefined", "Peak FLOPS used")
 
 
 def quieten_cpu() -> None:
-    """Drops messages and warnings that every run on a CPU would show. Call it after TorchTitan's `init_logger`."""
+    """Drop messages and warnings that every run on a CPU would log. Call it after TorchTitan's `init_logger`."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(lambda entry: not entry.getMessage().startswith(_EXPECTED))
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support on cpu")
@@ -66,21 +66,23 @@ def quieten_cpu() -> None:
 
 
 def _check_version() -> None:
-    """A container may bring another TorchTitan, whose names differ."""
+    """Raise ImportError for another release of TorchTitan, for example in a container: its names differ."""
     try:
         found = version("torchtitan")
     except PackageNotFoundError:
         return  # a source checkout without metadata
     if not found.startswith("0.2.2"):
         raise ImportError(
-            f"torchtitan {found} is installed, and this project needs 0.2.2: pip install torchtitan==0.2.2"
+            f"torchtitan {found} is installed, but this project needs 0.2.2: pip install torchtitan==0.2.2"
         )
 
 
 def prepare() -> str:
-    """Decides the device before the first `import torchtitan`, which binds it by name; returns its type.
+    """Select the device before the first `import torchtitan`, which binds it by name, and return its type.
 
-    Raises ImportError for another release of TorchTitan.
+    Raises:
+        ImportError: Another release of TorchTitan is installed.
+        RuntimeError: TorchTitan was imported before.
     """
     _check_version()
     available = torch._utils._get_available_device_type()

@@ -1,4 +1,4 @@
-"""The device, process groups, meshes and parallelism inside a replica."""
+"""TorchTitan's device, process groups, meshes, and parallelism within a replica."""
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac

@@ -1,4 +1,4 @@
-"""Llama 3, the protocols of models, and their registry."""
+"""TorchTitan's Llama 3, model protocols, and model registry."""
 
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args, parallelize_llama

@@ -1,6 +1,6 @@
-"""Every change of TorchTitan, and of what it asks of PyTorch, with its reason. Each holds inside a `with` block.
+"""All patches of TorchTitan, with their reasons. Each is active inside a `with` block.
 
-TorchTitan is imported inside the functions: `device_lookup` has to come before its first import.
+The functions import TorchTitan themselves, because `device_lookup` must be active during its first import.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from torchtitan_scape.core.timing import PhaseTimer
 
 @contextmanager
 def device_lookup(device_type: str, module: Any) -> Iterator[None]:
-    """PyTorch names `device_type` as the available device and `module` as its module.
+    """Make PyTorch return `device_type` as the available device, and `module` as its module.
 
-    Reason: TorchTitan asks once, while it is imported, and assumes CUDA where PyTorch finds no accelerator.
+    Reason: TorchTitan looks the device up once, while it is imported, and assumes CUDA if there is no accelerator.
     """
     with (
         replaced(torch._utils, "_get_available_device_type", lambda: device_type),
@@ -27,7 +27,7 @@ def device_lookup(device_type: str, module: Any) -> Iterator[None]:
 
 
 def checkpoint_manager(manager: type) -> AbstractContextManager[None]:
-    """The trainer constructs `manager` as its checkpoint manager.
+    """Make the trainer construct `manager` as its checkpoint manager.
 
     Reason: `Trainer.__init__` constructs the class by name. TorchTitan 0.3.0 takes it from the config.
     """
@@ -37,10 +37,10 @@ def checkpoint_manager(manager: type) -> AbstractContextManager[None]:
 
 
 def gradient_norm(norm: Callable[[], Any]) -> AbstractContextManager[None]:
-    """The trainer clips no gradients and takes `norm()` as their norm.
+    """Replace the trainer's gradient clipping by a function that returns `norm()`.
 
-    Reason: it clips before `optimizer.step()`, where gradients are those of one replica. The optimizer clips the
-    gradient of the step and knows the norm after it.
+    Reason: the trainer clips before `optimizer.step()`, when gradients are still those of one replica. The optimizer
+    clips the synchronized gradient itself, and writes its norm into the returned tensor.
     """
     from torchtitan.distributed import utils
 
@@ -49,10 +49,10 @@ def gradient_norm(norm: Callable[[], Any]) -> AbstractContextManager[None]:
 
 @contextmanager
 def first_token_count(count: Callable[..., float], timer: PhaseTimer) -> Iterator[None]:
-    """The first `dist_sum` inside is `count`, timed as phase "wait"; later calls are TorchTitan's.
+    """Replace the first `dist_sum` by `count`, timed as phase "wait". Later calls are unchanged.
 
-    Reason: the first sum of a step counts its tokens. It also carries the end-of-data flags, which need no collective
-    of their own then, and ranks wait in it for the slowest data loader.
+    Reason: the first sum of a step counts its tokens. `count` also reduces the end-of-data flags, which then need no
+    separate collective. In this call ranks wait for the slowest data loader.
     """
     from torchtitan.distributed import utils
 
@@ -71,9 +71,9 @@ def first_token_count(count: Callable[..., float], timer: PhaseTimer) -> Iterato
 
 
 def no_validation_loader() -> AbstractContextManager[None]:
-    """`Validator.__init__` builds no data loader.
+    """Make `Validator.__init__` build no data loader.
 
-    Reason: it builds one in any case, of other batches than those that the subclass reads.
+    Reason: the subclass reads other batches, and never uses the parent's loader.
     """
     from torchtitan.components import validate
 

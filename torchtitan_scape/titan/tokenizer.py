@@ -1,4 +1,4 @@
-"""TorchTitan's tokenizer, with checks of its folder and with an end of documents."""
+"""TorchTitan's tokenizer, with checks of its folder and an EOS token for every document."""
 
 import logging
 from pathlib import Path
@@ -17,8 +17,8 @@ _FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
     """Set `eos_id` if TorchTitan's class does not find it.
 
-    If BOS and EOS are the same token, as for GPT-2, TorchTitan's class finds only BOS. Documents would have no end, and
-    masks that keep attention within a document would fail. The token then becomes EOS and BOS is removed, so that it is
+    If BOS and EOS are the same token, as for GPT-2, TorchTitan's class finds only BOS. Documents would then have no
+    EOS, and attention masks by document would fail. This function makes the token EOS and removes BOS, so that it is
     written once. A tokenizer that defines neither but has the entry <|endoftext|> uses it as EOS.
     """
     config: dict[str, Any] = tokenizer.config or {}

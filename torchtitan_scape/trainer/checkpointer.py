@@ -1,7 +1,7 @@
-"""TorchTitan's checkpoint manager for runs that are left alone: nothing damaged is loaded, nothing good is deleted.
+"""TorchTitan's checkpoint manager for unattended runs: it loads no damaged checkpoint and deletes no needed one.
 
-A checkpoint is whole once its manifest is there, which is written last (see `storage`). Optimizer state that another
-layout or method has saved is taken by the rule in `optimizer.loading`.
+A checkpoint is complete when its manifest exists, which is written last (see `checkpoint.storage`). Optimizer state of
+another layout or method is migrated, see `checkpoint.migration`.
 """
 
 import logging
@@ -21,8 +21,8 @@ from torch.torch_version import TorchVersion
 
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
-from torchtitan_scape.checkpoint.loading import load
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
+from torchtitan_scape.checkpoint.migration import migrate
 from torchtitan_scape.checkpoint.parts import RANDOM, RESIDUALS, RandomState, sizes_line
 from torchtitan_scape.checkpoint.reader import (
     GlobalLayout,
@@ -47,12 +47,12 @@ from torchtitan_scape.titan.components import (
 
 logger = logging.getLogger(__name__)
 
-_STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager clears what it needs for another save
+_STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager cannot be used for a second save
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
 
 
 class ReplicaCheckpointer(CheckpointManager):
-    """The manager that the trainer gets in the place of TorchTitan's; `attach` completes it."""
+    """Replaces TorchTitan's CheckpointManager in the trainer. Call `attach` after construction."""
 
     record: RunMetadata
     folder: str
@@ -63,19 +63,23 @@ class ReplicaCheckpointer(CheckpointManager):
     _fallback: bool
     _optimizers: ReplicaOptimizer
     _being_written = ""
-    # Steps whose folders are damaged, or newer than the one that was asked for: no reason to delete older ones.
+    # Steps of damaged checkpoints, or newer than `checkpoint.load_step`. They do not count for `keep_latest_k`.
     _not_counted: set[int]
     _saving_group: dist.ProcessGroup | None
 
     def attach(self, record: RunMetadata, frame: GlobalLayout, fallback: bool, device: torch.device) -> None:
-        """Adds what TorchTitan's constructor does not hand on.
+        """Set the values that TorchTitan's constructor does not receive.
 
-        fallback: of several checkpoints, take the newest that is whole, where newer ones are damaged.
+        Args:
+            record: the metadata of this run.
+            frame: the global layout of the parameters.
+            fallback: load the newest intact checkpoint if newer ones are damaged.
+            device: the device of the random state.
         """
         self.record, self._frame, self._fallback, self._not_counted = record, frame, fallback, set()
         self._optimizers = self.states[OPTIMIZER].replica
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
-        # On GPUs the default group's timeout is for steps: a rank may write for longer than that.
+        # On GPUs the timeout of the default group is meant for steps, and writing may take longer.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, frame, record.values["residual"])
         self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, frame)
@@ -85,18 +89,22 @@ class ReplicaCheckpointer(CheckpointManager):
     # ------------------------------------------------------------------------------------------- saving
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """As TorchTitan's. Raises ValueError, on every rank, where it cannot be written; older ones stay whole."""
+        """Save a checkpoint if this step is due, like the parent.
+
+        Raises:
+            ValueError: It cannot be written. Raised on every rank; older checkpoints remain intact.
+        """
         if not self._should_save(curr_step, last_step):
             return
         if self._earlier_failed() and not last_step:
-            self.save_to_resume(curr_step)  # now, and for sure
+            self.save_to_resume(curr_step)  # synchronously, so that a failure is known at once
         else:
             self._guarded(lambda: CheckpointManager.save(self, curr_step, last_step))
         if last_step:
             self._purge_stale_checkpoints()
 
     def save_to_resume(self, step: int) -> None:
-        """Writes the full state of `step` now, synchronously, unless it is written already. A collective call."""
+        """Write the full state of `step` synchronously, unless it already exists. Collective."""
         if not self.enable or self.load_only:
             return
         path = self._create_checkpoint_id(step)
@@ -110,15 +118,15 @@ class ReplicaCheckpointer(CheckpointManager):
         logger.info(f"Saved {path}")
 
     def restore_random(self) -> None:
-        """To be called before the first forward pass."""
+        """Restore the random state. Call it before the first forward pass."""
         self.states[RANDOM].restore()
 
     def _earlier_failed(self) -> bool:
-        """Waits for the save that is being written beside training; whether it failed, which is said."""
+        """Wait for the asynchronous save in progress; log an error and return True if it failed."""
         try:
             self._guarded(self._async_wait)
         except ValueError as error:
-            logger.error(f"{error}; a later step is saved instead")
+            logger.error(f"{error}; a later step will be saved instead")
             return True
         return False
 
@@ -130,7 +138,7 @@ class ReplicaCheckpointer(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """As TorchTitan's, with checksums and a manifest."""
+        """Save with checksums and a manifest. The arguments are those of the parent."""
         self._being_written = checkpoint_id
         self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
         writer = CheckedWriter(checkpoint_id)
@@ -150,9 +158,9 @@ class ReplicaCheckpointer(CheckpointManager):
         return dcp.async_save(state_dict, **options)
 
     def _guarded(self, write: Callable[[], Any]) -> None:
-        """Runs a save. A disk that does not take it leaves nothing behind, and one message on every rank.
+        """Run a save. After an I/O error remove the incomplete folder and raise the same ValueError on every rank.
 
-        Other errors, such as a lost peer, pass: what was written of it has no manifest, and no start will use it.
+        Other errors, such as a lost peer, propagate. The incomplete folder then has no manifest and is never loaded.
         """
         try:
             write()
@@ -167,12 +175,12 @@ class ReplicaCheckpointer(CheckpointManager):
             if dist.get_rank() == 0 and not is_complete(path):
                 with suppress(OSError):
                     remove(path)
-            good = self._whole_steps()
-            kept = f"the last good checkpoint is step-{good[-1]}" if good else "there is no other checkpoint"
-            raise ValueError(f"{text}; {kept}") from error
+            intact = self._complete_steps()
+            newest = f"the last good checkpoint is step-{intact[-1]}" if intact else "there is no other checkpoint"
+            raise ValueError(f"{text}; {newest}") from error
 
     def close(self) -> None:
-        """Waits for a save that is still being written, so that it is told if it failed."""
+        """Wait for an asynchronous save in progress, so that a failure is reported."""
         if (
             getattr(self, "enable", False)
             and getattr(self, "save_future", None) is not None
@@ -181,34 +189,34 @@ class ReplicaCheckpointer(CheckpointManager):
             self._guarded(self._async_wait)
         super().close()
 
-    def _whole_steps(self) -> list[int]:
-        """Steps of the whole checkpoints in the folder, ascending, but those that do not count."""
+    def _complete_steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints in the folder, ascending, without `_not_counted`."""
         steps = (step for step in steps_in(self.folder) if step not in self._not_counted)
         return [step for step in steps if is_complete(self._create_checkpoint_id(step))]
 
     def saves_at(self, step: int, last_step: bool = False) -> bool:
-        """Whether `save` would write this step."""
+        """Return whether `save` would write this step."""
         return self._should_save(step, last_step)
 
     def newest_step(self) -> int:
-        """The newest whole checkpoint's step; -1 for none, and where checkpoints are off."""
+        """Return the step of the newest complete checkpoint; -1 if there is none or checkpoints are disabled."""
         return self._find_load_step() if self.enable else -1
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest whole checkpoint's step; -1 for none."""
-        return super()._find_load_step(folder) if folder else (self._whole_steps() or [-1])[-1]
+        """Return the step of the newest complete checkpoint; -1 if there is none."""
+        return super()._find_load_step(folder) if folder else (self._complete_steps() or [-1])[-1]
 
     def _purge_stale_checkpoints(self) -> None:
-        """Deletes what is older than the newest `keep_latest_k` whole checkpoints, and is not the best."""
+        """Delete checkpoints older than the newest `keep_latest_k` complete ones, except the best one."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
         try:
-            kept, there = self._whole_steps()[-self.keep_latest_k :], steps_in(self.folder)
-        except OSError as error:  # of a network file system, say: the save itself went well
+            kept, existing = self._complete_steps()[-self.keep_latest_k :], steps_in(self.folder)
+        except OSError as error:  # for example of a network file system; the save itself succeeded
             logger.warning(f"no older checkpoint is deleted: {self.folder} cannot be listed ({error.strerror})")
             return
         spared = self.spared()
-        for step in there if len(kept) == self.keep_latest_k else ():
+        for step in existing if len(kept) == self.keep_latest_k else ():
             path = self._create_checkpoint_id(step)
             if step < kept[0] and step != spared and path != self._being_written:
                 self.purge_queue.put(path)
@@ -216,31 +224,34 @@ class ReplicaCheckpointer(CheckpointManager):
     # ------------------------------------------------------------------------------------------ loading
 
     def load(self, step: int = -1) -> bool:
-        """Loads the newest whole checkpoint, or that of `step`, or `initial_load_path`. A collective call.
+        """Load the newest complete checkpoint, or that of `step`, or `initial_load_path`. Collective.
 
-        Raises ValueError where there is none to be had that was asked for, with the reason.
+        Returns:
+            True if a checkpoint was loaded.
+
+        Raises:
+            ValueError: The requested checkpoint does not exist or is damaged, with the reason.
         """
         if not self.enable:
             return False
         path = self._choose(step)
         if path is None:
             return self._load_initial()
-        if path == self._create_checkpoint_id(0):  # a seed, with which another run has begun
+        if path == self._create_checkpoint_id(0):  # a seed checkpoint contains the model only
             self._load_model(path)
         else:
             self._load_run(path)
         return True
 
     def _choose(self, step: int) -> str | None:
-        """The folder to resume from, verified; None for none."""
-        there: list[int] = as_rank_0_sees(lambda: steps_in(self.folder))
-        steps: list[int] = as_rank_0_sees(lambda: [s for s in there if is_finished(self._create_checkpoint_id(s))])
+        """Return the verified folder to resume from, or None if there is none."""
+        existing: list[int] = as_rank_0_sees(lambda: steps_in(self.folder))
+        steps: list[int] = as_rank_0_sees(lambda: [s for s in existing if is_finished(self._create_checkpoint_id(s))])
         if step != -1:
-            return self._named(step, steps)
-        for unfinished in (s for s in there if s not in steps and s > max(steps, default=-1)):
+            return self._path_of_step(step, steps)
+        for unfinished in (s for s in existing if s not in steps and s > max(steps, default=-1)):
             logger.warning(
-                f"{self._create_checkpoint_id(unfinished)} has no manifest: it was not written to its end, and is "
-                "not used"
+                f"{self._create_checkpoint_id(unfinished)} has no manifest: it is incomplete and will not be loaded"
             )
         for candidate in reversed(steps):
             path = self._create_checkpoint_id(candidate)
@@ -248,35 +259,35 @@ class ReplicaCheckpointer(CheckpointManager):
                 return path
             if not self._fallback:
                 raise ValueError(
-                    f"{path} is damaged: {damage}; delete it, or set checkpoint.fallback = true to take the newest "
-                    "whole one before it"
+                    f"{path} is damaged: {damage}; delete it, or set checkpoint.fallback = true to load the newest "
+                    "intact one before it"
                 )
-            logger.warning(f"{path} is damaged: {damage}; an older checkpoint is taken")
+            logger.warning(f"{path} is damaged: {damage}; loading an older checkpoint")
             self._not_counted.add(candidate)
         if steps:
             raise ValueError(f"all checkpoints in {self.folder} are damaged; start in another --job.dump_folder")
         return None
 
-    def _named(self, step: int, steps: list[int]) -> str:
+    def _path_of_step(self, step: int, steps: list[int]) -> str:
         path = self._create_checkpoint_id(step)
         if step not in steps:
-            there = f"finished are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is none"
-            raise ValueError(f"checkpoint.load_step = {step}, but there is no finished {path}; {there}")
+            known = f"finished are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is none"
+            raise ValueError(f"checkpoint.load_step = {step}, but there is no finished {path}; {known}")
         if (damage := first_damage(path)) is not None:
-            raise ValueError(f"{path} is damaged: {damage}; name another with --checkpoint.load_step")
+            raise ValueError(f"{path} is damaged: {damage}; select another step with --checkpoint.load_step")
         self._not_counted |= {later for later in steps if later > step}
         return path
 
     def _load_initial(self) -> bool:
-        """The start from `initial_load_path`, where no run is resumed."""
+        """Load `initial_load_path`, if it is set."""
         path = self.initial_load_path
         if not path:
             return False
         is_folder, finished = as_rank_0_sees(lambda: (os.path.isfile(f"{path}/.metadata"), is_finished(path)))
         if not is_folder:
-            raise ValueError(f"checkpoint.initial_load_path = {path!r} is no checkpoint folder")
+            raise ValueError(f"checkpoint.initial_load_path = {path!r} is not a checkpoint folder")
         if not finished:
-            logger.warning(f"{path} has no manifest: whether it is whole cannot be told")
+            logger.warning(f"{path} has no manifest: its integrity cannot be checked")
         elif (damage := first_damage(path)) is not None:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is damaged: {damage}")
         if not self.initial_load_model_only:
@@ -286,25 +297,24 @@ class ReplicaCheckpointer(CheckpointManager):
         return True
 
     def _load_model(self, path: str) -> None:
-        logger.info(f"Loading the model alone from {path}")
+        logger.info(f"Loading only the model from {path}")
         model = self.states[MODEL].room()
         load_into(path, model)
         self.states[MODEL].load_state_dict(model)
 
     def _load_run(self, path: str) -> None:
-        """Everything that a run needs to go on."""
+        """Load the complete state of a run."""
         begin = time.monotonic()
         names = names_in(path)
-        if not {OPTIMIZER, RUN_METADATA} & set(names):  # without moments, and nothing kept, there is a record alone
+        if not {OPTIMIZER, RUN_METADATA} & set(names):  # an optimizer without state still has the metadata
             raise ValueError(
-                f"{path} holds the model alone, so training cannot go on from it; name an earlier step with "
-                "--checkpoint.load_step, or start a new run in another --job.dump_folder. (A run whose last checkpoint "
-                "shall be resumed from needs checkpoint.last_save_model_only = false)"
+                f"{path} contains only the model, so that training cannot continue from it; select an earlier step "
+                "with --checkpoint.load_step, or start a new run in another --job.dump_folder. (To resume from the "
+                "last checkpoint of a run, set checkpoint.last_save_model_only = false in that run)"
             )
         if RUN_METADATA not in names:
             raise ValueError(
-                f"{path} was not saved by this version of this project; start from its model with "
-                "checkpoint.initial_load_path"
+                f"{path} was not saved by this version of the project; load its model with checkpoint.initial_load_path"
             )
         saved = read_record(path)
         same_layout, different = self.record.compare(saved, path)
@@ -322,25 +332,26 @@ class ReplicaCheckpointer(CheckpointManager):
         load_into(path, states)
         if MODEL not in excluded:
             self.states[MODEL].load_state_dict(states)
-        told = []
+        messages = []
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._frame)
-            told.append(load(self._optimizers, reader, same_layout, self.states["train_state"].step))
+            step = self.states["train_state"].step
+            messages.append(migrate(self._optimizers, reader, same_layout, step).text())
             if same_layout and MODEL not in excluded:
                 reader.fill_weights()
             elif self._optimizers.levels is not None:
-                self._optimizers.levels.masters_loaded()  # parameters of another method's own have gone into masters
+                self._optimizers.levels.masters_loaded()  # the migration may have loaded weights into the masters
         if DATALOADER not in excluded:
-            told += self._load_data(path, saved)
+            messages += self._load_data(path, saved)
         load_counters(self._optimizers, saved["counters"])
         self._keep_configured_rates(different.keys() & {"lr", "betas", "eps", "weight_decay"})
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
-        changes = f"; differs from the run that saved: {listed}" if listed else ""
-        what = "; ".join(told) or "without its optimizer"
-        logger.info(f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {what}{changes}")
+        changes = f"; differs from the run that saved it: {listed}" if listed else ""
+        result = "; ".join(messages) or "without its optimizer"
+        logger.info(f"Resumed from {path} in {time.monotonic() - begin:.2f} s: {result}{changes}")
 
     def _load_data(self, path: str, saved: dict[str, Any]) -> list[str]:
-        """The position in the data; returns what there is to say of it."""
+        """Load the data position, and return messages for the log."""
         loader: Any = self.states[DATALOADER]
         if loader is None:
             return []
@@ -348,8 +359,9 @@ class ReplicaCheckpointer(CheckpointManager):
         old: dict[str, Any] = loader.saved_state(readers)
         if not {f"{DATALOADER}.{key}" for key in old} <= names_in(path):
             raise ValueError(
-                f"{path} has no position in data of this run's kind (prepared, or text); give it the data of the run "
-                "that saved, or begin with the new ones with --checkpoint.exclude_from_loading=dataloader"
+                f"{path} has no position in data of this run's kind (prepared, or text); use the data of the run that "
+                "saved it, or start at the beginning of the new data with "
+                "--checkpoint.exclude_from_loading=dataloader"
             )
         if readers == mine:
             load_into(path, {DATALOADER: loader})
@@ -360,18 +372,18 @@ class ReplicaCheckpointer(CheckpointManager):
         return [loader.load_old([old])]
 
     def _keep_configured_rates(self, changed: set[str]) -> None:
-        """Rates of this run's configuration, where they differ from the saved ones, which loading has brought back."""
+        """Set the learning rate and other hyperparameters that this run's config changes back after loading."""
         values = self.record.values
         for group in self._optimizers.inner.param_groups:
             for key in (changed - {"lr"}) & group.keys():
                 group[key] = tuple(values[key]) if key == "betas" else values[key]
-            for key in group.keys() & {"fused", "foreach"}:  # AdamW's implementation is this run's, too
+            for key in group.keys() & {"fused", "foreach"}:  # also use this run's implementation of AdamW
                 group[key] = self._optimizers.inner.defaults[key]
         schedulers: LRSchedulersContainer = self.states[LR_SCHEDULER]
         for scheduler in schedulers.schedulers:
             if "lr" in changed:
                 scheduler.base_lrs = [values["lr"]] * len(scheduler.base_lrs)
-            # The optimizer's rate follows from the schedule's position.
+            # Recompute the learning rates at the schedule's position.
             for group, base, factor in zip(
                 scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
             ):

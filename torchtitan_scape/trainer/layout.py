@@ -1,4 +1,4 @@
-"""The layout of a run, from its configuration and its launcher."""
+"""Layout of a run from its configuration and launcher."""
 
 import os
 
@@ -10,12 +10,16 @@ from torchtitan_scape.trainer.specs import whole_model
 
 
 def is_dry_run(config: JobConfig) -> bool:
-    """Whether everything is built and nothing trained: the fake backend with no step to take."""
+    """Return whether the run builds everything without training: the fake backend with 0 steps."""
     return config.comm.mode == "fake_backend" and config.training.steps == 0
 
 
 def layout_of(config: JobConfig) -> Layout:
-    """The layout that config and launcher ask for. Raises ValueError; needs no process group."""
+    """Return the layout that config and launcher select. Needs no process group.
+
+    Raises:
+        ValueError: The number of ranks, the degrees or the batch sizes are not consistent.
+    """
     fake = config.comm.mode == "fake_backend"
     name = "NGPU" if fake else "WORLD_SIZE"
     value = os.environ.get(name, "1")
@@ -27,7 +31,7 @@ def layout_of(config: JobConfig) -> Layout:
         machine_name = detect_machine(device_module.get_device_name())
     machine = get_machine(machine_name)
     ranks_per_node = config.topology.ranks_per_node
-    if not ranks_per_node and not fake:  # a dry run is one process, whatever the launcher says
+    if not ranks_per_node and not fake:  # a dry run is a single process, unlike the run that it describes
         ranks_per_node = ranks_per_node_from_environment(os.environ, world_size) or 0
     if not ranks_per_node:
         ranks_per_node = min(machine.ranks_per_node or world_size, world_size)
@@ -45,20 +49,20 @@ def layout_of(config: JobConfig) -> Layout:
     if (simulated := config.topology.simulate_replicas) > 1 and layout.replicate > 1:
         raise ValueError(
             f"[topology] simulate_replicas = {simulated} with {layout.replicate} real replicas (data_parallel_"
-            f"replicate_degree = {parallelism.data_parallel_replicate_degree} on {world_size} ranks): they do not mix; "
-            "set the degree to 1, and start one process, NGPU=1, or one group of shards"
+            f"replicate_degree = {parallelism.data_parallel_replicate_degree} on {world_size} ranks): they cannot be "
+            "combined; set the degree to 1, and start one process, NGPU=1, or one group of shards"
         )
     _check_batch(config, layout)
     return layout
 
 
 def _check_batch(config: JobConfig, layout: Layout) -> None:
-    """What TorchTitan asserts. Raises ValueError with the numbers and the fix."""
+    """Raise ValueError where TorchTitan would fail with an assertion without the numbers."""
     training, readers, simulated = config.training, layout.replicate * layout.shard, config.topology.simulate_replicas
     micro = training.local_batch_size * readers * simulated
     if training.global_batch_size > 0 and training.global_batch_size % micro:
         raise ValueError(
-            f"[training] global_batch_size = {training.global_batch_size} is no multiple of local_batch_size "
+            f"[training] global_batch_size = {training.global_batch_size} is not a multiple of local_batch_size "
             f"{training.local_batch_size} x {readers} data-parallel ranks"
             + (f" x {simulated} simulated replicas" if simulated > 1 else "")
             + f" = {micro}"
@@ -72,5 +76,5 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
 
 
 def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
-    """The shapes of the model's parameters, whole; nothing is allocated."""
+    """Return the full shapes of the model's parameters, without allocating memory."""
     return [tuple(p.shape) for p in whole_model(config)[2].parameters()]

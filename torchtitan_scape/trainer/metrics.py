@@ -1,7 +1,8 @@
-"""What the replicas said to each other and where the time went, in the log and in TensorBoard."""
+"""Communication volume and phase times, in the log and in TensorBoard."""
 
 import logging
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 from topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.text import sent_text, shards_text
-from torchtitan_scape.report.stragglers import gather_waits, slowest_rank, waits_text
+from torchtitan_scape.core.text import duration_text, sent_text, shards_text
+from torchtitan_scape.report.stragglers import delay_text, gather_waits, slowest_rank
 from torchtitan_scape.sharding.base import KINDS
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
@@ -21,22 +22,23 @@ from torchtitan_scape.trainer.optimizers import TitanOptimizers
 logger = logging.getLogger(__name__)
 
 LEVELS = ("gcd_pair", "node", "network")
-# Figures of a method that keeps what it did not send: label and format in the log.
+# Metrics of methods with a residual: (label, format) in the log.
 SPARSE = {
     "density": ("density", ".4f"),
-    "nnz": ("nnz", ",.0f"),
-    "mask_overlap": ("overlap", ".3f"),
-    "residual_norm": ("residual", ".3g"),
+    "mask_overlap": ("mask overlap", ".3f"),
+    "residual_norm": ("residual norm", ".3g"),
 }
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
 
 
 class SentBytes(NamedTuple):
-    """Bytes that a rank sends in a step, averaged over ranks.
+    """Bytes that a rank sends per step, averaged over ranks.
 
-    replicas: on the replicate axis, by level. shards: on the shard axis, of FSDP's collectives or what stands in for
-    them and of the optimizer, by level and kind; those of a validation are not among them. dense: of an
-    exchange of all gradients on the replicate axis.
+    Attributes:
+        replicas: on the replicate axis, by level.
+        shards: on the shard axis, by level and kind: FSDP's collectives or their replacements, and the optimizer's.
+            Validation is excluded.
+        dense: an all-reduce of all gradients on the replicate axis in FP32, for comparison.
     """
 
     replicas: dict[str, float]
@@ -45,7 +47,7 @@ class SentBytes(NamedTuple):
 
 
 class ReplicaMetrics(MetricsProcessor):
-    """TorchTitan's metrics, and one line about the bytes sent since the last log line, see `SentBytes`."""
+    """TorchTitan's metrics, and one line with the bytes per step since the last log line, see `SentBytes`."""
 
     optimizers: TitanOptimizers
 
@@ -54,8 +56,9 @@ class ReplicaMetrics(MetricsProcessor):
         self.last_loss: float | None = None
         self.steps_since_log = 0
         self._peak = 0.0
-        self._hosts: list[str] = []  # of all ranks
-        self.forecast = ""  # what a simulation is predicted to take, for every line
+        self._logged = (0, 0.0)  # last logged step, and when
+        self._hosts: list[str] = []  # host of each rank
+        self.forecast = ""  # predicted step time of a simulated run, appended to every line
         self._sent_before: dict[Entry, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -69,10 +72,10 @@ class ReplicaMetrics(MetricsProcessor):
     ) -> None:
         steps, self.steps_since_log = max(1, self.steps_since_log), 0
         self.last_loss = global_avg_loss
-        self.take_peak()  # which logging resets
+        self.take_peak()  # before the parent's `log` resets it
         figures = self.optimizers.replica.metrics()
         sent = self.bytes_per_step(steps, self._sent_before)
-        self._sent_before = dict(self.optimizers.replica.collectives.traffic.sent)
+        self._sent_before = dict(self.optimizers.replica.collectives.ledger.sent)
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
         extra |= {f"sync/{name}": value for name, value in figures.items()}
@@ -84,13 +87,22 @@ class ReplicaMetrics(MetricsProcessor):
         extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        line = _sync_line(step, figures, sent, seconds)
-        logger.info(line + (f"  {self.forecast}" if self.forecast else ""))
+        fields = _sync_fields(step, figures, sent, seconds)
         if len(waits) > 1:
-            logger.info(waits_text(waits, step_seconds, self._hosts))
+            fields.append(delay_text(waits, step_seconds, self._hosts))
+        logger.info("sync: " + " | ".join(field for field in (*fields, self.forecast, self._remaining(step)) if field))
+
+    def _remaining(self, step: int) -> str:
+        """Return the remaining time of the run at the rate since the last log line; "" for the first one."""
+        now, (step_before, before) = time.monotonic(), self._logged
+        self._logged = (step, now)
+        if not 0 < step_before < step or step >= self.job_config.training.steps:
+            return ""
+        left = (self.job_config.training.steps - step) * (now - before) / (step - step_before)
+        return f"{duration_text(left)} left"
 
     def take_peak(self) -> float:
-        """Bytes in use at once at most, since the start: of a GPU's allocator, on a CPU of the process."""
+        """Return the peak memory in bytes since the start: of the GPU's allocator, or of the process on a CPU."""
         kind = "reserved" if device_type == "cpu" else "active"
         self._peak = max(self._peak, device_module.memory_stats().get(f"{kind}_bytes.all.peak", 0))
         return self._peak
@@ -102,12 +114,12 @@ class ReplicaMetrics(MetricsProcessor):
         return seconds
 
     def mean_seconds(self, steps: int) -> dict[str, float]:
-        """Seconds by phase and step over the `steps` of this run."""
+        """Return the mean seconds per step by phase, over the `steps` of this run."""
         self._take_seconds()
         return {name: self._seconds[name] / steps for name in PHASES if name in self._seconds}
 
     def mean_waits(self, steps: int) -> list[float]:
-        """Seconds a step that every rank has waited for the others, over the `steps` of this run. A collective call."""
+        """Return each rank's mean seconds per step waiting for others, over the `steps` of this run. Collective."""
         return self._gather_waits(self.mean_seconds(steps))[0]
 
     def _gather_waits(self, seconds: dict[str, float]) -> tuple[list[float], float]:
@@ -118,13 +130,16 @@ class ReplicaMetrics(MetricsProcessor):
         return gather_waits(collectives, seconds.get("wait", 0.0), sum(seconds.values()), device)
 
     def bytes_per_step(self, steps: int, since: Mapping[Entry, float]) -> SentBytes:
-        """What a rank has sent a step over the last `steps` steps, for one replica where it plays several.
+        """Return the mean bytes that a rank sends per step over the last `steps` steps. Collective.
 
-        since: of the ledger before those steps. A collective call: the mean over all ranks.
+        The mean is over all ranks. If a process simulates several replicas, the values are those of one replica.
+
+        Args:
+            since: bytes of the ledger before these steps.
         """
         collectives, simulated = self.optimizers.replica.collectives, self.job_config.topology.simulate_replicas
         grown = TrafficLedger(sent=defaultdict(float))
-        for entry, sent in collectives.traffic.sent.items():
+        for entry, sent in collectives.ledger.sent.items():
             grown.sent[entry] = sent - since.get(entry, 0.0)
         replicas, shards = grown.sent_by_level(REPLICATE), grown.sent_by_level_and_kind(SHARD)
         pairs = [(level, kind) for level in LEVELS for kind in KINDS]
@@ -148,14 +163,14 @@ def build_metrics_processor(
     return ReplicaMetrics(job_config, parallel_dims, tag)
 
 
-def _sync_line(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> str:
-    parts = [f"sync step: {step:2}", f"sent per step and rank: {sent_text(sent.replicas, sent.dense)}"]
+def _sync_fields(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> list[str]:
+    fields = [f"step {step}", f"sent/step: {sent_text(sent.replicas, sent.dense)}"]
     if sent.shards:
-        parts.append(f"shard axis: {shards_text(sent.shards)}")
-    if "residual_norm" in figures:  # of a method that does not send everything
-        parts += [f"{label}: {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
-    parts.append(f"clip: {figures['clip_factor']:.3f}")
+        fields.append(f"shard axis: {shards_text(sent.shards)}")
+    if "residual_norm" in figures:  # only methods with a residual return it
+        fields += [f"{label} {figures[name]:{form}}" for name, (label, form) in SPARSE.items() if name in figures]
+    fields.append(f"clip factor {figures['clip_factor']:.3f}")
     if figures["skipped_steps"]:
-        parts.append(f"skipped: {figures['skipped_steps']:.0f}")
-    parts.append("ms: " + " ".join(f"{name} {1e3 * seconds[name]:.0f}" for name in PHASES if name in seconds))
-    return "  ".join(parts)
+        fields.append(f"skipped steps {figures['skipped_steps']:.0f}")
+    times = ", ".join(f"{name} {1e3 * seconds[name]:.0f}" for name in PHASES if name in seconds)
+    return [*fields, f"ms/step: {times}"]

@@ -1,4 +1,4 @@
-"""The optimizers that `[sync] method` and `[optimizer] name` select."""
+"""Construction of the optimizers that `[sync] method` and `[optimizer] name` select."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica, SimulatedReplicas
 from topology.layout import simulated_layout
 from topology.process_groups import collectives_of
-from topology.shard_collectives import Circle, ShardLedger
+from topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.parameters import local
@@ -60,14 +60,14 @@ def build_optimizers(
     *,
     job_config: JobConfig,
 ) -> TitanOptimizers:
-    """Build the optimizers for TorchTitan's TrainSpec. The configuration has been checked before."""
+    """Build the optimizers for TorchTitan's TrainSpec. The configuration was checked before."""
     assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
-    assert len(model_parts) == 1, "pipeline parallelism is refused at start"
+    assert len(model_parts) == 1, "check_config refuses pipeline parallelism"
     model, sync, entry = model_parts[0], job_config.sync, METHODS[job_config.sync.method]
     groups, simulated = parallel_dims.groups, job_config.topology.simulate_replicas
     if (level_groups := parallel_dims.level_groups) is not None and entry.is_linear:
-        # Three-level partitioning sums over nodes itself: for the optimizer all ranks hold one replica together.
-        groups = ReplicaGroups(None, level_groups.everyone, groups.layout)
+        # Three-level partitioning sums over nodes itself, so that for the optimizer all ranks form one replica.
+        groups = ReplicaGroups(None, level_groups.world, groups.layout)
     assert groups.layout is not None
     replicas = _replicas(groups, simulated, entry.is_linear)
     made: dict[str, Any] = dict(
@@ -77,17 +77,17 @@ def build_optimizers(
     if level_groups is None:
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
-        sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.traffic, **made)
-        # Simulated replicas that share an update would each send it; in a dry run all share one.
+        sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.ledger, **made)
+        # Real replicas would each send this traffic: count it once per replica that this update stands for.
         copies = simulated // (len(replicas.endpoints) if entry.method.per_replica_weights else 1)
         count = partial(_count, shard_groups.whole, sharding.ledger, copies)
     else:
         made |= dict(sums=entry.is_linear, bf16=job_config.training.mixed_precision_param == "bfloat16")
-        levels = build_levels(model, job_config.sharding, groups.layout, level_groups, replicas.all.traffic, **made)
+        levels = build_levels(model, job_config.sharding, groups.layout, level_groups, replicas.all.ledger, **made)
         model, sharding = holder_of(levels.parameters), levels.sharding
     options = options_of(sync)
     shapes = [tuple(local(p).shape) for p in model.parameters() if p.requires_grad]
-    layout, staged = simulated_layout(groups.layout, simulated), len(replicas.endpoints[0].rings)
+    layout, staged = simulated_layout(groups.layout, simulated), len(replicas.endpoints[0].levels)
     options = options.resolve_for_links(shapes, layout, dist.get_rank(), staged)
     entry.method.prepare_model(model, options)
     optimizer = ReplicaOptimizer(
@@ -123,12 +123,12 @@ def build_optimizers(
     return TitanOptimizers([model], optimizer)
 
 
-def _count(circle: Circle, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
-    circle.count_parts([times * size for size in sizes], ledger, UPDATE)
+def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
+    ledger.count_all_to_all_uneven(rank_group, [times * size for size in sizes], UPDATE)
 
 
 def _replicas(groups: ReplicaGroups, simulated: int, is_linear: bool) -> Replicas:
-    """Those that this process plays: of a method that adds up, one whose gradient is the sum of all."""
+    """Return the replicas of this process. A linear method simulates one replica with the sum of all gradients."""
     collectives = collectives_of(groups)
     if simulated == 1:
         return OneReplica(collectives)

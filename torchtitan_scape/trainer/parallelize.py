@@ -1,4 +1,4 @@
-"""TorchTitan's parallelisation with the replicate axis hidden from it: that axis belongs to the optimizer."""
+"""TorchTitan's parallelization without the replicate axis, which the optimizer handles."""
 
 import copy
 from collections.abc import Callable
@@ -15,11 +15,14 @@ from torchtitan_scape.titan.distributed import ParallelDims
 
 @dataclass
 class ReplicaParallelDims(ParallelDims):
-    """ParallelDims for a model whose replicas are synchronised by the optimizer.
+    """ParallelDims of a model whose replicas are synchronized by the optimizer.
 
-    TorchTitan asks `dp_replicate_enabled` in order to hand the replicate axis to FSDP2 or DDP: the answer is
-    no. FSDP2 is on, over the one-dimensional shard axis, of size 1 too: it then runs no collective, keeps mixed
-    precision, and leaves the local gradient in `p.grad`. Where it has nothing at all to do (`bare`) it is off.
+    TorchTitan passes the replicate axis to FSDP2 or DDP if `dp_replicate_enabled`: here it is always False. FSDP2 is
+    enabled on the one-dimensional shard axis, even if its size is 1: it then runs no collective, provides mixed
+    precision, and leaves the local gradient in `p.grad`. It is disabled for models that need none of this.
+
+    Attributes:
+        bare: do not use FSDP2.
     """
 
     groups: ReplicaGroups | None = None
@@ -42,14 +45,16 @@ class ReplicaParallelDims(ParallelDims):
 def parallelize(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *, family: Callable[..., nn.Module]
 ) -> nn.Module:
-    """What the model's `family` does, then sums instead of scaled sums in FSDP2's reduce-scatter.
+    """Parallelize the model with `family`, and make FSDP2's reduce-scatter a plain sum.
 
-    TorchTitan turns FSDP2's gradient division off by a factor of 1, which becomes a pre-multiplied sum, and
-    gloo has none. A model of one shard that keeps FP32 gets no FSDP2: its hooks would move nothing and cast nothing,
-    and take a quarter of a small model's step. A dry run keeps it: a plain module cannot leave the meta device there.
+    TorchTitan disables FSDP2's gradient division by a factor of 1. FSDP2 implements the factor by a pre-multiplied sum,
+    which gloo does not support.
+
+    An FP32 model with a single shard does not use FSDP2: its hooks would neither communicate nor cast, but take a
+    quarter of the step time of a small model. A dry run needs FSDP2 to move the model from the meta device.
 
     Args:
-        family: as TorchTitan's `parallelize_llama`, of the first three arguments.
+        family: a function of the first three arguments, such as TorchTitan's `parallelize_llama`.
     """
     training, dry = job_config.training, job_config.comm.mode == "fake_backend"
     if (

@@ -1,4 +1,4 @@
-"""Registers our TrainSpecs: families of models, with our builders."""
+"""Registration of the TrainSpecs: model families with this project's builders."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -33,7 +33,7 @@ from torchtitan_scape.trainer.validator import build_validator
 
 
 def _llama(builders: dict[str, Any]) -> TrainSpec:
-    """TorchTitan's own, with its flavors and ours."""
+    """Return TorchTitan's Llama 3 spec with additional flavors."""
     return replace(
         llama3_train_spec(),
         model_cls=Llama,
@@ -55,17 +55,21 @@ def _gpt2(builders: dict[str, Any]) -> TrainSpec:
     )
 
 
-# By `[model] name`: a TrainSpec of what all families share.
+# By `[model] name`: a function that returns a TrainSpec, given the builders that all families share.
 FAMILIES: dict[str, Callable[[dict[str, Any]], TrainSpec]] = {"llama3": _llama, "gpt2": _gpt2}
 
 
 def register(job_config: JobConfig, with_data: bool = True) -> None:
-    """Registers the config's family, in front of TorchTitan's own.
+    """Register the TrainSpec of the config's model family; it takes precedence over TorchTitan's.
 
-    Here the sections that TorchTitan does not hand to a builder are wired in: `build_optimizers_fn` gets the
-    [optimizer] section alone. Without data, for a dry run, neither tokenizer nor data set is built.
+    The builders are bound to the config here, because TorchTitan passes only the [optimizer] section to
+    `build_optimizers_fn`.
 
-    Raises ValueError for a name or a flavor that is not known.
+    Args:
+        with_data: build tokenizer and data loader; False for a dry run.
+
+    Raises:
+        ValueError: The name or the flavor is unknown.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
     if name not in FAMILIES:
@@ -83,11 +87,15 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     train_spec._extra_train_specs.pop(name, None)
     train_spec.register_train_spec(name, spec)
     if flavor not in spec.model_args:
-        raise ValueError(f"[model] flavor = {flavor!r}; known of {name!r} are {', '.join(spec.model_args)}")
+        raise ValueError(f"[model] flavor = {flavor!r}; known for {name!r} are {', '.join(spec.model_args)}")
 
 
 def whole_model(config: JobConfig) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:
-    """The recipe's family, its model's arguments, and the model, whole and without memory. Raises ValueError."""
+    """Return the TrainSpec, the model's arguments, and the unsharded model on the meta device.
+
+    Raises:
+        ValueError: The name or the flavor is unknown.
+    """
     register(config, with_data=False)
     spec = get_train_spec(config.model.name)
     args = deepcopy(spec.model_args[config.model.flavor])

@@ -1,4 +1,4 @@
-"""TorchTitan's trainer with the replicate axis under control of the optimizer."""
+"""TorchTitan's trainer, with the replicate axis handled by the optimizer."""
 
 import logging
 import os
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from topology.groups import build_groups, build_level_groups
 from topology.layout import Layout
 from torchtitan_scape.checkpoint.best import BestCheckpoint
-from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import check_config, remarks
 from torchtitan_scape.config.job_config import JobConfig, options_of
@@ -46,13 +45,14 @@ from torchtitan_scape.trainer.layout import is_dry_run, layout_of
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+from torchtitan_scape.trainer.run_record import run_record
 from torchtitan_scape.trainer.specs import register
 
 logger = logging.getLogger(__name__)
 
 
 class ScapeTrainer(Trainer):
-    """TorchTitan's Trainer. It adds the layout, who clips, timing, the resume check and the summary."""
+    """TorchTitan's Trainer with a layout, clipping in the optimizer, phase times, checked resuming and a summary."""
 
     job_config: JobConfig
     optimizers: TitanOptimizers
@@ -62,7 +62,7 @@ class ScapeTrainer(Trainer):
     layout: Layout
     step: int
     ntokens_seen: int
-    shutdown: Shutdown | None = None  # of this process, where it is a rank of its own and not a test's
+    shutdown: Shutdown | None = None  # None in tests, where a process builds several trainers
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
@@ -104,7 +104,7 @@ class ScapeTrainer(Trainer):
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
-            self.validator.shared_weights = self._model_shown
+            self.validator.shared_weights = self._shared_weights
             self.validator.validated = self._validated
             validation = job_config.validation
             compared = ("dataset", "dataset_path", "steps", "seq_len")
@@ -123,7 +123,7 @@ class ScapeTrainer(Trainer):
         return self.optimizers.replica
 
     def _resolve_options(self, config: JobConfig) -> None:
-        """What the method's options leave to the model: all that follows sees what was chosen."""
+        """Replace the method's options by those that are resolved for this model."""
         options, layout = options_of(config.sync), self.layout
         shapes = local_shapes(workload_of(config).shapes(), layout.shard * layout.context * layout.tensor)
         setattr(config.sync, config.sync.method, options.resolve(shapes, layout.replicate * self.simulated))
@@ -137,7 +137,7 @@ class ScapeTrainer(Trainer):
         for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable)):
             logger.warning(line)
         timeout, levels = timedelta(seconds=config.comm.init_timeout_seconds), config.sharding.levels
-        inner = levels.inner(layout)  # as FSDP sees it
+        inner = levels.inner(layout)  # the layout for FSDP
         parallel_dims = ReplicaParallelDims(
             dp_replicate=inner.replicate,
             dp_shard=inner.shard,
@@ -158,30 +158,30 @@ class ScapeTrainer(Trainer):
             if levels.active
             else None,
         )
-        # Now: TorchTitan asks for no mesh where one rank is all there is, and checkpoints need it.
+        # TorchTitan does not build a mesh for a single rank, but checkpoints need it.
         parallel_dims.build_mesh()
         if is_dry_run(config):
-            # From here on tensors take no memory; a mesh needs real ones.
+            # After the mesh, which needs real tensors. From here on tensors need no memory.
             self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return parallel_dims
 
     @property
     def described(self) -> str:
         text = self.layout.describe()
-        return f"{text}, which plays {self.simulated} simulated replicas" if self.simulated > 1 else text
+        return f"{text}, with {self.simulated} simulated replicas" if self.simulated > 1 else text
 
     def _check_vocabulary(self) -> None:
         entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
         if entries > rows:
             raise ValueError(
-                f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, the model "
-                f"{self.job_config.model.flavor} embeds {rows}; use the tokenizer that belongs to the model"
+                f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, but the embedding of "
+                f"{self.job_config.model.flavor} has {rows}; use the tokenizer of the model"
             )
 
     def _attach_checkpointer(self) -> None:
         options = self.job_config.checkpoint
         mesh = self.parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp", "tp"]
-        record = RunMetadata(self.layout, self.job_config, options.residual, self.replica_optimizer)
+        record = run_record(self.layout, self.job_config, self.replica_optimizer)
         replicas = None
         if self.replica_optimizer.levels is not None:
             own = self.layout.coordinates(dist.get_rank())["replicate"]
@@ -205,20 +205,21 @@ class ScapeTrainer(Trainer):
             self.replica_optimizer.prepare_last_backward()
         with self.replica_optimizer.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
-        # A replica's micro-batches follow each other.
+        # The micro-batches of a simulated replica are consecutive.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
             self.replica_optimizer.stash_replica_gradients()
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """TorchTitan's step. Its clipping becomes a look at the norm that the optimizer will fill in.
+        """Run TorchTitan's step, with clipping replaced by `patches.gradient_norm`.
 
-        Raises, on every rank, DataloaderExhaustedError or NoTextError where the data of one have ended: it is not
-        counted then.
+        Raises:
+            DataloaderExhaustedError, NoTextError: The data of some rank ended. Raised on all ranks; the step is not
+                counted.
         """
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
         if flushes:
-            self.checkpointer.maybe_wait_for_staging()  # it changes what may be on its way to a checkpoint
+            self.checkpointer.maybe_wait_for_staging()  # a full exchange changes states that may still be copied
             self.replica_optimizer.request_full_exchange()
         self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
@@ -236,7 +237,7 @@ class ScapeTrainer(Trainer):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
         if flushes and not self.replica_optimizer.guard.last_applied():
-            self.replica_optimizer.flush()  # the step that was to send all was skipped
+            self.replica_optimizer.flush()  # the step with the full exchange was skipped
         if self.observation is not None:
             self.observation.after_step()
         interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
@@ -245,24 +246,24 @@ class ScapeTrainer(Trainer):
         self.train_seconds += time.perf_counter() - begin
         self.steps_taken += 1
         if self.steps_taken == 1:
-            # TorchTitan shortens its own groups' timeout after the first step.
+            # As TorchTitan does for its own groups after the first step.
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.replica_optimizer.collectives.groups.set_timeout(timeout)
             self.replica_optimizer.sharding.set_timeout(timeout)
-            if self.step > 1:  # a resumed run has no step 1, after which TorchTitan does this
+            if self.step > 1:  # TorchTitan sets its timeouts after step 1, which a resumed run does not have
                 set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(self._a_step_follows())
         if self.shutdown is not None:
             self.shutdown.after_step(self, first=self.steps_taken == 1)
 
     def _a_step_follows(self) -> bool:
-        """Whether the next step comes before a validation, a checkpoint and the end."""
+        """Return whether the next step follows directly: no validation, no checkpoint, and not the end."""
         last = self.step == self.job_config.training.steps
         validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
         return not (last or validates or self.checkpointer.saves_at(self.step, last))
 
     def should_continue_training(self) -> bool:
-        """As TorchTitan; raises StoppedEarly where the ranks have agreed to stop, all at the same step."""
+        """Return TorchTitan's decision, or raise StoppedEarly if the ranks agreed to stop, all at the same step."""
         more = super().should_continue_training()
         if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
             self._check_replicas()
@@ -270,9 +271,9 @@ class ScapeTrainer(Trainer):
         return more
 
     @contextmanager
-    def _model_shown(self) -> Iterator[None]:
-        """What is to be validated, and exported, in the model."""
-        self.checkpointer.maybe_wait_for_staging()  # parameters may be on their way to a checkpoint
+    def _shared_weights(self) -> Iterator[None]:
+        """Put the weights to validate and export into the model."""
+        self.checkpointer.maybe_wait_for_staging()  # parameters may still be copied for a checkpoint
         with self.replica_optimizer.sharding.uncounted(), self.replica_optimizer.shared_weights():
             yield
 
@@ -282,9 +283,9 @@ class ScapeTrainer(Trainer):
             self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
 
     def _check_replicas(self) -> None:
-        """In front of every save, and at the interval: no checkpoint shall hold what a flipped bit has made."""
+        """Run the consistency check, before every checkpoint and at its interval."""
         if self.observation is not None:
-            self.observation.write()  # what a run that goes on from there does not see again
+            self.observation.write()  # a run that resumes from the next checkpoint does not observe these steps again
         if self.job_config.sync.consistency_interval:
             self.replica_optimizer.check_consistency(self.step)
 
@@ -294,7 +295,7 @@ class ScapeTrainer(Trainer):
             self.observation.write()
             self.replica_optimizer.observe(None)
         if self.ran_out:
-            logger.warning(f"The data ran out after {self.step} of {self.job_config.training.steps} steps")
+            logger.warning(f"The training data ended after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)
             if self.steps_taken and self.job_config.sync.flush_at_end:
                 self.checkpointer.maybe_wait_for_staging()
@@ -304,16 +305,16 @@ class ScapeTrainer(Trainer):
                 self._check_replicas()
                 self.checkpointer.save(self.step, last_step=True)
         if self.steps_taken == 0:
-            logger.info("No step was left to take")
+            logger.info("The run is already complete: no step remains")
             return
         if self.job_config.validation.enable:
             if self.validator.last_step != self.step:
                 self.validator.validate(self.model_parts, self.step)
             elif self.ran_out and self.validator.last_loss is not None:
-                self._validated(self.step, self.validator.last_loss)  # its checkpoint was written since then
+                self._validated(self.step, self.validator.last_loss)  # the step's checkpoint now exists
         log_samples(self)
         self.summarise()
 
     def summarise(self) -> None:
-        """What the run says at its end. A collective call."""
+        """Log and write the summary of the run. Collective."""
         summarise(self)

@@ -1,4 +1,4 @@
-"""Validation on the same batches every time, and what its loss means."""
+"""Validation on a fixed set of batches, with perplexity and bits per byte."""
 
 import logging
 import math
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def figures_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
-    """What a loss in nats per token is as perplexity, and, where text was counted, in bits per byte of it.
+    """Return "perplexity" and, if `bytes_per_token` is known, "bits_per_byte" of a loss in nats per token.
 
-    Bits per byte compare across tokenizers: loss / ln 2 bits a token, which stands for `bytes_per_token` of UTF-8.
+    Bits per byte are comparable between tokenizers: loss / ln(2) / bytes_per_token, in bytes of UTF-8 text.
     """
     figures = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
     if bytes_per_token:
@@ -31,11 +31,11 @@ def figures_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
 
 
 class _ValidationMetrics:
-    """What the validator sees in place of the trainer's MetricsProcessor.
+    """Replacement of the trainer's MetricsProcessor for the validator.
 
-    TorchTitan's validator adds its tokens to the trainer's count, and logging them resets count and clock, so
-    that both throughputs are wrong. This one counts apart, keeps the loss, and stops the trainer's clock
-    meanwhile.
+    TorchTitan's validator adds its tokens to the trainer's count, and logging resets the count and the clock, so that
+    the throughputs of both are wrong. This class has separate counters, stores the loss, and excludes the validation
+    from the trainer's clock.
     """
 
     def __init__(self, processor: MetricsProcessor, bytes_per_token: float | None) -> None:
@@ -57,24 +57,23 @@ class _ValidationMetrics:
         processor.ntokens_since_last_log, processor.time_last_log = self.ntokens_since_last_log, self._started
         shown = {f"validation_metrics/{name}": value for name, value in self.figures.items()}
         processor.log_validation(loss=loss, step=step, extra_metrics={**(extra_metrics or {}), **shown})
-        told = "  ".join(f"{name.replace('_', ' ')}: {value:.4f}" for name, value in self.figures.items())
-        logger.info(f"validate step: {step:2}  {told}")
+        figures = "  ".join(f"{name.replace('_', ' ')}: {value:.4f}" for name, value in self.figures.items())
+        logger.info(f"validate step: {step:2}  {figures}")
         processor.ntokens_since_last_log = n_tokens
         processor.time_last_log = last_log + (time.perf_counter() - self._started)
 
 
 class FixedValidator(Validator):
-    """TorchTitan's validator on the same batches each time: `validation.steps` of them, or the whole split for -1.
+    """TorchTitan's validator on fixed batches: `validation.steps` of them, or the entire split for -1.
 
-    The parent goes on reading where the last validation stopped, so that two losses of one run come from
-    different text. This one finds its batches at construction; with `simulated` > 1 those of as many replicas.
+    The parent continues to read where the last validation stopped, so that two losses of a run come from different
+    text. This class selects its batches at construction; with `simulated` > 1 those of all simulated replicas.
 
     Attributes:
-        last_loss: mean loss per token of the last validation in nats, over all ranks; None before the first.
-            With pipeline parallelism it is true on the last stage only.
-        last_step: training step of the last validation, 0 before the first.
-        figures: of the last one, see `figures_of`; {} before the first.
-        model_shown: inside it the model has the parameters that are to be validated.
+        last_loss: mean loss of the last validation in nats per token, over all ranks; None before the first one.
+        last_step: training step of the last validation; 0 before the first one.
+        figures: the result of `figures_of` for the last validation; {} before the first one.
+        shared_weights: a context manager in which the model contains the weights to validate.
         validated: called after a validation with its step and loss.
 
     Raises:
@@ -98,7 +97,7 @@ class FixedValidator(Validator):
     ) -> None:
         batches = validation_batches(job_config, dp_world_size, dp_rank, tokenizer, simulated)
         self._metrics = _ValidationMetrics(metrics_processor, batches.bytes_per_token)
-        # The parent asks for a number of batches, and builds a loader of its own, which is not used.
+        # The parent reads the number of batches from the config.
         counted: Any = replace(cast(Any, job_config), validation=replace(job_config.validation, steps=len(batches)))
         with no_validation_loader():
             super().__init__(
@@ -125,7 +124,7 @@ class FixedValidator(Validator):
         return self._metrics.figures
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Validates, logs, and keeps the loss in `last_loss`; the trainer's throughput does not count it."""
+        """Validate, log, and store the loss in `last_loss`. The trainer's throughput excludes the validation."""
         self._metrics.start()
         with self.shared_weights():
             super().validate(model_parts, step)
@@ -133,5 +132,5 @@ class FixedValidator(Validator):
 
 
 def build_validator(**kwargs: Any) -> FixedValidator:
-    """Builds a `FixedValidator` from the keyword arguments that TorchTitan's trainer passes."""
+    """Build a `FixedValidator` from the keyword arguments of TorchTitan's trainer."""
     return FixedValidator(**kwargs)

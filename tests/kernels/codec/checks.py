@@ -1,4 +1,4 @@
-"""Block codes in Triton against the torch twin, bit for bit, on any device; and the blocks that tests are made of."""
+"""Checks that block codes in Triton and PyTorch are bitwise equal, on any device; and the blocks of the tests."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 
 
 def ordinary(block: int, generator: torch.Generator) -> Tensor:
-    """Normal numbers of many sizes."""
+    """Draw normally distributed numbers of many magnitudes."""
     sizes = torch.randint(-12, 12, (block,), generator=generator).float().exp2()
     return torch.randn(block, generator=generator) * sizes
 
 
 def blocks_of(block: int, seed: int = 0) -> dict[str, Tensor]:
-    """FP32 (block,) of every kind: what is ordinary, and what is not."""
+    """Return blocks of every kind, FP32 (block,): ordinary numbers and special cases."""
     generator = torch.Generator().manual_seed(seed)
     plain = ordinary(block, generator)
     halves = torch.randint(-14, 15, (block,), generator=generator) * 0.5
@@ -39,7 +39,7 @@ def blocks_of(block: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def rows_of(rows: int, blocks: int, block: int, device: str) -> Tensor:
-    """FP32 (rows, blocks * block): blocks of all kinds in turn, other ones in every round."""
+    """Return FP32 (rows, blocks * block): blocks of all kinds, repeated with other seeds."""
     kinds: list[Tensor] = []
     while len(kinds) < rows * blocks:
         kinds += blocks_of(block, len(kinds)).values()
@@ -47,7 +47,7 @@ def rows_of(rows: int, blocks: int, block: int, device: str) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit; of NaN there are many, and they count as one."""
+    """Return True if tensors are bitwise equal; all NaN bit patterns are considered equal."""
     known = ~one.isnan()
     return torch.equal(known, ~other.isnan()) and torch.equal(
         one.view(torch.int32)[known], other.view(torch.int32)[known]
@@ -55,7 +55,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: int, device: str = "cpu") -> None:
-    """Encoding with and without errors, decoding and adding up, also of messages that begin anywhere."""
+    """Compare encoding with and without errors, decoding and summing, also of misaligned messages."""
     twin, kernel = (BlockCode(name, block, scale, backend) for backend in ("torch", "triton"))
     x = rows_of(rows, blocks, block, device)
     errors = [torch.full_like(x, NAN), x.clone()]
@@ -64,8 +64,8 @@ def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: 
     assert torch.equal(messages, kernel.encode(errors[1], errors[1]))
     assert same(*errors)
 
-    elsewhere = torch.cat((messages.new_zeros(1), messages.flatten()))[1:].view_as(messages)
-    for given in (messages, elsewhere):
+    misaligned = torch.cat((messages.new_zeros(1), messages.flatten()))[1:].view_as(messages)
+    for given in (messages, misaligned):
         values = [torch.full_like(x, NAN) for _ in range(2)]
         sums = [torch.full((blocks * block,), NAN, device=device) for _ in range(2)]
         for code, value, total in zip((twin, kernel), values, sums, strict=True):
@@ -75,12 +75,12 @@ def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: 
 
 
 def check_rounding_follows(name: str, block: int, rows: int, blocks: int, device: str = "cpu") -> None:
-    """Stochastic rounding and the Hadamard turn."""
+    """Compare stochastic rounding and the Hadamard transform."""
     twin, kernel = (BlockCode(name, block, torch.float32, backend) for backend in ("torch", "triton"))
     x = rows_of(rows, blocks, block, device)
     for key in (1 << 62, (1 << 63) - 1):
         assert torch.equal(twin.encode(x, key=key), kernel.encode(x, key=key))
-    turned = [x.clone(), x.clone()]
-    twin.hadamard_(turned[0])
-    kernel.hadamard_(turned[1])
-    assert same(*turned)
+    transformed = [x.clone(), x.clone()]
+    twin.hadamard_(transformed[0])
+    kernel.hadamard_(transformed[1])
+    assert same(*transformed)

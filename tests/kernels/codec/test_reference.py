@@ -1,4 +1,4 @@
-"""What a block code promises, of the torch twin; the kernels are held to its bits."""
+"""Properties of block codes in PyTorch. Other tests compare the kernels with them bitwise."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ LEVELS = [name for name, form in FORMATS.items() if form.largest is not None]
 each_code = pytest.mark.parametrize("name", FORMATS)
 
 
-def arrived(code: BlockCode, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What is decoded of rows, and the error that encoding told."""
+def decoded(code: BlockCode, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode and decode rows. Returns the decoded values and the error of the encoder."""
     out, error = torch.empty_like(x), torch.empty_like(x)
     code.decode(code.encode(x, error), out)
     return out, error
@@ -25,31 +25,31 @@ def arrived(code: BlockCode, x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", LEVELS)
 def test_errors_are_within_the_bound(name: str, scale: torch.dtype) -> None:
-    """On every block. A scale is rounded up, by 2^-7 of it in BF16."""
+    """For every kind of block. Scales are rounded up, by at most 2^-7 in BF16."""
     largest, rounding = FORMATS[name].largest, 2.0**-7 if scale == torch.bfloat16 else 2.0**-22
     assert largest is not None
     for kind, x in blocks_of(64).items():
-        out, _ = arrived(BlockCode(name, 64, scale), x.view(1, -1))
+        out, _ = decoded(BlockCode(name, 64, scale), x.view(1, -1))
         if kind not in ("nan", "inf", "-inf", "largest"):
-            most = x.abs().max()
-            step = most / largest * (1 + rounding)
-            # Floats: half of what lies between two levels, next to zero or in proportion to the entry.
+            magnitude = x.abs().max()
+            step = magnitude / largest * (1 + rounding)
+            # Floating-point formats: half of the distance of two levels, near zero or proportional to the entry.
             third = torch.maximum(step / 8, x.abs() * (1 + 2.0**-20) / 3)
             floats = {"e2m1": torch.maximum(step / 2, x.abs()) / 2, "e3m0": third}
             half = floats.get(name, step / 2)
-            bound = half if most >= MIN_SCALE else torch.full_like(x, MIN_SCALE)
+            bound = half if magnitude >= MIN_SCALE else torch.full_like(x, MIN_SCALE)
             assert bool(((out[0] - x).abs() <= bound).all()), kind
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("block", [32, 1024])
 @each_code
-def test_nothing_is_lost(name: str, block: int, scale: torch.dtype) -> None:
-    """The error is the difference to the last bit; where codes are levels it is exact, so that both give the input."""
+def test_errors_are_exact(name: str, block: int, scale: torch.dtype) -> None:
+    """The error is the difference, bitwise; for codes of levels, decoded values plus errors are exactly the input."""
     x = rows_of(2, 13, block, "cpu")
-    kept = x.clone()
-    out, error = arrived(BlockCode(name, block, scale), x)
-    assert same(x, kept) and same(error, x - out)
+    before = x.clone()
+    out, error = decoded(BlockCode(name, block, scale), x)
+    assert same(x, before) and same(error, x - out)
     exact = out.isfinite()
     if name in LEVELS:
         assert bool(exact.any()) and torch.equal((out + error)[exact], x[exact])
@@ -69,16 +69,16 @@ def test_ties_go_to_the_even_code(name: str, most: float, ties: list[float], cod
     for i, (tie, code) in enumerate(zip([most, *ties], [most, *codes], strict=True)):
         x[2 * i], x[2 * i + 1] = tie, -tie
         expected[2 * i], expected[2 * i + 1] = code, -code
-    assert torch.equal(arrived(BlockCode(name, 32), x.view(1, -1))[0][0], expected)
+    assert torch.equal(decoded(BlockCode(name, 32), x.view(1, -1))[0][0], expected)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @each_code
-def test_what_is_not_finite_poisons_its_block_alone(name: str, scale: torch.dtype) -> None:
+def test_numbers_that_are_not_finite_make_their_block_nan(name: str, scale: torch.dtype) -> None:
     code, x = BlockCode(name, 32, scale), ordinary(32 * 37, torch.Generator().manual_seed(1)).view(1, -1)
-    clean, _ = arrived(code, x)
-    for place, value in ((40, NAN), (130, INF), (200, -INF)):
-        x[0, place] = value
+    clean, _ = decoded(code, x)
+    for position, value in ((40, NAN), (130, INF), (200, -INF)):
+        x[0, position] = value
     messages, out, total = code.encode(x), torch.empty_like(x), torch.empty(x.shape[1])
     code.decode(messages, out)
     code.decode_and_sum(messages, total)
@@ -91,8 +91,8 @@ def test_what_is_not_finite_poisons_its_block_alone(name: str, scale: torch.dtyp
 
 @pytest.mark.parametrize("scale", SCALES)
 @each_code
-def test_the_bits_depend_on_the_block_alone(name: str, scale: torch.dtype) -> None:
-    """Wherever it lies. Converted to BF16, NaN had other bits in the last few of many blocks, and on a GPU."""
+def test_the_bits_depend_only_on_the_block(name: str, scale: torch.dtype) -> None:
+    """They do not depend on its position. A conversion of NaN to BF16 had position-dependent bits, also on a GPU."""
     form = FORMATS[name]
     x = torch.cat([rows_of(1, 13, 32, "cpu"), torch.full((1, 24 * 32), NAN)], 1)
     code, codes = BlockCode(name, 32, scale), 4 * form.bits
@@ -100,48 +100,48 @@ def test_the_bits_depend_on_the_block_alone(name: str, scale: torch.dtype) -> No
     size = form.scales * scale.itemsize
     for i in range(37):
         alone = code.encode(x[:, 32 * i : 32 * i + 32])[0]
-        told = message[37 * codes + i * size :][:size]
-        assert torch.equal(message[codes * i :][:codes], alone[:codes]) and torch.equal(told, alone[codes:][:size])
+        scales = message[37 * codes + i * size :][:size]
+        assert torch.equal(message[codes * i :][:codes], alone[:codes]) and torch.equal(scales, alone[codes:][:size])
 
 
 @each_code
-def test_zeros_stay_and_the_smallest_become_zeros(name: str) -> None:
+def test_zeros_and_tiny_blocks_are_decoded_as_zeros(name: str) -> None:
     kinds = blocks_of(32)
     x = torch.stack([kinds[kind] for kind in ("zeros", "denormal", "tiny", "least")])
-    out, _ = arrived(BlockCode(name, 32), x)
+    out, _ = decoded(BlockCode(name, 32), x)
     assert not bool(out[:3].any()) and bool(out[3].any())
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @each_code
-def test_the_largest_arrive_or_are_seen(name: str, scale: torch.dtype) -> None:
-    out, _ = arrived(BlockCode(name, 32, scale), torch.tensor([LARGEST, -LARGEST]).repeat(16).view(1, -1))
+def test_the_largest_numbers_are_decoded_or_become_infinite(name: str, scale: torch.dtype) -> None:
+    out, _ = decoded(BlockCode(name, 32, scale), torch.tensor([LARGEST, -LARGEST]).repeat(16).view(1, -1))
     seen = torch.where(out.isinf(), LARGEST, out.abs())
     assert bool((seen >= LARGEST * (1 - 2.0**-7)).all()) and torch.equal(out > 0, torch.tensor([[True, False] * 16]))
 
 
-def test_two_bits_where_none_is_larger() -> None:
-    """The larger magnitudes had a mean of 0, which was the nearer one to more than half of the smaller ones' mean."""
+def test_two_bits_without_large_magnitudes() -> None:
+    """The mean of no large magnitudes was 0, which was nearer to some entries than the mean of the small ones."""
     x = torch.tensor([1.0, -1.25]).repeat(64).view(1, -1)
-    assert torch.equal(arrived(BlockCode("2bit"), x)[0], torch.full_like(x, 1.125).copysign(x))
+    assert torch.equal(decoded(BlockCode("2bit"), x)[0], torch.full_like(x, 1.125).copysign(x))
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_one_and_two_bits_tell_means(scale: torch.dtype) -> None:
-    """One: of all magnitudes. Two: of those beyond SPLIT times that, and of the others; the nearer one is taken."""
+def test_one_and_two_bits_encode_means(scale: torch.dtype) -> None:
+    """1 bit: the mean of all magnitudes. 2 bits: the means of those above SPLIT times that, and of the others."""
     x = ordinary(128, torch.Generator().manual_seed(2))
     sizes, bound = x.double().abs(), 2.0**-8 if scale == torch.bfloat16 else 2.0**-20
-    out, _ = arrived(BlockCode("1bit", 128, scale), x.view(1, -1))
+    out, _ = decoded(BlockCode("1bit", 128, scale), x.view(1, -1))
     assert torch.allclose(out[0].double(), sizes.mean().copysign(x.double()), rtol=bound)
     large = sizes > SPLIT * sizes.mean()
     means = torch.stack([sizes[~large].mean(), sizes[large].mean()])
-    out, _ = arrived(BlockCode("2bit", 128, scale), x.view(1, -1))
+    out, _ = decoded(BlockCode("2bit", 128, scale), x.view(1, -1))
     nearer = means[(sizes > means.mean()).long()]
     assert torch.allclose(out[0].double(), nearer.copysign(x.double()), rtol=bound)
 
 
-def test_sums_go_by_rows() -> None:
-    """What is less than half a unit in the last place of the first row is lost before that row is taken away again."""
+def test_rows_are_added_in_order() -> None:
+    """A value below half a unit in the last place of the first row is lost before that row is subtracted."""
     code, rows = BlockCode("int8", 32), torch.tensor([[127.0 * 2**26], [127.0], [-127.0 * 2**26]]).repeat(1, 32)
     for order, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 127.0)):
         out = torch.empty(32)
@@ -152,16 +152,16 @@ def test_sums_go_by_rows() -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @each_code
 def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
-    """bits / 8 an entry and the scales of a block, up to 16 bytes, which are zeros."""
+    """bits / 8 bytes per entry and the scales of each block, padded with zeros to 16 bytes."""
     form = FORMATS[name]
     for rows, blocks in ((2, 3), (1, 1), (0, 2), (2, 0)):
         code = BlockCode(name, 64, scale)
-        held = blocks * (8 * form.bits + form.scales * scale.itemsize)
-        size = -(-held // 16) * 16
+        used = blocks * (8 * form.bits + form.scales * scale.itemsize)
+        size = -(-used // 16) * 16
         message = code.encode(torch.ones(rows, 64 * blocks))
         assert message.shape == (rows, size) and size == code.message_bytes(64 * blocks)
         assert size == message_bytes(name, 64 * blocks, 64, scale.itemsize)
-        assert not bool(message[:, held:].any())
+        assert not bool(message[:, used:].any())
         out = torch.full((64 * blocks,), NAN)
         code.decode_and_sum(message, out)
         assert torch.allclose(out, torch.full_like(out, rows), rtol=2.0**-7)
@@ -172,19 +172,19 @@ def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
     [
         (dict(name="int3"), "there is no block code 'int3'; known are int8, int4, e2m1, e3m0, 2bit, 1bit"),
         (dict(block=48), "blocks of 48 entries; they must have a power of two of them, from 32 to 1024"),
-        (dict(scale=torch.float16), r"scales in torch\.float16; they travel in torch\.float32 or torch\.bfloat16"),
+        (dict(scale=torch.float16), r"scales in torch\.float16; they must be torch\.float32 or torch\.bfloat16"),
         (dict(backend="cuda"), "there is no backend 'cuda'; a block code has 'torch', 'triton'"),
     ],
 )
-def test_a_code_that_is_not_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_unknown_codes_are_refused(arguments: dict[str, object], message: str) -> None:
     options: dict[str, object] = {"name": "int4", "backend": "torch", **arguments}
     with pytest.raises(ValueError, match=message):
         block_code(options.pop("backend"), **options)  # type: ignore[arg-type]
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_wrong_sizes_are_refused() -> None:
     code = BlockCode("int4", 32)
-    with pytest.raises(ValueError, match="48 entries in blocks of 32; fill them up with zeros to whole blocks"):
+    with pytest.raises(ValueError, match="48 entries in blocks of 32; pad them with zeros to whole blocks"):
         code.encode(torch.ones(2, 48))
     for give in (lambda: code.decode(torch.zeros(1, 32).byte(), torch.ones(1, 64)), lambda: code.message_bytes(1)):
         with pytest.raises(ValueError, match=r"messages of 32 bytes; those of 64 entries have 48|1 entries in blocks"):

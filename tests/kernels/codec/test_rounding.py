@@ -1,4 +1,4 @@
-"""Stochastic rounding and the Hadamard turn: against what they are by definition."""
+"""Stochastic rounding and the Hadamard transform against their definitions."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.kernels.codec.checks import NAN, blocks_of
 
 
 def test_philox_is_the_published_one() -> None:
-    """Two of the known answers of Random123 1.14 (kat_vectors)."""
+    """Compared with known answers of Random123 1.14 (kat_vectors)."""
     assert [int(word) for word in philox(0, torch.tensor([0]))] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     ones = 0xFFFFFFFF
 
@@ -36,11 +36,11 @@ def test_philox_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("name, largest", [("int8", 127.0), ("int4", 7.0)])
 def test_stochastic_rounding_has_no_bias_and_repeats(name: str, largest: float) -> None:
-    """Over 4,096 keys the mean is within 5 standard errors; every value is a neighbour; same key, same bytes."""
+    """The mean over 4,096 keys is within 5 standard errors, every value is an adjacent level, and keys repeat."""
     code = BlockCode(name, 32, torch.float32)
     x = torch.randn(32, generator=torch.Generator().manual_seed(0))
     rows, out = x.expand(4096, 32).contiguous(), torch.empty(4096, 32)
-    # The rows of one call have places of their own, as other keys would have it.
+    # Entries of different rows have different positions, so one call draws independent numbers for all rows.
     messages = code.encode(rows, key=12345)
     assert torch.equal(messages, code.encode(rows, key=12345)) and not torch.equal(
         messages, code.encode(rows, key=12346)
@@ -52,7 +52,7 @@ def test_stochastic_rounding_has_no_bias_and_repeats(name: str, largest: float) 
     assert out.std(0).max() > step / 4
 
 
-def test_stochastic_rounding_of_what_is_not_ordinary() -> None:
+def test_stochastic_rounding_of_special_blocks() -> None:
     code = BlockCode("int4", 32, torch.float32)
     kinds = blocks_of(32)
     x = torch.stack([kinds[name] for name in ("zeros", "denormal", "nan", "inf", "largest")])
@@ -64,17 +64,17 @@ def test_stochastic_rounding_of_what_is_not_ordinary() -> None:
         BlockCode("e2m1", 32).encode(x, key=7)
 
 
-def test_the_turn_is_hadamard_and_its_own_inverse() -> None:
+def test_the_transform_is_hadamard_and_its_own_inverse() -> None:
     code, x = BlockCode("int4", 32, torch.float32), torch.randn(3 * 32, generator=torch.Generator().manual_seed(1))
     signs = np.array([[(-1) ** bin(i & j).count("1") for j in range(32)] for i in range(32)], dtype=np.float64)
     expected = torch.from_numpy(signs @ x.view(3, 32).double().numpy().T / math.sqrt(32)).T.reshape(-1)
-    turned = x.clone()
-    code.hadamard_(turned)
-    torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-6)
-    code.hadamard_(turned)
-    torch.testing.assert_close(turned, x, rtol=0, atol=1e-6)
+    transformed = x.clone()
+    code.hadamard_(transformed)
+    torch.testing.assert_close(transformed.double(), expected, rtol=0, atol=1e-6)
+    code.hadamard_(transformed)
+    torch.testing.assert_close(transformed, x, rtol=0, atol=1e-6)
     x[5] = NAN
     code.hadamard_(x)
-    assert x[:32].isnan().all() and x[32:].isfinite().all()  # its block is known as not finite still
+    assert x[:32].isnan().all() and x[32:].isfinite().all()  # the block remains recognizable as not finite
     with pytest.raises(ValueError, match="multiple of 32"):
         code.hadamard_(torch.zeros(33))

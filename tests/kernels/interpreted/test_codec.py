@@ -1,4 +1,4 @@
-"""Block codes in Triton's interpreter, against the twin to the last bit; run as test_interpreted.py is."""
+"""Block codes in Triton's interpreter, bitwise against PyTorch; started like test_interpreted.py."""
 
 import os
 
@@ -11,14 +11,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from kernels.codec.formats import FORMATS
 from tests.kernels.codec.checks import check_follows, check_rounding_follows
 
-# Sums of the largest numbers, as NumPy sees them.
+# NumPy warns about sums of the largest numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 
 @pytest.mark.parametrize(
     ("block", "scale", "rows", "blocks"),
     [
-        (32, torch.float32, 2, 66),  # a tile and a bit
+        (32, torch.float32, 2, 66),  # more than one tile
         (32, torch.bfloat16, 3, 5),
         (128, torch.bfloat16, 2, 17),
         (1024, torch.bfloat16, 1, 13),
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
     ],
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernels_follow_the_twin(name: str, block: int, scale: torch.dtype, rows: int, blocks: int) -> None:
+def test_kernels_equal_pytorch(name: str, block: int, scale: torch.dtype, rows: int, blocks: int) -> None:
     check_follows(name, block, scale, rows, blocks)
 
 
 @pytest.mark.parametrize(("name", "block", "rows", "blocks"), [("int8", 256, 2, 9), ("int4", 32, 3, 65)])
-def test_stochastic_rounding_and_the_turn_follow_the_twin(name: str, block: int, rows: int, blocks: int) -> None:
+def test_stochastic_rounding_and_hadamard_equal_pytorch(name: str, block: int, rows: int, blocks: int) -> None:
     check_rounding_follows(name, block, rows, blocks)

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on the CPU; tests/kernels/test_triton.py gives it a process."""
+"""Triton kernels in Triton's interpreter on a CPU; tests/kernels/test_triton.py starts the process."""
 
 import os
 import threading
@@ -34,10 +34,10 @@ from tests.replicas import run_replicas
 from tests.toy import draw, flat, gradient, make_scape, train
 from torchtitan_scape import Scape
 
-# Ties are the rule; signed zeros, denormals, infinities and the largest number included.
+# Ties are common; including signed zeros, denormals, infinities and the largest number.
 VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))
 
-# Of whole runs, in which a program takes a third of a second.
+# For training runs: a program takes a third of a second in the interpreter.
 SHAPES: list[tuple[int, ...]] = [(7, 9), (20, 20), (7,)]
 OFFLOAD = ["state", "master"]
 ALL_EXAMPLES = os.environ.get("SCAPE_ALL_EXAMPLES") == "1"
@@ -50,7 +50,7 @@ sizes = st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple)
 def cases(draw: Any, **fixed: Any) -> Case:
     replicas = draw(st.integers(1, 3))
     sparse = draw(sizes)
-    # Rows of whole bytes and others.
+    # Rows with and without a whole number of mask bytes.
     columns = tuple(draw(st.sampled_from([c for c in range(1, n + 1) if n % c == 0] or [8])) for n in sparse)
     options = dict(
         sparse=sparse,
@@ -81,7 +81,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
 
 
 def examples(count: int) -> int:
-    """So many with --slow, a third of them otherwise."""
+    """Return `count` with --slow, and a third of it otherwise."""
     return count if ALL_EXAMPLES else max(4, count // 3)
 
 
@@ -90,20 +90,20 @@ def examples(count: int) -> int:
 @example(Case((1,), block_size=8, density=0.01, in_use=0.01, previous=0.01, next=0.01))
 @example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
 @example(Case((1,), block_size=8, density=0.1, in_use=1.0, previous=0.1, next=0.1, columns=(1,), keeps=0.5))
-def test_a_step_follows_the_twin(case: Case) -> None:
+def test_a_step_equals_pytorch(case: Case) -> None:
     check_step(case)
 
 
 @settings(max_examples=examples(15))
 @given(cases(in_use=0.1, previous=0.1, density=0.1, parameter_dtype=torch.float32))
-def test_a_step_at_the_target_density_follows_the_twin(case: Case) -> None:
+def test_a_step_at_the_target_density_equals_pytorch(case: Case) -> None:
     check_step(case)
 
 
 @settings(max_examples=examples(18))
 @given(cases(values=VALUES, beta1=0.0, in_use=1.0, density=1.0, scale=1.0), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
 def test_selection_is_exact(case: Case, density: float) -> None:
-    """beta1 = 0 makes mt the gradient, whatever it is. Only the selection and what is moved are compared."""
+    """With beta1 = 0, mt is the gradient, also if it is not finite. Only the selection is compared."""
     check_selection(case, density)
 
 
@@ -128,7 +128,7 @@ def test_all_equal_values(values: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("block_size", [1024, 2048, 40])
 @pytest.mark.parametrize("density", [0.1, 0.01])
 def test_blocks_of_real_sizes(block_size: int, density: float) -> None:
-    """More tiles than one, whole and not, owned and not."""
+    """Several tiles, complete and partial, owned and not owned."""
     check_step(
         Case(
             (5 * block_size + 8, 3 * block_size),
@@ -145,7 +145,7 @@ def test_blocks_of_real_sizes(block_size: int, density: float) -> None:
 
 
 def test_rows_and_columns_of_several_tiles() -> None:
-    """Tiles of 64 rows and 1024 columns, whole and cut; rows that end inside a byte."""
+    """Tiles of 64 rows and 1024 columns, complete and partial; rows that end inside a byte."""
     shapes = ((150, 2056), (70, 1032), (65, 8), (33, 37))
     check_entering(
         Case(
@@ -159,13 +159,13 @@ def test_rows_and_columns_of_several_tiles() -> None:
 
 
 def test_a_large_payload() -> None:
-    """More than one whole stretch of it for the sum of squares."""
+    """More than one complete tile in the sum of squares."""
     check_step(Case((7, 20_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
 
 
 @settings(max_examples=examples(15))
 @given(cases(), st.sampled_from([0.01, 0.1, 0.5]))
-def test_masks_arrive(case: Case, density: float) -> None:
+def test_masks_are_decoded(case: Case, density: float) -> None:
     case = replace(case, replica=None, next=density)
     if case.layout.total_blocks:
         check_rotate(case)
@@ -183,9 +183,12 @@ def test_masks_arrive(case: Case, density: float) -> None:
         (32768, 1, 2),
     ],
 )
-def test_coded_offsets_arrive(block_size: int, k: int, replicas: int) -> None:
-    """Both backends send the same bytes and set the same bits. Low bits within a byte and over three; none that are
-    unary (2 of 16); codes that straddle words; short blocks, and a short last run."""
+def test_encoded_offsets_are_decoded(block_size: int, k: int, replicas: int) -> None:
+    """Both backends send the same bytes and set the same bits.
+
+    Low bits inside one byte and over three bytes; no unary part (2 of 16); codes across words; short blocks; a short
+    last run.
+    """
     case = Case((10 * block_size + 3, 3), block_size=block_size, replicas=replicas, next=k / block_size)
     assert case.layout.sends_offsets(case.next, "block")
     check_selection(case, case.next)
@@ -205,7 +208,7 @@ def test_a_skipped_step_writes_nothing(case: Case) -> None:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 99),
 )
-def test_adams_follows_its_twin(sizes: list[int], offset: int, dtype: torch.dtype, seed: int) -> None:
+def test_adams_equals_pytorch(sizes: list[int], offset: int, dtype: torch.dtype, seed: int) -> None:
     check_adams(sizes, offset, dtype, seed, "cpu")
 
 
@@ -213,7 +216,7 @@ def test_adams_follows_its_twin(sizes: list[int], offset: int, dtype: torch.dtyp
 @given(
     st.data(), st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16])
 )
-def test_finite_names_the_tensors(data: st.DataObject, sizes: list[int], dtype: torch.dtype) -> None:
+def test_finite_identifies_the_tensors(data: st.DataObject, sizes: list[int], dtype: torch.dtype) -> None:
     bad = {}
     for i, n in enumerate(sizes):
         if data.draw(st.booleans()):
@@ -227,7 +230,7 @@ MORE_TRAINING = [
     (2, dict(density=0.3, density_warmup_steps=2, bf16_weights=True, offload=OFFLOAD)),
     (2, dict(density=0.3, update="sharded", density_warmup_steps=2, clip_mode="literal")),
     (2, dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16", dense_names=["p1"])),
-    # Whole tiles of aligned storage.
+    # Complete tiles of aligned storage.
     (3, dict(density=0.1, update="sharded", shapes=[(40, 320), (9,)])),
 ]
 
@@ -241,9 +244,11 @@ MORE_TRAINING = [
         *(MORE_TRAINING if ALL_EXAMPLES else ()),
     ],
 )
-def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole optimizer, five steps of it; only the update rounds apart. To BF16 the interpreter rounds towards zero,
-    so that masters are compared more closely than weights."""
+def test_training_equals_pytorch(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps of the optimizer; only the update rounds differently.
+
+    The interpreter rounds to BF16 towards zero, so that the bound is tighter for master weights than for weights.
+    """
     launch_one_at_a_time(monkeypatch)
     options = {"shapes": SHAPES, **options}
     masters: dict[str, list[Tensor]] = {"torch": [], "triton": []}
@@ -275,7 +280,7 @@ def test_training_follows_the_twin(replicas: int, options: dict[str, Any], monke
 
 
 def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of four steps, in warm-up, and the last: nothing that lasts is written."""
+    """No state changes in skipped steps: the second of four, in warm-up, and the last."""
     launch_one_at_a_time(monkeypatch)
 
     def work(collectives: Any) -> None:
@@ -304,15 +309,15 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         dict(density=0.1, density_warmup_steps=2, wire="bfloat16"),
     ],
 )
-def test_simulated_replicas_are_the_replicas(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps of two replicas, the third skipped for a NaN of the second's."""
+def test_simulated_replicas_equal_real_ones(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps of two replicas; the third is skipped because of a NaN of the second replica."""
     launch_one_at_a_time(monkeypatch)
     monkeypatch.setattr(test_simulated, "SHAPES", SHAPES)
     test_simulated.check_alike(2, 2, 4, kernels="triton", **options)
 
 
 def launch_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is not made for threads."""
+    """Serialize launches, because the interpreter is not thread-safe."""
     lock, launch = threading.Lock(), launching.launch
 
     def one_at_a_time(*arguments: Any, **constants: Any) -> None:

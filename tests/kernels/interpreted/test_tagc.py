@@ -1,4 +1,4 @@
-"""TAGC's passes in Triton's interpreter, against the twin to the last bit; run as test_interpreted.py is."""
+"""TAGC's passes in Triton's interpreter, bitwise against PyTorch; started like test_interpreted.py."""
 
 import os
 
@@ -11,10 +11,10 @@ from tests.kernels.tagc.checks import check_packed, check_sketch
 
 
 @pytest.mark.parametrize(("n", "k", "ties"), [(5 * 1024 + 77, 13, False), (2048, 300, True), (3, 1, False)])
-def test_packing_follows_the_twin(n: int, k: int, ties: bool) -> None:
+def test_packing_equals_pytorch(n: int, k: int, ties: bool) -> None:
     check_packed(n, k, ties)
 
 
 @pytest.mark.parametrize(("blocks", "ratio", "k", "rounds"), [(6, 1.2, 200, 3)])
-def test_sketches_follow_the_twin(blocks: int, ratio: float, k: int, rounds: int) -> None:
+def test_sketches_equal_pytorch(blocks: int, ratio: float, k: int, rounds: int) -> None:
     check_sketch(blocks, ratio, k, rounds)

@@ -1,4 +1,4 @@
-"""TAGC's passes in Triton against the torch twin, bit for bit, on any device."""
+"""Checks that TAGC's passes in Triton and PyTorch are bitwise equal, on any device."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kernels.tagc.sketch import Sketch
 
 
 def values(n: int, seed: int, ties: bool = False) -> Tensor:
-    """FP32 (n,) of many sizes; or small integers, whose sums are exact and of which many are equal."""
+    """Draw FP32 (n,) of many magnitudes. ties: small integers, with exact sums and many equal values."""
     generator = torch.Generator().manual_seed(seed)
     if ties:
         return torch.randint(-3, 4, (n,), generator=generator).float()
@@ -23,14 +23,14 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def check_packed(n: int, k: int, ties: bool, device: str = "cpu") -> None:
-    """Selecting, packing all or the own choice, expanding what two ranks sent."""
+    """Compare selection, packing of the index or of the own selection, and expansion of two ranks' payloads."""
     twin, kernels = tagc_passes("torch"), tagc_passes("triton")
     blocks = -(-n // BLOCK)
     given = [values(n, seed, ties).to(device) for seed in (0, 1)]
     own = [twin.select(x, k) for x in given]
     assert all(torch.equal(kernels.select(x, k), bits) for x, bits in zip(given, own, strict=True))
     index = union_of_bitmaps(torch.stack(own))
-    for capacity in (2 * k, k):  # there may be less room than the index needs
+    for capacity in (2 * k, k):  # the capacity may be smaller than the index
         packed = torch.full((2, 2, blocks, capacity), torch.nan, device=device)
         for rank, x in enumerate(given):
             left = [x.clone(), x.clone()]
@@ -45,7 +45,7 @@ def check_packed(n: int, k: int, ties: bool, device: str = "cpu") -> None:
 
 
 def check_sketch(blocks: int, ratio: float, k: int, rounds: int, device: str = "cpu") -> None:
-    """Folding, which entries will be found, unfolding with and without estimates."""
+    """Compare sketches, recoverable entries, and recovery with and without estimates."""
     twin, kernels = tagc_passes("torch"), tagc_passes("triton")
     sketch, x = Sketch.of(blocks, ratio, torch.device(device)), values(blocks * BLOCK, 2).to(device)
     bits = twin.select(x, k)

@@ -1,4 +1,4 @@
-"""What TAGC's passes promise, of several ranks in one process, against plain forms of the same."""
+"""TAGC's reference passes, for several ranks in one process, against plain implementations."""
 
 import itertools
 
@@ -27,8 +27,8 @@ def bools(bits: Tensor, n: int) -> list[bool]:
     return unpack_bits(bits, n).tolist()
 
 
-def chosen(x: Tensor, k: int) -> list[bool]:
-    """The k largest of every block, ties to the lower index; zeros fill the last block."""
+def selected(x: Tensor, k: int) -> list[bool]:
+    """Return the k largest of every block; ties go to the lower index, and the last block is padded with zeros."""
     found = [False] * (-(-x.numel() // BLOCK) * BLOCK)
     padded = x.abs().tolist() + [0.0] * (len(found) - x.numel())
     for first in range(0, len(found), BLOCK):
@@ -49,31 +49,31 @@ def in_rank_order(tensors: list[Tensor]) -> Tensor:
 def test_the_largest_of_every_block_are_selected(ties: bool) -> None:
     x = values(BLOCK + 300, 0, ties)
     for k in (1, 102, 400, BLOCK):
-        assert bools(reference.select(x, k), 2 * BLOCK) == chosen(x, k)
+        assert bools(reference.select(x, k), 2 * BLOCK) == selected(x, k)
 
 
 @pytest.mark.parametrize("fill", [True, False])
 @pytest.mark.parametrize(("ranks", "n", "k"), [(1, 100, 3), (3, 2 * BLOCK + 77, 51), (4, BLOCK, 300)])
-def test_what_is_sent_and_what_is_left_are_what_was_there(ranks: int, n: int, k: int, fill: bool) -> None:
-    """On every rank, and the owner has the sum of what was sent: to the last bit."""
+def test_payload_and_residual_are_the_input(ranks: int, n: int, k: int, fill: bool) -> None:
+    """Bitwise on every rank; the owner receives the exact sum of the sent entries in rank order."""
     given = [values(n, seed) for seed in range(ranks)]
     own = [reference.select(x, k) for x in given]
-    index, room = union_of_bitmaps(torch.stack(own)), formats.capacity(k / BLOCK, ranks)
-    union = torch.tensor([any(choices) for choices in zip(*(chosen(x, k) for x in given), strict=True)])[:n]
+    index, slots = union_of_bitmaps(torch.stack(own)), formats.capacity(k / BLOCK, ranks)
+    union = torch.tensor([any(choices) for choices in zip(*(selected(x, k) for x in given), strict=True)])[:n]
     assert torch.equal(unpack_bits(index, n), union)
-    packed, sent = torch.empty(ranks, -(-n // BLOCK), room), []
+    packed, sent = torch.empty(ranks, -(-n // BLOCK), slots), []
     for x, choice, out in zip(given, own, packed, strict=True):
         left = x.clone()
-        reference.pack(left, index, index if fill else choice, room, out)
-        travels = union if fill else union & unpack_bits(choice, n)
-        sent.append(torch.where(travels, x, 0.0))
-        assert torch.equal(sent[-1] + left, x) and not left[travels].any()
+        reference.pack(left, index, index if fill else choice, slots, out)
+        packed_entries = union if fill else union & unpack_bits(choice, n)
+        sent.append(torch.where(packed_entries, x, 0.0))
+        assert torch.equal(sent[-1] + left, x) and not left[packed_entries].any()
     found = torch.empty(n)
     reference.expand(packed, index, found)
     assert torch.equal(found, in_rank_order(sent))
 
 
-def test_all_entries_are_dense() -> None:
+def test_full_density_sends_everything() -> None:
     given = [values(BLOCK + 10, seed) for seed in range(3)]
     index = union_of_bitmaps(torch.stack([reference.select(x, BLOCK) for x in given]))
     packed = torch.empty(3, 2, formats.capacity(1.0, 3))
@@ -88,7 +88,7 @@ def test_all_entries_are_dense() -> None:
 
 @pytest.mark.parametrize("k", [13, 205])
 def test_the_index_is_the_union_of_all_choices(k: int) -> None:
-    """As bits, as offsets, as counts of four bits; the published sum of bytes loses and makes up entries."""
+    """As bitmap, as offsets and as 4-bit counts. The published sum of bytes drops and adds entries."""
     own = torch.stack([reference.select(values(8 * BLOCK, seed), k) for seed in range(3)])
     union = torch.stack([unpack_bits(bits, 8 * BLOCK) for bits in own]).any(0)
     coded = torch.stack([to_offsets(bits, k) for bits in own])
@@ -100,8 +100,8 @@ def test_the_index_is_the_union_of_all_choices(k: int) -> None:
     assert (union & ~summed).any() and (summed & ~union).any()
 
 
-def test_offsets_are_sent_where_they_are_shorter() -> None:
-    """Of 1024 bits 102 take 67 bytes in offsets: less than both ways of 128 of them from two or three ranks."""
+def test_offsets_are_used_where_they_are_shorter() -> None:
+    """102 offsets in 1024 need 67 bytes, which is less than the bitmap for two or three ranks, but not for four."""
     assert [formats.sends_offsets(0.1, ranks) for ranks in (2, 3, 4)] == [True, True, False]
     assert [formats.sends_offsets(0.0125, ranks) for ranks in (2, 18, 19)] == [True, True, False]
     assert formats.capacity(0.1, 2) == 204 and formats.capacity(0.1, 11) == BLOCK
@@ -118,12 +118,12 @@ def test_hashes_are_murmur3() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 40])
-def test_a_block_has_three_rows_and_rows_know_their_blocks(blocks: int) -> None:
+def test_members_are_the_inverse_of_block_rows(blocks: int) -> None:
     sketch = Sketch.of(blocks, 4.0, torch.device("cpu"))
     assert sketch.rows == max(3, -(-blocks // 4))
     expected: list[list[int]] = [[] for _ in range(sketch.rows)]
     for block in range(blocks):
-        rows = sketch.places[:, block].tolist()
+        rows = sketch.block_rows[:, block].tolist()
         assert len(set(rows)) == 3
         for row, sign in zip(rows, sketch.signs[:, block].tolist(), strict=True):
             expected[row].append(int(sign) * (block + 1))
@@ -131,40 +131,42 @@ def test_a_block_has_three_rows_and_rows_know_their_blocks(blocks: int) -> None:
 
 
 def peeled(bits: Tensor, sketch: Sketch) -> Tensor:
-    """Which entries come out, lane by lane, one at a time: the order does not matter."""
+    """Return the entries that peeling recovers, column by column, one at a time: the order does not matter."""
     there = unpack_bits(bits, 8 * bits.numel()).view(-1, BLOCK)
     found = torch.zeros_like(there)
-    for lane in range(BLOCK):
-        left = set(there[:, lane].nonzero().view(-1).tolist())
+    for column in range(BLOCK):
+        left = set(there[:, column].nonzero().view(-1).tolist())
         while True:
-            rows = [row for block in left for row in sketch.places[:, block].tolist()]
-            alone = [block for block in left if any(rows.count(row) == 1 for row in sketch.places[:, block].tolist())]
+            rows = [row for block in left for row in sketch.block_rows[:, block].tolist()]
+            alone = [
+                block for block in left if any(rows.count(row) == 1 for row in sketch.block_rows[:, block].tolist())
+            ]
             if not alone:
                 break
             left.remove(alone[0])
-            found[alone[0], lane] = True
+            found[alone[0], column] = True
     return found
 
 
 @pytest.mark.parametrize(("k", "ratio"), [(40, 2.0), (300, 2.0), (700, 1.0), (1024, 1.0)])
-def test_what_a_sketch_cannot_tell_is_known_beforehand(k: int, ratio: float) -> None:
-    """Left out, the rest arrives: nothing is lost, however full the sketch is."""
+def test_recoverable_entries_are_known_in_advance(k: int, ratio: float) -> None:
+    """Without these entries, all others are recovered exactly, however full the sketch is."""
     blocks, ranks = 9, 2
     sketch, given = Sketch.of(blocks, ratio, torch.device("cpu")), [values(blocks * BLOCK, s, True) for s in (0, 1)]
     index = union_of_bitmaps(torch.stack([reference.select(x, k) for x in given]))
-    will = reference.solvable(index, sketch)
-    assert torch.equal(unpack_bits(will, blocks * BLOCK).view(-1, BLOCK), peeled(index, sketch))
+    solvable = reference.solvable(index, sketch)
+    assert torch.equal(unpack_bits(solvable, blocks * BLOCK).view(-1, BLOCK), peeled(index, sketch))
     cells = torch.empty(ranks, sketch.rows, BLOCK)
     for x, one in zip(given, cells, strict=True):
-        reference.fold(x, will, sketch, one)
+        reference.fold(x, solvable, sketch, one)
     found = torch.empty(blocks * BLOCK)
-    reference.unfold(in_rank_order(list(cells)), will, sketch, False, found)
-    sent = [torch.where(unpack_bits(will, x.numel()), x, 0.0) for x in given]
-    assert torch.equal(found, in_rank_order(sent))  # they are integers
+    reference.unfold(in_rank_order(list(cells)), solvable, sketch, False, found)
+    sent = [torch.where(unpack_bits(solvable, x.numel()), x, 0.0) for x in given]
+    assert torch.equal(found, in_rank_order(sent))  # the values are integers, so sums are exact
 
 
-def test_a_sketch_is_lossless_where_it_says_so() -> None:
-    """Two ranks, 512 blocks, half an entry a cell: every entry of the union comes out, up to rounding."""
+def test_a_sparse_sketch_is_lossless() -> None:
+    """With half an entry per cell, every entry of the union is recovered, up to rounding."""
     sketch = Sketch.of(512, 2.0, torch.device("cpu"))
     given = [values(512 * BLOCK, seed) for seed in (0, 1)]
     index = union_of_bitmaps(torch.stack([reference.select(x, 130) for x in given]))
@@ -181,12 +183,12 @@ def test_a_sketch_is_lossless_where_it_says_so() -> None:
     assert float((found == sums).float().mean()) > 0.9
 
 
-def test_what_one_sketch_keeps_the_next_finds() -> None:
-    """Few rows: entries whose cells are no one's alone would wait for ever in the same sketch."""
+def test_other_seeds_recover_the_remaining_entries() -> None:
+    """With few rows, some entries share all their cells, and would never be recovered from the same sketch."""
     left = pack_bits(torch.rand(64 * BLOCK, generator=torch.Generator().manual_seed(0)) < 0.05)
     counts = []
-    for turn in range(4):
-        left = left & ~reference.solvable(left, Sketch.of(64, 10.0, torch.device("cpu"), turn))
+    for variant in range(4):
+        left = left & ~reference.solvable(left, Sketch.of(64, 10.0, torch.device("cpu"), variant))
         counts.append(int(unpack_bits(left, 64 * BLOCK).sum()))
     assert counts[0] > 1000 and all(2 * later < before for before, later in itertools.pairwise(counts))
 
@@ -195,12 +197,12 @@ def test_the_published_estimate_is_the_median_of_three_cells() -> None:
     blocks = 12
     sketch, x = Sketch.of(blocks, 2.0, torch.device("cpu")), values(blocks * BLOCK, 3)
     index = pack_bits(torch.ones(blocks * BLOCK, dtype=torch.bool))
-    assert not reference.solvable(index, sketch).any()  # each cell has several
+    assert not reference.solvable(index, sketch).any()  # every cell has several entries
     cells, found = torch.empty(sketch.rows, BLOCK), torch.empty(blocks * BLOCK)
     reference.fold(x, index, sketch, cells)
-    told = torch.stack([cells[rows.long()] * signs for rows, signs in sketch.each_hash()])
+    estimates = torch.stack([cells[rows.long()] * signs for rows, signs in sketch.each_hash()])
     reference.unfold(cells.clone(), index, sketch, True, found)
-    assert torch.equal(found.view(-1, BLOCK), told.median(0).values)
+    assert torch.equal(found.view(-1, BLOCK), estimates.median(0).values)
 
 
 # ------------------------------------------------------------------------------------------------- the table

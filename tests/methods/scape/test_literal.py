@@ -1,4 +1,4 @@
-"""The optimizer with N replicas in one process, against the literal two-buffer form of Algorithm 1."""
+"""The optimizer with N replicas in one process, compared with Algorithm 1 written with two buffers."""
 
 import itertools
 from typing import Any
@@ -37,8 +37,8 @@ GRID = [
 
 
 @pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
-    """Properties 3 and 4: within 1e-6 of the two-buffer form, and bitwise equal on all replicas."""
+def test_equals_the_reference_algorithm_for_50_steps(options: dict[str, Any]) -> None:
+    """Properties 3 and 4: within 1e-6 of the two-buffer algorithm, and bitwise equal on all replicas."""
     options = dict(options)
     replicas = options.pop("replicas")
     expected = literal(replicas, 50, **options)
@@ -61,7 +61,7 @@ def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
     st.booleans(),
     st.integers(0, 5),
 )
-def test_follows_the_literal_form_for_any_shapes(
+def test_equals_the_reference_algorithm_for_any_shapes(
     sparse: list[tuple[int, ...]],
     dense: list[tuple[int, ...]],
     replicas: int,
@@ -88,7 +88,7 @@ def test_follows_the_literal_form_for_any_shapes(
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_density_one_is_dense_adams(replicas: int, clip: float | None) -> None:
+def test_density_one_equals_dense_adams(replicas: int, clip: float | None) -> None:
     """Property 1, against the dense optimizer on averaged and clipped gradients."""
     results = run_replicas(replicas, lambda c: train(c, 20, density=1.0, max_norm=clip))
     parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -104,8 +104,8 @@ def test_density_one_is_dense_adams(replicas: int, clip: float | None) -> None:
         torch.testing.assert_close(flat(results[0][step]), want, rtol=2e-6, atol=2e-6)
 
 
-def test_sum_reduction_is_mean_of_scaled_gradients() -> None:
-    """A loss divided by the global token count gives gradients that are N times too small for a mean."""
+def test_sum_reduction_equals_the_mean_of_scaled_gradients() -> None:
+    """If the loss is divided by the global token count, gradients are N times too small for a mean."""
     plain = run_replicas(2, lambda c: train(c, 10, density=0.1))
 
     def scaled(collectives: ThreadCollectives) -> list[Tensor]:
@@ -121,7 +121,7 @@ def test_sum_reduction_is_mean_of_scaled_gradients() -> None:
 
 
 BFLOAT16 = [{}, {"selection": "tensor"}, {"density_warmup_steps": 8}, {"max_norm": None}]
-# At 0.5 there are several blocks a replica.
+# At 0.5 there are several blocks per replica.
 CODED = [
     (1, {"wire": "int4"}),
     (2, {"wire": "int4", "density_warmup_steps": 8}),
@@ -134,9 +134,12 @@ CODED = [
 
 
 @pytest.mark.parametrize("replicas, options", [*itertools.product((1, 2, 3), BFLOAT16), *CODED])
-def test_a_coded_wire_follows_the_literal_form(replicas: int, options: dict[str, Any]) -> None:
-    """Properties 3 and 4 with rounding. A last bit that differs may make an entry round the other way, which the
-    error kept for it takes back: hence the wider bound. Without the errors kept the forms part by 1e-3 and more."""
+def test_an_encoded_payload_follows_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
+    """Properties 3 and 4 with quantization.
+
+    The bound is wider, because a difference in the last bit may change the rounding of an entry, which error feedback
+    then compensates. Without error feedback the difference is more than 1e-3.
+    """
     options = {"density": 0.1, "wire": "bfloat16", **options}
     expected = literal(replicas, 20, **options)
     results = run_replicas(replicas, lambda c: train(c, 20, **options))
@@ -152,8 +155,8 @@ def test_a_coded_wire_follows_the_literal_form(replicas: int, options: dict[str,
     "wire, selection, max_norm",
     [*itertools.product(("float32", "bfloat16"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)],
 )
-def test_parts_of_any_size_give_the_same(wire: str, selection: str, max_norm: float | None) -> None:
-    """A payload in one part, in some, and tensor by tensor. With rounding, who keeps its last error depends on it."""
+def test_the_chunk_size_does_not_change_the_result(wire: str, selection: str, max_norm: float | None) -> None:
+    """One chunk, several, and one per tensor. With quantization, the owner of the last error depends on the chunks."""
     options: dict[str, Any] = {"density": 0.1, "selection": selection, "max_norm": max_norm, "wire": wire}
     parts: list[int] = []
 
@@ -178,8 +181,8 @@ def test_parts_of_any_size_give_the_same(wire: str, selection: str, max_norm: fl
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", *FORMATS])
-def test_nothing_is_lost_by_rounding(wire: str) -> None:
-    """Property 2 over replicas: what all packed is N times what arrived, and the errors kept, step by step."""
+def test_quantization_conserves_the_sum_over_replicas(wire: str) -> None:
+    """Property 2: in every step the sum of all payloads is N times the received mean plus the stored errors."""
     packed: list[list[Tensor]] = [[], [], []]
     kept: list[list[Tensor]] = [[], [], []]
     arrived: list[Tensor] = []
@@ -206,6 +209,6 @@ def test_nothing_is_lost_by_rounding(wire: str) -> None:
         total = sum(p[step].double() for p in packed) - sum(k[step].double() for k in kept)
         torch.testing.assert_close(total, 3 * mean.double(), rtol=1e-6, atol=1e-6)
         assert wire != "bfloat16" or torch.equal(mean, mean.bfloat16().float())
-        # Blocks take few values, which are multiples of a number of BF16, or one of them.
+        # The mean was decoded from a code, so that its blocks contain few distinct values.
         most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "e3m0": 15, "2bit": 4, "1bit": 2}[wire]
         assert all(block.unique().numel() <= most for block in mean.split(128))

@@ -1,4 +1,4 @@
-"""What a GPU runs of the PyTorch passes gives what a CPU runs, and waits for nothing."""
+"""The PyTorch passes give the same bits on a GPU as on a CPU, and never wait for the device."""
 
 from typing import Any
 
@@ -24,12 +24,10 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("replicas", "options"), CASES)
-def test_no_step_asks_the_device_for_anything(
-    replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the first step on, with one that is skipped; to the last bit what a CPU's own branches give."""
-    waits_here(monkeypatch, FiniteGuard, "finish_previous_step")  # for flags that have come to the host
-    waits_here(monkeypatch, ShardedUpdate, "clear_padding")  # makes a table there, once
+def test_no_step_waits_for_the_gpu(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first step on, including a skipped one; bitwise equal to the code path of a CPU."""
+    waits_here(monkeypatch, FiniteGuard, "finish_previous_step")  # for flags that were copied to the host
+    waits_here(monkeypatch, ShardedUpdate, "clear_padding")  # builds a table once
 
     def work(collectives: ThreadCollectives, gpu: bool) -> Tensor:
         parameters = [torch.nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -52,7 +50,7 @@ def test_no_step_asks_the_device_for_anything(
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_what_waits_is_seen() -> None:
+def test_waiting_operations_are_detected() -> None:
     x, bits = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     for wait in (
         lambda: x.sum().item(),

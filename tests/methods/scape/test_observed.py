@@ -1,4 +1,4 @@
-"""What an observer is shown of a SCAPE step: gh on the mask, the first moment and the residual, by parameter."""
+"""Values that an observer of SCAPE receives by parameter: gh on the mask, first moment and residual."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ NAMES = [f"p{i}" for i in range(len(SPARSE + DENSE))]
 
 
 class Seen:
-    """An observer. gradients: of the last step."""
+    """An observer that stores the gradients of the last step."""
 
     def __init__(self, names: Sequence[str] = NAMES) -> None:
         self.names = names
@@ -41,8 +41,8 @@ def moment_and_residual(optimizer: Scape, name: str) -> tuple[Tensor, Tensor]:
     ],
     ids=str,
 )
-def test_the_moment_follows_from_what_is_shown(replicas: int, options: dict[str, Any]) -> None:
-    """m = b1 q + (1 - b1) gh on A, in warm-up too, where the payload lies in place; and of nothing else is there gh."""
+def test_the_moment_follows_from_the_observed_gradient(replicas: int, options: dict[str, Any]) -> None:
+    """m = b1 q + (1 - b1) gh on A, also in the warm-up with an in-place payload; gh is NaN elsewhere."""
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         seen, before = Seen(), dict[str, Tensor]()
@@ -66,11 +66,11 @@ def test_the_moment_follows_from_what_is_shown(replicas: int, options: dict[str,
 
         kept: list[Tensor] = []
         wired = "wire" in options
-        # The printed form: the moment takes gh as it is, and no entry's step is scaled.
+        # As printed in the paper: gh enters the moment unscaled, and there is no staleness scaling.
         form = dict(density=0.2, density_warmup_steps=4, clip_mode="literal", staleness_scaling=False)
         train(collectives, 8, probe=probe, **form, **options)
         return kept
 
     first, *others = run_replicas(replicas, work)
-    for other in others:  # all are shown the same bits
+    for other in others:  # all observers receive the same bits
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

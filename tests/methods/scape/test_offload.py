@@ -1,4 +1,4 @@
-"""State and master in host memory, and weights in BF16: replicas as threads."""
+"""State and master in host memory, and weights in BF16, with replicas as threads."""
 
 import io
 from itertools import pairwise
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from kernels.common.offload import BlockingCopies, DoubleBuffer, _left_in_groups, walk
+from kernels.common.offload import BlockingCopies, DoubleBuffer, _free_in_cgroups, walk
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
@@ -24,7 +24,7 @@ SHAPES = [(33, 5), (20, 15), *SPARSE, (15, 20), *[(12, 20)] * 3, *DENSE]
 
 
 class Model(nn.Module):
-    """The toy's tensors, of numbers that BF16 has."""
+    """The toy's tensors, with numbers that BF16 represents exactly."""
 
     def __init__(self, shapes: list[tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
 def run(
     collectives: ThreadCollectives | None, steps: int, bf16_weights: bool = False, probe: Any = None, **options: Any
 ) -> tuple[list[list[Tensor]], Scape, Model]:
-    """Values after every step. What a window's buffers hold is destroyed between steps."""
+    """Return the values after every step. The contents of the copy buffers are destroyed between steps."""
     model = Model()
     options = {"lr": 1e-2, "block_size": 16, "density": 0.1, **options}
     if bf16_weights:
@@ -76,15 +76,15 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "default")
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None:
-    """Property 5: parameters, state and log figures are those of a run that keeps all on the device, bit for bit."""
+def test_offload_does_not_change_a_bit(replicas: int, options: dict[str, Any]) -> None:
+    """Property 5: parameters, state and metrics are bitwise equal to those without offloading."""
     master = options.get("bf16_weights") or ("values" in options and replicas > 1)
 
     def work(collectives: ThreadCollectives) -> None:
         expected, resident, _ = run(collectives, 10, **options)
         for offload in [["state"], *([["master"], ["state", "master"]] if master else [])]:
             got, optimizer, _ = run(collectives, 10, offload=offload, **options)
-            # A share of a few tensors would fill its buffers, and stays on the device.
+            # The share of a few tensors is not larger than its buffers, and stays on the device.
             small = {"master"} if options.get("update") == "sharded" and replicas > 2 else set()
             assert set(offload) - small <= set(optimizer.method.passes.storage.windows) <= set(offload)
             for step, (want, values) in enumerate(zip(expected, got, strict=True)):
@@ -109,8 +109,8 @@ def test_offload_changes_nothing(replicas: int, options: dict[str, Any]) -> None
     st.lists(st.integers(0, 12), max_size=4),
     st.lists(st.booleans(), min_size=1, max_size=4),
 )
-def test_a_walk_visits_every_tensor_once(sizes: list[int], cuts: list[int], passes: list[bool]) -> None:
-    """However tensors are cut into parts; what is written is there in the next walk, and in the end on the host."""
+def test_a_pass_visits_every_tensor_once(sizes: list[int], cuts: list[int], passes: list[bool]) -> None:
+    """With any chunks. Written values are visible in the next pass, and finally in host memory."""
     spans, end = [], 0
     for n in sizes:
         spans.append((end, end + n))
@@ -136,8 +136,10 @@ def test_a_walk_visits_every_tensor_once(sizes: list[int], cuts: list[int], pass
 
 
 class Lazy(BlockingCopies):
-    """A side stream that falls behind as far as it may: it copies when somebody waits for it. It refuses to touch what
-    has arrived and may still be worked on."""
+    """A copy stream that is as late as possible: it copies only when it is waited for.
+
+    It raises if a copy would change a tensor that was received and may still be in use.
+    """
 
     def __init__(self) -> None:
         self.queue: list[tuple[Tensor, Tensor]] = []
@@ -146,10 +148,10 @@ class Lazy(BlockingCopies):
     def copy(self, target: Tensor, source: Tensor) -> None:
         for one in self.in_use:
             for other in (target, source):
-                apart = (
+                disjoint = (
                     one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
                 )
-                assert apart, "the buffer may still be worked on"
+                assert disjoint, "the buffer may still be worked on"
         self.queue.append((target, source))
 
     def record(self) -> int:
@@ -171,7 +173,7 @@ class Lazy(BlockingCopies):
 
 
 @pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[-1]], ids=["replicated", "sharded"])
-def test_no_pass_runs_ahead_of_the_copies(options: dict[str, Any]) -> None:
+def test_no_pass_reads_a_tensor_before_its_copy(options: dict[str, Any]) -> None:
     expected, _, _ = run(None, 8, **options)
 
     def lazily(window: DoubleBuffer, *arguments: Any) -> None:
@@ -186,8 +188,8 @@ def test_no_pass_runs_ahead_of_the_copies(options: dict[str, Any]) -> None:
     assert len(sides) == 2 and all(len(side.queue) > 30 for side in sides)
 
 
-def test_a_step_that_failed_leaves_nothing_behind() -> None:
-    """Out of memory between two groups of tensors, say; then the last state is loaded again."""
+def test_a_failed_step_leaves_no_pending_copies() -> None:
+    """For example after running out of memory between two groups of tensors; the last state is then loaded again."""
     options: dict[str, Any] = {"offload": ["state"]}
     expected, _, _ = run(None, 6, **options)
     _, optimizer, model = run(None, 3, **options)
@@ -212,7 +214,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     assert torch.equal(flat([p.detach() for p in model.parameters()]), flat(expected[-1]))
 
 
-def test_what_a_control_group_leaves(tmp_path: Path) -> None:
+def test_memory_limits_of_control_groups(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/job_1/step_0\n")
     job = tmp_path / "sys" / "job_1"
     (job / "step_0").mkdir(parents=True)
@@ -220,8 +222,8 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 500\ninactive_file 300\n")
-    assert list(_left_in_groups(tmp_path / "own", tmp_path / "sys")) == [4300]
-    assert list(_left_in_groups(tmp_path / "none", tmp_path / "sys")) == []
+    assert list(_free_in_cgroups(tmp_path / "own", tmp_path / "sys")) == [4300]
+    assert list(_free_in_cgroups(tmp_path / "none", tmp_path / "sys")) == []
 
 
 def test_too_little_host_memory_is_refused() -> None:
@@ -229,7 +231,7 @@ def test_too_little_host_memory_is_refused() -> None:
         for options in ({}, {"update": "sharded"}):
             with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
                 make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
-        # Two of which each alone would fit.
+        # Each of the two alone would fit.
         model = Model([(10, 20)])
         hold_in_bfloat16(model, scaled=False)
         with pytest.raises(ValueError, match="offload needs"):
@@ -237,15 +239,15 @@ def test_too_little_host_memory_is_refused() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"offload = \['moment'\]; it may have"):
+    with pytest.raises(ValueError, match=r"offload = \['moment'\]; it may contain"):
         make_scape(Model().named_parameters(), lr=0.1, offload=["moment"])
-    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no master besides"):
+    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no separate master"):
         make_scape(Model().named_parameters(), lr=0.1, offload=["master"])
     model = Model()
     hold_in_bfloat16(model, scaled=False)
     with pytest.raises(ValueError, match="hold_in_bfloat16"):
         make_scape(model.named_parameters(), lr=0.1, update="sharded")
-    with pytest.raises(ValueError, match=r"'q' is not kept in BF16, and others are"):
+    with pytest.raises(ValueError, match=r"'q' is not stored in BF16, but other parameters are"):
         make_scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1)
 
 
@@ -253,8 +255,8 @@ def test_wrong_options_are_refused() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_local_weights_are_the_rounded_master(replicas: int) -> None:
-    """The master goes the way of FP32 weights to the last bit, and what the model sees is what the cast would give."""
+def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None:
+    """The master is bitwise equal to FP32 weights, and the model's weights equal their cast to BF16."""
 
     def work(collectives: ThreadCollectives) -> None:
         options: dict[str, Any] = {"density_warmup_steps": 3, "wire": "bfloat16"}
@@ -269,9 +271,12 @@ def test_local_weights_are_the_rounded_master(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("replicas, warmup", [(1, 0), (2, 5), (3, 0)])
-def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -> None:
-    """However long an entry waits, it differs from the master by one rounding to BF16: decay is never lost, although
-    a step of it is less than BF16 can tell. Masters are those of FP32 weights that travel in BF16, bit for bit."""
+def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, warmup: int) -> None:
+    """A weight differs from its master by one rounding to BF16, however long it was outside the mask.
+
+    Weight decay is not lost, although one step of it is below BF16's resolution. Masters are bitwise equal to those of
+    FP32 weights whose new values are sent in BF16.
+    """
     rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
     rates |= {"density_warmup_steps": warmup, "values": "bfloat16"}
     steps = 40
@@ -282,7 +287,7 @@ def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -
         def probe(optimizer: Scape, model: Model, step: int) -> None:
             passes: Any = optimizer.method.passes
             masters.append([m.clone() for m in passes.masters])
-            own = optimizer.method.cut([p.detach() * 1.0 for p in model.parameters()])
+            own = optimizer.method.slice_tensors([p.detach() * 1.0 for p in model.parameters()])
             for i in passes.updater.own:
                 error = (own[i] - passes.masters[i]).abs()
                 assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
@@ -301,8 +306,8 @@ def test_scaled_weights_follow_their_owners_master(replicas: int, warmup: int) -
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_a_small_scale_moves_into_the_numbers() -> None:
-    """By powers of two: values are those of a scale that may become as small as it likes."""
+def test_a_small_scale_is_moved_into_the_stored_numbers() -> None:
+    """By powers of two, so that values are equal to those of an unbounded scale."""
 
     def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], Tensor]:
         options: dict[str, Any] = {"lr": 0.4, "weight_decay": 1.0, "update": "sharded", "max_norm": 0.1}
@@ -310,7 +315,7 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
         return history, optimizer.method.passes.updater.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
-    with patch("kernels.scape.updaters.LEAST_SCALE", 0.0):
+    with patch("kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
         (plain, small), _ = run_replicas(2, work)
     assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
     for a, b in zip(folded, plain, strict=True):
@@ -319,21 +324,23 @@ def test_a_small_scale_moves_into_the_numbers() -> None:
         run(None, 1, bf16_weights=True, lr=0.6, weight_decay=1.0, update="sharded")
 
 
-def test_another_optimizer_takes_the_weights_over() -> None:
+def test_another_optimizer_continues_with_the_bf16_weights() -> None:
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 1.0, "update": "sharded", "block_size": 16}
     _, optimizer, model = run(None, 6, bf16_weights=True, **options)
     before = [p.detach() * 1.0 for p in model.parameters()]
     again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
     assert torch.equal(again.method.passes.updater.scales, optimizer.method.passes.updater.scales)  # type: ignore[attr-defined]
-    again.method.passes.start_master(again.method.cut([stored(p) for p in model.parameters()]))
+    again.method.passes.start_master(again.method.slice_tensors([stored(p) for p in model.parameters()]))
     torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
 
 
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=lambda o: "-".join(map(str, o.values())))
 def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
-    """Property 8, the resumed run with other things offloaded. A model's checkpoint has FP32 values, which are loaded
-    first, as the trainer does."""
+    """Property 8, with other states offloaded in the resumed run.
+
+    The model's checkpoint contains FP32 values, which are loaded first, as in the trainer.
+    """
     options = {"density_warmup_steps": 2, **options}
 
     def work(collectives: ThreadCollectives) -> None:
@@ -373,7 +380,7 @@ def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
     run_replicas(2, work)
 
 
-def test_a_scaled_tensor_looks_like_fp32() -> None:
+def test_a_scaled_tensor_behaves_like_an_fp32_tensor() -> None:
     weight = torch.tensor([[1.0, -3.0], [2.5, 0.125]], dtype=torch.bfloat16)
     held = ScaledTensor(weight, torch.tensor(1.1, dtype=torch.float64))
     values = weight.float() * torch.tensor(1.1)

@@ -1,4 +1,4 @@
-"""What the optimizer promises beside the arithmetic: masks, bytes, skipped steps, and its errors."""
+"""Properties of the optimizer apart from its arithmetic: masks, bytes, skipped steps, and errors."""
 
 import math
 from typing import Any
@@ -26,10 +26,10 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
     st.sampled_from([0.5, 0.1, 0.01]),
     st.sampled_from(["block", "tensor"]),
 )
-def test_masks_are_equal_and_counted(
+def test_masks_are_equal_on_all_replicas_with_known_nnz(
     shapes: list[tuple[int, int]], replicas: int, density: float, selection: str
 ) -> None:
-    """Property 6 (nnz known without asking) and 3 (masks and moments), any shapes, empty ones included."""
+    """Property 6 (nnz is known on the host) and 3 (masks and moments), for any shapes, including empty ones."""
     seen: dict[int, list[Any]] = {}
 
     def work(collectives: ThreadCollectives) -> None:
@@ -52,18 +52,18 @@ def test_masks_are_equal_and_counted(
             assert all(torch.equal(a, b) for a, b in zip(moments, states[0][1], strict=True))
 
 
-def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
-    """Property 7, first half: what is counted is what was handed over, and it is static."""
+def test_a_step_has_one_payload_exchange_and_the_counted_bytes() -> None:
+    """Property 7, first half: counted bytes equal the inputs of the collectives, and do not depend on the data."""
 
     def work(collectives: ThreadCollectives) -> tuple[dict[Any, int], dict[Any, int], Scape]:
         keep: list[Any] = []
         train(collectives, 1, density=0.1, probe=lambda o, s: keep.append(o))
-        optimizer, before = keep[0], dict(collectives.traffic.input_bytes)
-        calls = dict(collectives.traffic.calls)
+        optimizer, before = keep[0], dict(collectives.ledger.input_bytes)
+        calls = dict(collectives.ledger.calls)
         for p in (s.parameter for s in optimizer._shards):
             p.grad = torch.ones_like(p)
         optimizer.step()
-        traffic = collectives.traffic
+        traffic = collectives.ledger
         return (
             {kind: n - before["replicate", level, kind] for (_, level, kind), n in traffic.input_bytes.items()},
             {kind: n - calls["replicate", level, kind] for (_, level, kind), n in traffic.calls.items()},
@@ -73,14 +73,14 @@ def test_one_payload_exchange_a_step_and_bytes_by_kind() -> None:
     for handed, calls, optimizer in run_replicas(2, work):
         assert calls == {"payload": 1, "mask": 1, "flag": 1}
         entries = sum(optimizer.method.passes.layout.nnz(i, 0.1, "block") for i in range(4)) + 8
-        # Both fill up whole 16 bytes. Blocks of 16, k = 2: offsets take 1 byte a block, the bitmap 2.
+        # Both are padded to 16 bytes. Blocks of 16, k = 2: offsets take 1 byte per block, the bitmap 2.
         assert handed["payload"] == math.ceil(entries / 4) * 16
         assert handed["mask"] == math.ceil(optimizer.method.passes.layout.run_blocks / 16) * 16
         assert optimizer.planned_bytes() == handed["payload"] + handed["mask"]
 
 
-def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 1 and warm-up allocate no buffer of the model's size; at the target density there is one, of its size."""
+def test_large_payloads_are_packed_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 and the warm-up allocate no payload buffer; at the target density there is one of the payload's size."""
     places: list[tuple[bool, bool]] = []
     current: list[Any] = []
     step, bind = Scape.step, TorchPasses.bind
@@ -99,13 +99,15 @@ def test_large_payloads_lie_in_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Scape, "step", remember)
     monkeypatch.setattr(TorchPasses, "bind", spy)
     train(None, 6, density=0.1, density_warmup_steps=4)
-    # d(4) is the target: the mask in use at step 4 is the first of that density.
+    # d(4) is the target: the mask of step 4 is the first one with this density.
     assert places == [(False, True)] * 3 + [(True, True)] * 3
 
 
 @pytest.mark.parametrize("density", [0.1, 0.3])
-def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks than are handled at a time; offsets on the wire at 0.1, a bitmap at 0.3."""
+def test_masks_of_many_blocks_are_selected_and_decoded_in_slices(
+    density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks than one pass handles; encoded offsets at density 0.1, a bitmap at 0.3."""
     whole = run_replicas(3, lambda c: train(c, 6, density=density))
     monkeypatch.setattr("kernels.scape.torch_passes._ROWS", 8)
     parts = run_replicas(3, lambda c: train(c, 6, density=density))
@@ -116,8 +118,8 @@ def test_masks_are_selected_and_decoded_in_parts(density: float, monkeypatch: py
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("warmup", [0, 6])
 @pytest.mark.parametrize("bad_step", [0, 1, 3])
-def test_a_non_finite_gradient_is_skipped_by_all(bad_step: int, warmup: int, wire: str) -> None:
-    """One replica's NaN: nobody's parameters, state or masks change, and the run goes on as the literal form."""
+def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, wire: str) -> None:
+    """A NaN of one replica: no replica's parameters, state or masks change; later steps equal the reference."""
     options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup, "wire": wire}
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
@@ -161,7 +163,7 @@ def test_too_many_skipped_steps_name_rank_and_parameter() -> None:
             ("b.weight", nn.Parameter(torch.ones(4, 4))),
         ]
         optimizer = make_scape(parameters, lr=1e-2, replicas=collectives, max_skipped_steps=3)
-        optimizer.guard.rank = collectives.replica  # one process plays both
+        optimizer.guard.rank = collectives.replica  # one process simulates both
         for _ in range(9):
             for _, p in parameters:
                 p.grad = torch.ones_like(p)
@@ -175,8 +177,8 @@ def test_too_many_skipped_steps_name_rank_and_parameter() -> None:
         run_replicas(2, work)
 
 
-def test_no_gradient_counts_as_zeros() -> None:
-    """A replica that did not use a parameter takes part in every collective."""
+def test_a_missing_gradient_counts_as_zeros() -> None:
+    """A replica that did not use a parameter still participates in every collective."""
 
     def work(collectives: ThreadCollectives, explicit: bool) -> Tensor:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -195,8 +197,8 @@ def test_no_gradient_counts_as_zeros() -> None:
     assert torch.equal(implicit[0], implicit[1])
 
 
-def test_parameter_groups_have_their_own_rates() -> None:
-    """lr 0 without decay freezes one group while the other moves, with betas of its own."""
+def test_parameter_groups_have_separate_hyperparameters() -> None:
+    """lr = 0 without decay freezes one group, while the other is updated with its own betas."""
     frozen, trained = nn.Parameter(torch.ones(5, 8)), nn.Parameter(torch.ones(5, 8))
     groups = [
         {"params": [("frozen", frozen)], "lr": 0.0, "weight_decay": 0.0},
@@ -210,7 +212,7 @@ def test_parameter_groups_have_their_own_rates() -> None:
     assert bool((trained < 1).any())
 
 
-def test_dense_names_are_exchanged_whole() -> None:
+def test_dense_names_are_exchanged_uncompressed() -> None:
     keep: list[Scape] = []
     train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
     optimizer = keep[-1]
@@ -218,8 +220,8 @@ def test_dense_names_are_exchanged_whole() -> None:
     assert bool((optimizer.method.passes.states[3] != 0).all())
 
 
-def test_a_skipped_step_leaves_the_figures_alone() -> None:
-    """The residual lies off the mask that was in use when the state was written."""
+def test_a_skipped_step_does_not_change_the_metrics() -> None:
+    """The residual is stored outside the mask that was in use when the state was written."""
     parameter = nn.Parameter(torch.ones(40, 40))
     optimizer = make_scape([("w", parameter)], lr=1e-2, block_size=16)
     for step in range(4):
@@ -234,13 +236,13 @@ def test_a_skipped_step_leaves_the_figures_alone() -> None:
     assert bool(optimizer.grad_norm.isnan()) and optimizer.guard.skipped == 1
 
 
-def test_groups_cannot_be_added_later() -> None:
+def test_parameter_groups_cannot_be_added_after_construction() -> None:
     optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     with pytest.raises(ValueError, match="at construction"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
 
-def test_first_step_broadcasts_replica_0() -> None:
+def test_construction_broadcasts_the_weights_of_replica_0() -> None:
     def work(collectives: ThreadCollectives) -> Tensor:
         parameter = nn.Parameter(torch.full((4, 4), float(collectives.replica)))
         make_scape([parameter], lr=0.1, replicas=collectives)
@@ -250,8 +252,8 @@ def test_first_step_broadcasts_replica_0() -> None:
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has nobody to send to: what a wire would lose is not lost, and no room is kept for it."""
+def test_a_single_replica_does_not_encode(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends nothing, so that there is no quantization error and no memory for it."""
     monkeypatch.setattr("kernels.codec.codes.BlockCode.encode", None)
     options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 3, "update": update}
     seen: list[Scape] = []
@@ -259,10 +261,10 @@ def test_a_single_replica_codes_nothing(update: str, monkeypatch: pytest.MonkeyP
     coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
     assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
     assert seen[0].method.passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
-    assert not sum(seen[0].collectives.traffic.sent.values())
+    assert not sum(seen[0].collectives.ledger.sent.values())
 
 
-def test_bf16_parameters_and_closure() -> None:
+def test_bf16_parameters_and_a_closure_are_supported() -> None:
     parameter = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
     optimizer = make_scape([parameter], lr=0.1, density=0.5)
 
@@ -277,13 +279,13 @@ def test_bf16_parameters_and_closure() -> None:
     assert parameter.dtype == torch.bfloat16
 
 
-def test_non_contiguous_parameter_is_updated() -> None:
+def test_a_non_contiguous_parameter_is_updated() -> None:
     base = torch.ones(4, 6).t()
     parameter = nn.Parameter(base)
     assert not parameter.is_contiguous()
     parameter.grad = torch.ones(6, 4)
     make_scape([parameter], lr=0.1, weight_decay=0.0).step()
-    # The first step is lr * sign(g), so the same for every entry.
+    # The first step is lr * sign(g), hence equal for all entries.
     assert bool((parameter < 1).all()) and parameter.unique().numel() == 1
 
 
@@ -310,7 +312,7 @@ def test_non_contiguous_parameter_is_updated() -> None:
         ({"dense_names": ["nowhere"]}, "'nowhere', which is no parameter"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise_an_error_with_the_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_scape([("w", nn.Parameter(torch.ones(2, 2)))], **{"lr": 0.1, **options})
 
@@ -329,8 +331,8 @@ def test_sparse_gradients_are_refused() -> None:
         optimizer.step()
 
 
-def test_a_step_lets_go_of_the_gradients() -> None:
-    """Kept over the next backward pass they would be in memory twice."""
+def test_a_step_keeps_no_reference_to_the_gradients() -> None:
+    """Otherwise they would be in memory twice during the next backward pass."""
     parameter = nn.Parameter(torch.randn(64, 64))
     optimizer = make_scape([("p", parameter)], lr=1e-3, density=0.1)
     for _ in range(3):
@@ -348,8 +350,8 @@ def test_parameters_on_two_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("shapes", "density"), [([(300,)], 0.1), ([(64, 64)], 0.9999)])
-def test_a_mask_of_all_ones_is_never_coded(shapes: list[tuple[int, ...]], density: float) -> None:
-    """Where the payload of the target has as many entries as a dense one, the first step was coded all the same."""
+def test_a_mask_of_all_ones_is_never_encoded(shapes: list[tuple[int, ...]], density: float) -> None:
+    """Regression: the first step was encoded if the target density selects as many entries as a dense step."""
 
     def work(collectives: Any) -> tuple[float, float]:
         generator = torch.Generator().manual_seed(collectives.replica)

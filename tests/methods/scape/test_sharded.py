@@ -1,4 +1,4 @@
-"""The sharded form of SCAPE, replicas as threads: against the literal form, and what it sends and keeps."""
+"""SCAPE with a sharded update, with replicas as threads: equality with Algorithm 1, bytes and memory."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
         got = flat(results[0][step])
         off = got - flat(want)
         if options.get("values") in FORMATS:
-            # The last bit of a parameter is a large one of its change, whose code, or its block's scale, may be
-            # rounded the other way: by a seventh of the largest change, until the entry is sent again.
+            # The last bit of a parameter is a large part of its change. The code of the change or the scale of its
+            # block may round differently, by up to a seventh of the largest change, until the entry is sent again.
             assert off.abs().max() < 3e-3 and (off.abs() > 1e-5).float().mean() < 0.4
             off = off[off.abs() <= 1e-5]
         assert off.norm() <= bound * flat(want).norm(), step
@@ -42,22 +42,22 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
 
 
 @pytest.mark.parametrize("options", GRID[::3], ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_follows_the_literal_form_for_50_steps(options: dict[str, Any]) -> None:
-    """Properties 3, 4 and 5: parameters as of Algorithm 1, to 1e-6, and bitwise equal on all replicas."""
+def test_equals_the_reference_algorithm_for_50_steps(options: dict[str, Any]) -> None:
+    """Properties 3, 4 and 5: parameters within 1e-6 of Algorithm 1, and bitwise equal on all replicas."""
     options = dict(options)
     check(options.pop("replicas"), 50, 1e-6, SPARSE + DENSE, **options)
 
 
 @pytest.mark.parametrize("options", ROUNDED)
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_rounded_forms_follow_the_literal_ones(replicas: int, options: dict[str, Any]) -> None:
-    """Errors of the payload are kept by who sends; values that travel rounded have a master with their owner."""
+def test_quantized_exchanges_follow_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
+    """Senders store the payload's quantization errors; owners store masters of quantized values."""
     check(replicas, 20, 1e-5, SPARSE + DENSE, **{"density": 0.1, **options})
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "int4"])
-def test_owners_lose_nothing_of_values_that_travel_rounded(values: str) -> None:
-    """Their masters are the parameters of Algorithm 1, whatever the others have of them."""
+def test_owners_keep_exact_masters_of_quantized_values(values: str) -> None:
+    """The masters equal the parameters of Algorithm 1, although the other replicas have rounded values."""
     options: dict[str, Any] = {"density": 0.5, "density_warmup_steps": 4, "update": "sharded"}
     expected, found = (
         literal(3, 12, **options)[-1],
@@ -67,7 +67,7 @@ def test_owners_lose_nothing_of_values_that_travel_rounded(values: str) -> None:
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         def take(optimizer: Scape, step: int) -> None:
             passes: Any = optimizer.method.passes
-            for (tensor, piece), master in zip(optimizer.method.pieces, passes.kept("master"), strict=True):
+            for (tensor, piece), master in zip(optimizer.method.slices, passes.kept("master"), strict=True):
                 if piece.owner == collectives.replica:
                     found[tensor][piece.start : piece.end] = master
 
@@ -88,7 +88,7 @@ def test_owners_lose_nothing_of_values_that_travel_rounded(values: str) -> None:
     st.sampled_from(["block", "tensor"]),
     st.integers(0, 5),
 )
-def test_follows_the_literal_form_for_any_shapes(
+def test_equals_the_reference_algorithm_for_any_shapes(
     sparse: list[tuple[int, ...]],
     dense: list[tuple[int, ...]],
     replicas: int,
@@ -97,13 +97,13 @@ def test_follows_the_literal_form_for_any_shapes(
     selection: str,
     warmup: int,
 ) -> None:
-    """Also tensors with fewer entries than there are replicas."""
+    """Including tensors with fewer entries than replicas."""
     options = {"density": density, "block_size": block_size, "selection": selection, "density_warmup_steps": warmup}
     check(replicas, 6, 1e-6, sparse + (dense or [(3,)]), **options)
 
 
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 9))
-def test_whole_tensors_are_dealt_out_evenly(sizes: list[int], replicas: int) -> None:
+def test_uncompressed_tensors_are_divided_evenly_among_owners(sizes: list[int], replicas: int) -> None:
     pieces = assign_owners(sizes, replicas)
     entries = [(p.tensor, i) for p in pieces for i in range(p.start, p.end)]
     assert entries == [(tensor, i) for tensor, size in enumerate(sizes) for i in range(size)]
@@ -114,8 +114,8 @@ def test_whole_tensors_are_dealt_out_evenly(sizes: list[int], replicas: int) -> 
 
 
 @pytest.mark.parametrize("selection", ["block", "tensor"])
-def test_nothing_is_lost(selection: str) -> None:
-    """Property 2: what a replica had and what it adds is sent or kept, exactly; the common part at one owner alone."""
+def test_applied_and_pending_updates_are_conserved(selection: str) -> None:
+    """Property 2, exactly: every entry is sent or stored; the shared part of the state is stored by one owner only."""
     shapes = SPARSE + DENSE
 
     def work(collectives: ThreadCollectives) -> None:
@@ -176,15 +176,17 @@ def test_nothing_is_lost(selection: str) -> None:
     ],
 )
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_bytes_against_the_all_reduce(replicas: int, options: dict[str, Any], most: float) -> None:
-    """Mask bytes left out on both sides; the same number of steps, the dense one left out."""
+def test_bytes_of_the_sharded_update_relative_to_an_all_reduce(
+    replicas: int, options: dict[str, Any], most: float
+) -> None:
+    """Without the bytes of masks and without the dense first step, over equal numbers of steps."""
 
     def sent(**more: Any) -> float:
         def work(collectives: ThreadCollectives) -> float:
             after: list[float] = []
 
             def count(optimizer: Scape, step: int) -> None:
-                kinds = collectives.traffic.sent.items()
+                kinds = collectives.ledger.sent.items()
                 after.append(sum(value for (_, _, kind), value in kinds if kind in ("payload", "values")))
                 if step == 3:
                     masks = collectives.gathered_bytes(optimizer.method.passes.layout.wire_bytes(0.1, "block"))
@@ -220,7 +222,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
             ]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
-            if step == 0:  # the master is made in the first step
+            if step == 0:  # the first step creates the master
                 before[-2] = passes.storage.flat["master"]
             assert not bad or all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
         assert optimizer.guard.skipped == 3
@@ -249,8 +251,8 @@ def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
     run_replicas(2, work)
 
 
-def test_weights_loaded_behind_the_constructor_count() -> None:
-    """The master is made in the first step: a checkpoint's weights come into the model after its optimizer."""
+def test_weights_loaded_after_construction_are_used() -> None:
+    """The first step creates the master, because a checkpoint's weights are loaded after the optimizer was built."""
 
     def work(collectives: ThreadCollectives) -> float:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -266,8 +268,8 @@ def test_weights_loaded_behind_the_constructor_count() -> None:
     assert max(run_replicas(2, work)) < 0.01
 
 
-def test_the_payload_is_the_only_buffer() -> None:
-    """No last moment on the mask, no state of whole tensors; a share of n / N entries of common state besides."""
+def test_the_payload_is_the_only_buffer_of_full_size() -> None:
+    """There is no copy of the last moment and no full state of uncompressed tensors, only n / N shared entries."""
 
     def work(collectives: ThreadCollectives) -> None:
         passes: list[Any] = []
@@ -286,7 +288,7 @@ def test_wrong_options_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     for options, message in (
         ({"update": "shared"}, r"update = 'shared'; it must be 'replicated' \| 'sharded'"),
-        ({"values": "bfloat16"}, "values = 'bfloat16'; it is for update = \"sharded\""),
+        ({"values": "bfloat16"}, "values = 'bfloat16'; it requires update = \"sharded\""),
         ({"update": "sharded", "values": "half"}, "values = 'half'; it must be"),
     ):
         with pytest.raises(ValueError, match=message):

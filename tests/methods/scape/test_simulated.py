@@ -1,4 +1,4 @@
-"""Replicas that share a model, which the first of them writes, are as those with models of their own, bit for bit."""
+"""Simulated replicas that share a model are bitwise equal to replicas with their own models."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def gradients(step: int, replica: int, nan_at: int | None) -> list[Tensor]:
 
 
 def snapshot(optimizer: Scape) -> dict[str, Tensor]:
-    """Everything that a step leaves."""
+    """Return all results of a step."""
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
         "states": torch.cat(optimizer.method.passes.kept("state")),
@@ -49,7 +49,7 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
 
 
 def wire_residual(optimizer: Scape) -> Tensor:
-    """Tensor behind tensor, however the payload is cut into parts."""
+    """Return the quantization errors in tensor order, independent of the chunks."""
     passes = optimizer.method.passes
     if not passes.wire_residual.numel():
         return passes.wire_residual.clone()
@@ -57,7 +57,7 @@ def wire_residual(optimizer: Scape) -> Tensor:
 
 
 def bits(optimizer: Scape) -> Tensor:
-    """The mask that the next step uses."""
+    """Return the mask of the next step."""
     optimizer.finish_previous_step()
     return optimizer.method.masks.in_use.bits.clone()
 
@@ -66,7 +66,7 @@ Run = tuple[list[dict[str, Tensor]], dict[str, float], dict[Any, float], Tensor,
 
 
 def finished(optimizer: Scape, history: list[dict[str, Tensor]]) -> Run:
-    sent = dict(optimizer.collectives.traffic.sent)
+    sent = dict(optimizer.collectives.ledger.sent)
     return history, optimizer.metrics(), sent, bits(optimizer), optimizer.planned_bytes()
 
 
@@ -82,7 +82,7 @@ def real(collectives: ThreadCollectives, nan_at: int | None, steps: int = STEPS,
 
 
 class Simulated:
-    """Replicas that share their parameters, in chunks as small as those of `run_replicas`."""
+    """Replicas that share their parameters, with chunks as small as those of `run_replicas`."""
 
     def __init__(self, replicas: int, **options: Any) -> None:
         self.replicas = SimulatedReplicas(replicas)
@@ -94,7 +94,7 @@ class Simulated:
 
     def step(self, step: int, nan_at: int | None) -> list[dict[str, Tensor]]:
         def one(i: int) -> None:
-            # A replica's gradients are read before the next replica starts.
+            # Store a replica's gradients before the next replica starts.
             for parameter, values in zip(self.parameters, gradients(step, i, nan_at), strict=True):
                 parameter.grad = values
             self.each[i].step()
@@ -129,12 +129,14 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
         (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "update": "sharded", "density_warmup_steps": 3}),
     ],
 )
-def test_it_is_the_run_of_n_ranks(replicas: int, nan_at: int | None, options: dict[str, Any]) -> None:
+def test_simulated_replicas_equal_replicas_with_their_own_models(
+    replicas: int, nan_at: int | None, options: dict[str, Any]
+) -> None:
     check_alike(replicas, nan_at, STEPS, **options)
 
 
 def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -> None:
-    """Replicas with models of their own, and simulated ones, on the same backend: everything equal to the last bit."""
+    """Compare replicas with their own models and simulated ones on the same backend bitwise."""
     ranks = run_replicas(replicas, lambda collectives: real(collectives, nan_at, steps, **options))
     for ours, theirs in zip(simulated(replicas, nan_at, steps, **options), ranks, strict=True):
         for step, (one, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
@@ -146,7 +148,7 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
 
 
 @pytest.mark.parametrize("options", [{}, {"wire": "int4", "density_warmup_steps": 3}, {"weights_dtype": "bfloat16"}])
-def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
+def test_simulated_state_resumes_bitwise(options: dict[str, Any]) -> None:
     whole = simulated(3, None, density=0.1, **options)
     begun, run = Simulated(3, density=0.1, **options), Simulated(3, density=0.1, **options)
     for step in range(6):
@@ -165,7 +167,7 @@ def test_its_state_resumes_bit_for_bit(options: dict[str, Any]) -> None:
         fewer.replicas.run(lambda i: fewer.each[i].load_state_dict(states[i]))
 
 
-def test_what_can_go_wrong_is_named() -> None:
+def test_errors_of_simulated_replicas_name_the_cause() -> None:
     for replicas in (0, 1):
         with pytest.raises(ValueError, match=f"{replicas} simulated replicas; there must be 2 or more"):
             SimulatedReplicas(replicas)
@@ -175,7 +177,7 @@ def test_what_can_go_wrong_is_named() -> None:
         run.replicas.run(lambda i: run.each[i].finish_previous_step())
 
 
-def test_a_replica_that_fails_ends_all() -> None:
+def test_a_failing_replica_ends_the_others() -> None:
     def work(replica: int) -> None:
         endpoint = simulated.endpoints[replica]
         endpoint.all_true(torch.tensor(True))
@@ -184,23 +186,23 @@ def test_a_replica_that_fails_ends_all() -> None:
         endpoint.all_true(torch.tensor(True))
 
     simulated = SimulatedReplicas(3)
-    for _ in range(2):  # and the next run begins anew
+    for _ in range(2):  # and the next run is not affected
         with pytest.raises(KeyError, match="of replica 1"):
             simulated.run(work)
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2])
-def test_a_collective_that_one_replica_leaves_out_is_an_error(leaves: int) -> None:
+def test_a_collective_that_a_replica_does_not_call_raises_an_error(leaves: int) -> None:
     def work(replica: int) -> None:
         for _ in range(1 if replica == leaves else 2):
             simulated.endpoints[replica].all_true(torch.tensor(True))
 
     simulated = SimulatedReplicas(3)
-    with pytest.raises(RuntimeError, match=rf"for which replicas \[{leaves}\] did not come"):
+    with pytest.raises(RuntimeError, match=rf"that replicas \[{leaves}\] did not call"):
         simulated.run(work)
 
 
-def test_what_holds_for_the_calling_thread_holds_for_all() -> None:
+def test_replica_threads_inherit_the_callers_settings() -> None:
     simulated = SimulatedReplicas(2)
     with torch.no_grad():
         assert simulated.run(lambda _: torch.is_grad_enabled()) == [False, False]

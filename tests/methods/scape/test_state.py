@@ -1,4 +1,4 @@
-"""The state that the optimizer gives and takes back, by itself."""
+"""`state_dict` and `load_state_dict` of the optimizer without the checkpoint package."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.toy import copied, make_scape, resume, train
 from torchtitan_scape import NonFiniteGradientError
 
 
-def test_a_state_without_residuals_is_refused() -> None:
+def test_a_state_dict_without_residuals_is_refused() -> None:
     optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
     state = {key: value for key, value in optimizer.state_dict().items() if key != "replica"}
     with pytest.raises(ValueError, match="no 'replica' entry"):
@@ -22,7 +22,7 @@ def test_a_state_without_residuals_is_refused() -> None:
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "2bit"])
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
-    """Property 8 for the stand-alone optimizer: saved with a mask on its way, loaded into a fresh one."""
+    """Property 8 for the optimizer alone: saved while a mask is in flight, loaded into a new optimizer."""
 
     def work(collectives: ThreadCollectives) -> None:
         optimizer, resumed = resume(collectives, at, wire=wire, **rule)
@@ -33,8 +33,8 @@ def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int4"])
-def test_rounding_errors_are_loaded_however_the_payload_is_cut(wire: str) -> None:
-    """Parts are padded to the replicas: saved as they lie, errors would come back at other entries."""
+def test_quantization_errors_load_with_any_chunk_size(wire: str) -> None:
+    """Chunks are padded by the number of replicas: stored in memory order, errors would load at other entries."""
 
     def work(collectives: ThreadCollectives) -> None:
         states = []
@@ -53,14 +53,14 @@ def test_rounding_errors_are_loaded_however_the_payload_is_cut(wire: str) -> Non
     run_replicas(3, work)
 
 
-def test_another_layout_is_refused_at_load() -> None:
+def test_a_state_dict_of_another_layout_is_refused() -> None:
     saved = make_scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=8).state_dict()
     with pytest.raises(ValueError, match=r"block_size=8.*this run has 16"):
         make_scape([nn.Parameter(torch.ones(4, 4))], lr=0.1, block_size=16).load_state_dict(saved)
 
 
-def test_the_state_can_be_taken_after_too_many_skipped_steps() -> None:
-    """The mask on its way is dropped before the error, so that nobody waits for it a second time."""
+def test_the_state_can_be_saved_after_too_many_skipped_steps() -> None:
+    """The mask in flight is dropped before the error is raised, so that it is not waited for twice."""
     parameter = nn.Parameter(torch.randn(64, 64))
     optimizer = make_scape([("p", parameter)], lr=1e-3, density=0.1, density_warmup_steps=9, max_skipped_steps=1)
     for value in (1.0, float("nan")):

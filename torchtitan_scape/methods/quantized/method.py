@@ -1,13 +1,11 @@
-"""Gradients in block codes of 4 and 8 bits, both ways.
+"""Gradients in 4-bit and 8-bit block codes, in both directions.
 
-All-to-all of coded parts, whose owners add in FP32 and code the mean for all: ZeRO++'s qgZ (Wang et al.,
-arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:2410.15526); with the error feedback of 1-bit SGD (Seide et al. 2014)
-and LoCo (Xie et al., arXiv:2407.04480).
+An all-to-all of encoded slices; each owner sums its slice in FP32 and sends the encoded mean to all replicas. This is
+qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:2410.15526), with the error feedback of
+1-bit SGD (Seide et al., 2014) and LoCo (Xie et al., arXiv:2407.04480).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,84 +16,54 @@ from topology.partition import Chunk
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class QuantizedOptions(MethodOptions):
-    """[sync.quantized]: read with method = "quantized"."""
-
-    section: ClassVar[str] = "sync.quantized"
-
-    code: Literal["int8", "int4", "e2m1", "e3m0"] = "e2m1"
-    """How gradients cross the outermost level, both ways, with a BF16 scale a block: integers of 8 or 4 bits, or floats
-    of 4 bits with one bit of mantissa or none"""
-
-    block: int = 128
-    """Entries that share a scale, a power of two from 32 to 1024; every parameter begins with a block of its own"""
-
-    error_feedback: bool = field(default=True, metadata=LAYOUT)
-    """Keep what the code loses (FP32, 4 bytes a parameter) and add it to the next gradient; else it is let go"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
-
-    def needs_comm_streams(self) -> bool:
-        return True
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "quantized", wire=self.code, block=self.block, feedback=self.error_feedback, optimizer=optimizer.lower()
-        )
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
 
 
 class Quantized(ChunkedMethod):
     """One step, chunk by chunk, in mean units:
 
-    1. x = gradient + residual, in blocks of its parameter alone;
-    2. every replica codes its x, and sends each part to its owner;
-    3. an owner adds what it receives in FP32, in the order of the replicas, and codes the mean for all;
-    4. all take what those messages say. The residual is what coding lost: of x, and for an owner N times that of the
-       mean, so that the sum over replicas of (x - residual) is N times what all take.
+    1. x = gradient + residual. A block contains entries of one parameter only.
+    2. Every replica encodes its x and sends each slice to its owner.
+    3. An owner sums the decoded slices in FP32, in the order of the replicas, and sends the encoded mean to all.
+    4. All replicas decode these messages. The residual is the quantization error of x, and for the owner also N times
+       that of the mean, so that the sum over replicas of (x - residual) is N times the result.
 
-    Inside a node sums travel in FP32, and the codes that come back as they are. With a single replica nothing is coded.
+    Within a node sums are sent in FP32, and the encoded means are forwarded unchanged. With a single replica nothing is
+    encoded.
     """
 
     def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
         backend = choose_backend(context.kernels, context.shards[0].device)
         super().__init__(context, options, block_code(backend, options.code, options.block))
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
-        self._whole = False
+        self._uncompressed = False  # in this step
 
     def begin(self) -> None:
-        self._whole = self.take_full_exchange_request() or self.collectives.replicas == 1
+        self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
         self.scale_to_mean([values])
         residuals = self._residuals_of(chunk)
         if residuals:
             torch._foreach_add_([values[s.at : s.at + s.length] for s in chunk.slices], residuals)
-        quantization_error = torch.empty_like(values) if residuals and not self._whole else None
-        handle = self.collectives.all_reduce(
-            values, codec=None if self._whole else self.codec, error=quantization_error
-        )
+        quantization_error = torch.empty_like(values) if residuals and not self._uncompressed else None
+        codec = None if self._uncompressed else self.codec
+        handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error)
 
-        def finish(step: StepInfo) -> None:
+        def finish(info: StepInfo) -> None:
             if quantization_error is not None and quantization_error.is_cuda:
                 quantization_error.record_stream(torch.cuda.current_stream(quantization_error.device))
             for s, residual in zip(chunk.slices, residuals, strict=False):
                 masked_copy_(
                     residual,
                     0.0 if quantization_error is None else quantization_error[s.at : s.at + s.length],
-                    step.applied,
+                    info.applied,
                 )
 
         return handle, finish
 
     def _residuals_of(self, chunk: Chunk) -> list[Tensor]:
-        """Of the chunk's slices; [] where none are kept."""
+        """Return the residuals of the chunk's slices, FP32 (n,) each; [] without error feedback."""
         if not self.options.error_feedback:
             return []
         names = [self.context.shards[s.tensor].name for s in chunk.slices]

@@ -1,12 +1,11 @@
-"""Radius: gradients on a mask that all replicas keep for many steps.
+"""Radius: gradients on a mask that does not change for many steps.
 
 Zheng, Zhang, "Radius: Range-based Gradient Sparsity for Large Foundation Model Pre-training" (MLSys 2025), Algorithms 1
-and 2. The mask follows from what all replicas hold alike, so that no places travel.
+and 2. Every replica computes the mask from replicated state, so that no indices are sent.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,74 +16,25 @@ from topology.chunks import AddingSource
 from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.payload import mask_counts
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-BLOCK = 1024  # entries, where the largest of every block are selected
-
-
-@dataclass
-class RadiusOptions(MethodOptions):
-    """[sync.radius]: read with method = "radius"."""
-
-    section: ClassVar[str] = "sync.radius"
-
-    density: float = 0.4
-    """Share of the entries on the mask, in (0, 1]"""
-
-    interval: int = 200
-    """Every so many steps is a refresh: it sends all, what replicas kept back included, and selects the next mask"""
-
-    start: int = -1
-    """Steps are dense until the first refresh from this one on; -1 for a fifth of training.steps"""
-
-    selection: Literal["tensor", "block"] = "tensor"
-    """The largest updates of every tensor, or of every block of 1024 entries"""
-
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they have two dimensions or more"""
-
-    clip_refresh: Literal["literal", "fresh"] = "literal"
-    """A refresh is clipped by the norm of all that it delivers, up to `interval` steps' gradients at once, or by that
-    of the step's own mean gradient; for this what was kept back travels apart, one message more at a refresh"""
-
-    release_scale: float = 1.0
-    """At a refresh the optimizer's step of entries that were off the mask is so many times as long: they have waited up
-    to `interval` steps, and it is that of one. 1 is the paper's; interval x (1 - beta1) makes up for the wait"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.4")
-        self.require(self.interval >= 1, "interval", "it must be 1 or more")
-        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a fifth of training.steps")
-        self.require(self.release_scale >= 1.0, "release_scale", "it must be 1 (the paper's) or more")
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "radius",
-            self.density,
-            block=BLOCK,
-            selection=self.selection,
-            optimizer=optimizer.lower(),
-            interval=self.interval,
-            clip_refresh=self.clip_refresh,
-        )
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.radius.options import BLOCK, RadiusOptions, mask_counts
 
 
 class Radius(GradientMethod):
     """One step t:
 
-    1. before `start`: the synchronised gradient G is the mean of all gradients;
-    2. from then on, where `interval` divides t, a refresh: G is the mean of residual + gradient, the residual 0;
-    3. else: G is the mean of what is on the mask, in one all-reduce, and 0 off it; what is off it enters the residual;
-    4. container: G is clipped, and the optimizer, AdamW or AdamS as it is, updates all entries with it: off the mask
-       moments decay, and move the entry by what is left of them (by far more with AdamS: see docs/architecture.md);
-    5. at a refresh, after the update: the mask is where the update without its rate, decay included, was largest.
+    1. Before step `start`, the synchronized gradient G is the mean of all gradients.
+    2. After that, a step t that is a multiple of `interval` is a refresh: G is the mean of residual + gradient, and the
+       residual becomes 0.
+    3. In other steps G is the mean of the gradients inside the mask, in one all-reduce, and 0 outside it. Gradients
+       outside the mask are added to the residual.
+    4. G is clipped, and the unmodified optimizer (AdamW or AdamS) updates all entries. Outside the mask the moments
+       decay and still move the entries (far more with AdamS, see docs/reference/methods/radius.md).
+    5. At a refresh, after the update, the mask selects the entries with the largest update. The update includes weight
+       decay, without the learning rate.
 
-    Parameters of one dimension and `dense_names` go whole in every step. Until the first refresh all entries are on the
-    mask. A refresh that is skipped leaves mask and residuals for the next one.
+    Parameters of one dimension and `dense_names` are exchanged uncompressed in every step. Until the first refresh the
+    mask contains all entries. A skipped refresh leaves mask and residuals unchanged until the next one.
     """
 
     def __init__(self, context: MethodContext, options: RadiusOptions) -> None:
@@ -95,121 +45,112 @@ class Radius(GradientMethod):
             _check_beta1(context.optimizer)
         sparse, _ = split(context.shards, options.dense_names)
         self._sparse = [i for i, shard in enumerate(context.shards) if shard in sparse and shard.size]
-        self._whole = [i for i in range(len(context.shards)) if i not in self._sparse]
+        self._uncompressed = [i for i in range(len(context.shards)) if i not in self._sparse]
         self._shards = [context.shards[i] for i in self._sparse]
-        self._pending = ErrorFeedback.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
+        self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shard.name].view(-1) for shard in self._shards]
         self._masks = {s.name: packed_bits(torch.ones(s.size, dtype=torch.bool, device=s.device)) for s in sparse}
         self._bits = [self._masks[shard.name] for shard in self._shards]
         sizes = [shard.size for shard in self._shards]
-        self._selected = mask_counts(sizes, options.density, options.selection, BLOCK)
-        self._known: list[int] | None = None
+        self._selected = mask_counts(sizes, options.density, options.selection)
+        self._mask_counts: list[int] | None = None  # None: to be read from the device
         self._start = options.start if options.start >= 0 else context.total_steps // 5
-        self._refreshes = False
-        self._fresh: list[Tensor] | None = None
+        self._is_refresh = False
+        self._step_norms: list[Tensor] | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
 
-    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
-        whole = (
-            self.take_full_exchange_request() or step.number < self._start or step.number % self.options.interval == 0
+        full = (
+            self.take_full_exchange_request() or info.number < self._start or info.number % self.options.interval == 0
         )
-        self._fresh = None
-        self._refreshes = whole and step.number >= self._start
-        if whole:
+        self._step_norms = None
+        self._is_refresh = full and info.number >= self._start
+        if full:
             self._exchange_all(gradients)
-            self._pending.clear(step.applied)
+            self._pending.clear(info.applied)
         else:
-            self._exchange_masked(gradients, step.applied)
+            self._exchange_masked(gradients, info.applied)
         return gradients
 
-    def after_optimizer_step(self, step: StepInfo) -> None:
-        if not self._refreshes:
+    def after_optimizer_step(self, info: StepInfo) -> None:
+        if not self._is_refresh:
             return
         masks = []
         for shard, k in zip(self._shards, self._selected, strict=True):
             update = self._update(shard)
             if update is None:
-                return  # no step has been applied yet, nor is this one
+                return  # all steps so far were skipped, including this one
             masks.append(packed_bits(self._select(self._with_decay(shard, update), k)))
         if self.options.release_scale > 1.0:
-            self._lengthen(step.applied)
+            self._scale_released(info.applied)
         for bits, mask in zip(self._bits, masks, strict=True):
-            masked_copy_(bits, mask, step.applied)
-        if self._known != self._selected:
-            self._known = None  # whether the step is applied only the device knows
+            masked_copy_(bits, mask, info.applied)
+        if self._mask_counts != self._selected:
+            self._mask_counts = None  # they depend on `info.applied`, which is on the device
 
     def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
-        return super().gradient_norms(gradients) if self._fresh is None else self._fresh
+        return super().gradient_norms(gradients) if self._step_norms is None else self._step_norms
 
     def states(self) -> list[State]:
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
 
-    def collective_calls(self) -> list[CollectiveCall]:
-        chunked = self.collectives.chunked_entries
-        return [CollectiveCall("all_reduce", chunked(entries), share=share) for entries, share in self._exchanges()]
-
     def density(self) -> float:
-        sent = sum(share * entries for entries, share in self._exchanges())
+        sent = sum(share * entries for entries, share in self.options.cost().exchanges(self.local_model()))
         return sent / max(1, sum(shard.size for shard in self.context.shards))
-
-    def _exchanges(self) -> list[tuple[int, float]]:
-        """Entries of each, and the share of the steps that have it."""
-        share = 1.0 / self.options.interval
-        whole = sum(self.context.shards[i].size for i in self._whole)
-        compressed = sum(shard.size for shard in self._shards)
-        found = [(sum(self._selected) + whole, 1.0 - share), (compressed + whole, share)]
-        return found + ([(compressed, share)] if self.options.clip_refresh == "fresh" else [])
 
     # -------------------------------------------------------------------------------------- exchanges
 
     def _exchange_all(self, gradients: list[Tensor]) -> None:
-        """Gradients become the mean of what is pending and themselves."""
+        """Replace the gradients by the mean of residual + gradient."""
         sparse = [gradients[i] for i in self._sparse]
-        if self._refreshes and self.options.clip_refresh == "fresh":
+        if self._is_refresh and self.options.clip_refresh == "fresh":
             self.collectives.all_reduce_chunked(gradients)
-            self._fresh = super().gradient_norms(gradients)
-            if self.collectives.replicas > 1:  # residuals stay as they are: the step may have to be skipped
+            self._step_norms = super().gradient_norms(gradients)
+            if self.collectives.replicas > 1:  # do not change the residuals: the step may be skipped
                 self.collectives.all_reduce_chunked(AddingSource(self._residuals, sparse))
                 return
         if sparse:
             torch._foreach_add_(sparse, self._residuals)
-        if self._fresh is None:
+        if self._step_norms is None:
             self.collectives.all_reduce_chunked(gradients)
 
     def _exchange_masked(self, gradients: list[Tensor], applied: Tensor) -> None:
-        """Gradients become their mean on the mask and 0 off it, residuals get what was there."""
-        counts = self._counts()
+        """Replace the gradients by their mean inside the mask and 0 outside it; add those outside to the residuals."""
+        counts = self._entries_in_mask()
         sparse = [gradients[i] for i in self._sparse]
         for x, residual, bits, k in zip(sparse, self._residuals, self._bits, counts, strict=True):
             if k == x.numel():
                 continue
-            places = set_positions(unpack_bits(bits, x.numel()), k)
-            values = x[places]
-            x.index_fill_(0, places, 0.0)
+            indices = set_positions(unpack_bits(bits, x.numel()), k)
+            values = x[indices]
+            x.index_fill_(0, indices, 0.0)
             masked_copy_(residual, x + residual, applied)
-            x[:k] = values  # the gradient itself is not needed any more: its room takes the payload
+            x[:k] = values  # the payload reuses the gradient's memory
         payload = [x[:k] for x, k in zip(sparse, counts, strict=True)]
-        self.collectives.all_reduce_chunked([*payload, *(gradients[i] for i in self._whole)])
+        self.collectives.all_reduce_chunked([*payload, *(gradients[i] for i in self._uncompressed)])
         for x, bits, k in zip(sparse, self._bits, counts, strict=True):
             if k < x.numel():
                 values = x[:k].clone()
                 x.zero_().masked_scatter_(unpack_bits(bits, x.numel()), values)
 
-    def _counts(self) -> list[int]:
-        """Entries on the mask of each tensor. Waits for the device where their number may have changed: after the first
-        refresh, and with a mask of another density or layout.
+    def _entries_in_mask(self) -> list[int]:
+        """Return the number of mask entries of each tensor.
+
+        Waits for the device if the numbers may have changed: after the first refresh, and after loading a mask with
+        another density or layout.
         """
-        if self._known is None:
+        if self._mask_counts is None:
             counts = [unpack_bits(b, s.size).sum() for b, s in zip(self._bits, self._shards, strict=True)]
-            self._known = torch.stack(counts).tolist() if counts else []
-        return self._known
+            self._mask_counts = torch.stack(counts).tolist() if counts else []
+        return self._mask_counts
 
     # --------------------------------------------------------------------------------------- the mask
 
     def _update(self, shard: Shard) -> Tensor | None:
-        """FP32 (n,): the optimizer's last update without its rate and decay, of its state; None if it has none yet.
+        """Return the optimizer's last update without learning rate and weight decay, FP32 (n,).
 
-        Algorithm 2's mhat / (sqrt(vhat) + eps). AdamS keeps no v: it is the one of the gradient and the moment before.
+        This is mhat / (sqrt(vhat) + eps) of Algorithm 2. AdamS stores no v: it computes v from the gradient and the
+        previous first moment. None if no step was applied yet.
         """
         group, state = self._group(shard), self.context.optimizer.state[shard.parameter]
         if "exp_avg" not in state:
@@ -219,41 +160,41 @@ class Radius(GradientMethod):
             second = local(state["exp_avg_sq"]).reshape(-1)
         else:
             gradient = flat_gradient(shard).float()
-            before = (moment - (1.0 - beta1) * gradient).div_(beta1)
-            second = before.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
+            previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
+            second = previous.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
         steps = local(state["step"]).double()
-        normaliser = (second / (1.0 - beta2**steps)).sqrt_().add_(group["eps"])
-        return (moment / (1.0 - beta1**steps)).div_(normaliser)
+        denominator = (second / (1.0 - beta2**steps)).sqrt_().add_(group["eps"])
+        return (moment / (1.0 - beta1**steps)).div_(denominator)
 
     def _with_decay(self, shard: Shard, update: Tensor) -> Tensor:
-        """update + weight_decay * theta, of theta before the update."""
+        """Return update + weight_decay * theta, with theta before the update."""
         group = self._group(shard)
         lr, decay = group["lr"], group["weight_decay"]
         before = local(shard.parameter).detach().reshape(-1).add(update, alpha=lr).div_(1.0 - lr * decay)
         return before.mul_(decay).add_(update)
 
     def _select(self, values: Tensor, k: int) -> Tensor:
-        """bool (n,): where the k largest of FP32 (n,) are, or those of every block."""
+        """Return bool (n,): True at the k largest values of the tensor, or at the largest of every block."""
         n = values.numel()
         if k == n:
             return torch.ones_like(values, dtype=torch.bool)
         if self.options.selection == "block":
             offsets = select_blocks(values, entries_per_block(self.options.density, BLOCK), BLOCK)
-            places = (offsets + torch.arange(len(offsets), device=values.device)[:, None] * BLOCK).view(-1)
-            return torch.zeros(n, dtype=torch.bool, device=values.device).index_fill_(0, places, True)
+            indices = (offsets + torch.arange(len(offsets), device=values.device)[:, None] * BLOCK).view(-1)
+            return torch.zeros(n, dtype=torch.bool, device=values.device).index_fill_(0, indices, True)
         return select_largest(values, k)
 
-    def _lengthen(self, applied: Tensor) -> None:
-        """theta -= (release_scale - 1) * lr * update off the mask."""
-        # Replicas of one process share parameters: all have read them before one of them writes.
+    def _scale_released(self, applied: Tensor) -> None:
+        """Outside the mask: theta -= (release_scale - 1) * lr * update."""
+        # A barrier: simulated replicas share the parameters, and all of them must read before one writes.
         self.collectives.sum_over_replicas(torch.zeros(1, device=applied.device))
         for shard, bits in zip(self._shards, self._bits, strict=True) if self.collectives.is_writer else ():
             update = self._update(shard)
             assert update is not None
-            off = ~unpack_bits(bits, shard.size) & applied
-            longer = self._group(shard)["lr"] * (self.options.release_scale - 1.0)
-            own = local(shard.parameter).detach()
-            own.sub_(torch.where(off, update, 0.0).view(own.shape), alpha=longer)
+            outside = ~unpack_bits(bits, shard.size) & applied
+            rate = self._group(shard)["lr"] * (self.options.release_scale - 1.0)
+            theta = local(shard.parameter).detach()
+            theta.sub_(torch.where(outside, update, 0.0).view(theta.shape), alpha=rate)
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         return self.context.optimizer.param_groups[shard.group]
@@ -262,8 +203,8 @@ class Radius(GradientMethod):
 def _check_betas(beta1: float, beta2: float) -> None:
     if beta1 * beta1 >= beta2:
         raise ValueError(
-            f"[optimizer] beta1 = {beta1} and beta2 = {beta2} with [sync] method = 'radius': off the mask updates grow "
-            f"from step to step where beta1 is sqrt(beta2) or more; set beta1 below {math.sqrt(beta2):.4g}, or beta2 "
+            f"[optimizer] beta1 = {beta1} and beta2 = {beta2} with [sync] method = 'radius': updates outside the mask "
+            f"grow from step to step if beta1 is sqrt(beta2) or more; set beta1 below {math.sqrt(beta2):.4g}, or beta2 "
             f"above {beta1 * beta1:.4g}"
         )
 
@@ -272,6 +213,6 @@ def _check_beta1(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group["betas"][0] == 0.0:
             raise ValueError(
-                "[optimizer] beta1 = 0 with [sync] method = 'radius' and AdamS: the mask follows from the moment "
-                "before the update, of which nothing is left; set beta1 above 0, or [optimizer] name = 'AdamW'"
+                "[optimizer] beta1 = 0 with [sync] method = 'radius' and AdamS: the mask depends on the previous first "
+                "moment, which beta1 = 0 discards; set beta1 above 0, or [optimizer] name = 'AdamW'"
             )

@@ -1,4 +1,4 @@
-"""Checks of the parameters and options of SCAPE, when it is built."""
+"""Checks of SCAPE's parameters and options at construction."""
 
 import logging
 from collections.abc import Sequence
@@ -12,51 +12,55 @@ logger = logging.getLogger(__name__)
 
 
 def check_one_device(shards: list[Shard]) -> None:
-    """Raises ValueError for parameters on several devices."""
+    """Raise ValueError if the parameters are on several devices."""
     first = local(shards[0].parameter).device
     for shard in shards:
         if (device := local(shard.parameter).device) != first:
             raise ValueError(
                 f"parameter {shard.name!r} is on {device}, {shards[0].name!r} on {first}; Scape keeps all its state on "
-                "one device: move the model there, or give each device an optimizer of its own"
+                "one device: move the model to one device, or use one optimizer per device"
             )
 
 
 def check_weights(shards: list[Shard], weights_dtype: str) -> None:
-    """Raises ValueError for parameters that are not kept as `weights_dtype` says."""
+    """Raise ValueError if the storage of the parameters does not match `weights_dtype`."""
     in_bf16 = [isinstance(local(s.parameter), ScaledTensor) for s in shards]
     if any(in_bf16) and not all(in_bf16):
         other = shards[in_bf16.index(False)].name
-        raise ValueError(f"{other!r} is not kept in BF16, and others are; give all of them to hold_in_bfloat16")
+        raise ValueError(f"{other!r} is not stored in BF16, but other parameters are; convert all: hold_in_bfloat16")
     if in_bf16[0] != (weights_dtype == "bfloat16"):
-        kept = "in BF16" if in_bf16[0] else "as they are"
-        advice = (
-            "set it to 'bfloat16'" if in_bf16[0] else "give the model to hold_in_bfloat16, or leave it at 'float32'"
-        )
-        raise ValueError(f"weights_dtype is {weights_dtype!r}, and the parameters are kept {kept}: {advice}")
+        storage = "stored in BF16" if in_bf16[0] else "not converted"
+        advice = "set it to 'bfloat16'" if in_bf16[0] else "call hold_in_bfloat16 on the model, or set it to 'float32'"
+        raise ValueError(f"weights_dtype is {weights_dtype!r}, but the parameters are {storage}: {advice}")
 
 
 def warn_of_density(sparse: Sequence[Shard], options: ScapeOptions) -> None:
-    """Says it where the density is less than an entry a block."""
+    """Log a warning if the density is less than one entry per block."""
     density, size = options.density, options.block_size
     if options.selection == "block" and sparse and round(density * size) == 0:
         share = BlockLayout(tuple(s.size for s in sparse), size, 1).share(density)
         logger.warning(
-            f"density {density:g} of a block of {size} entries is less than one: one is selected in each, which is a "
+            f"density {density:g} is less than one entry per block of {size}: one is selected per block, which is a "
             f"density of {share:.3g}"
         )
 
 
 def backend_for(selection: str, kernels: str, backend: str, logs: bool) -> str:
-    """The passes' backend: the paper's selection runs in PyTorch on every device, which is said if `logs`.
+    """Return the backend of the passes: selection "tensor" (the paper's) is implemented in PyTorch only.
 
-    Raises ValueError where `kernels` asks for Triton all the same.
+    Args:
+        kernels: the option, "auto", "triton" or "torch".
+        backend: the backend of the device.
+        logs: log a warning if the backend changes.
+
+    Raises:
+        ValueError: `kernels` is "triton" and selection is "tensor".
     """
     if selection != "tensor" or backend == "torch":
         return backend
     if kernels == "triton":
         raise ValueError(
-            "kernels is 'triton', and selection 'tensor' runs in PyTorch only; choose kernels 'auto', or selection "
+            "kernels is 'triton', but selection 'tensor' runs in PyTorch only; set kernels to 'auto', or selection to "
             "'block'"
         )
     if logs:

@@ -1,35 +1,45 @@
-"""The size of the payload's chunks, from the cost model."""
+"""Size of the payload's chunks by the cost model."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from topology.layout import Layout
 from topology.links import Links
-from torchtitan_scape.planner.payload import payload_entries
-from torchtitan_scape.planner.step import Assumptions, best_chunk_bytes
-from torchtitan_scape.planner.volumes import PlannedRun, optimizer_bytes
+from topology.machines import MEMORY_EFFICIENCY
+from topology.pipelining import best_chunk_bytes
+from torchtitan_scape.methods.scape.payload import payload_entries
+from torchtitan_scape.methods.wire import encoded_size
 
 
-def best_chunk(shapes: Sequence[Sequence[int]], options: Any, layout: Layout, rank: int, levels: int) -> int:
-    """Return the chunk size in bytes that the cost model finds fastest, for the nominal figures of the machine.
+def best_chunk(
+    shapes: Sequence[Sequence[int]],
+    density: float,
+    block_size: int,
+    wire: str,
+    packed_bytes: float,
+    layout: Layout,
+    rank: int,
+    levels: int,
+) -> int:
+    """Return the fastest chunk size in bytes by the cost model, for the machine's nominal bandwidths.
 
     Args:
-        shapes: of this rank's shards.
-        options: `ScapeOptions`.
-        layout: of the run, simulated replicas included.
+        shapes: shapes of this rank's shards.
+        density: target density.
+        block_size: entries per block of the mask.
+        wire: encoding of the payload.
+        packed_bytes: memory traffic of the packing pass in bytes.
+        layout: layout of the run, simulated replicas included.
         rank: this rank.
-        levels: levels of the exchange, as communicators were built.
+        levels: number of link levels for which communicators were built.
     """
-    # Of the whole group, so that all its ranks agree: the links of one rank may differ from those of the next one.
+    # The levels of the group, not of this rank: all ranks of the group must choose the same size.
     tiers = layout.hierarchy(layout.replicate_group(rank))
-    method = PlannedRun("scape", options.density, options.wire, block=options.block_size)
-    device, own = layout.machine.device, [tuple(shape) for shape in shapes]
-    packed, _ = optimizer_bytes(method, own, layout.replicate)
+    device = layout.machine.device
     return best_chunk_bytes(
-        4 * payload_entries(own, options.density, options.block_size),
-        packed / (device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency),
+        4 * payload_entries([tuple(shape) for shape in shapes], density, block_size),
+        packed_bytes / (device.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY),
         [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
-        options.wire,
+        encoded_size(wire),
         flat=levels < len(tiers),
     )

@@ -1,4 +1,4 @@
-"""The components of SCAPE on one replica: passes, exchange, masks, and the order of the shards."""
+"""Components of SCAPE on one replica: passes, exchange, masks, and the order of the shards."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ from torchtitan_scape.methods.scape.passes import build_passes
 
 
 class ScapeComponents(Method):
-    """The objects that SCAPE's step, state and reports work on.
+    """The objects that SCAPE's step, state and reports use.
 
     Attributes:
-        ordered: the shards in the order of the state and of the payload: sparsified ones first.
-        pieces: the tensors that the passes work on: (number in `ordered`, the part of it or None for all).
-        attempted_steps: of the run.
-        applied_steps: float64 (), on the device.
+        ordered: the shards in the order of the state and of the payload, sparsified ones first.
+        slices: the tensors of the passes: (index in `ordered`, the slice of that shard or None for all of it).
+        attempted_steps: number of attempted steps of the run.
+        applied_steps: number of applied steps, float64 (), on the device.
     """
 
     gradient_dtype = None
@@ -39,7 +39,7 @@ class ScapeComponents(Method):
     def __init__(self, context: MethodContext, options: ScapeOptions) -> None:
         super().__init__(context, options)
         shards, replicas = list(context.shards), context.collectives
-        # The shapes of the first rank's shards, so that all ranks choose the same options.
+        # Use the shapes of the first rank's shards on all ranks, so that all choose the same options.
         shapes = local_shapes([tuple(shard.parameter.shape) for shard in shards], replicas.model_ranks)
         options = self.options = options.resolve(shapes, replicas.replicas)
         check_one_device(shards)
@@ -55,12 +55,12 @@ class ScapeComponents(Method):
         device = local(shards[0].parameter).device
         backend = choose_backend(context.kernels, device, {s.parameter.dtype for s in shards})
         passes_backend = backend_for(options.selection, context.kernels, backend, logs)
-        self.passes, self.payload_exchange, self.pieces = build_passes(
+        self.passes, self.payload_exchange, self.slices = build_passes(
             sparse, dense, options, replicas, device, passes_backend
         )
         self.masks = DelayedMasks(self.passes, replicas, device)
         self.attempted_steps = 0
-        self._applied: Tensor | None = None  # of the last step
+        self._applied: Tensor | None = None  # the flag of the last step
         self.applied_steps = torch.zeros((), dtype=torch.float64, device=device)
 
     @classmethod
@@ -73,13 +73,13 @@ class ScapeComponents(Method):
         """Whether the last step was applied. Waits for the device."""
         return self._applied is None or bool(self._applied)
 
-    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that the passes work on, from those of all shards in the order of `ordered`."""
-        return [tensors[i] if p is None else tensors[i].view(-1)[p.start : p.end] for i, p in self.pieces]
+    def slice_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors of the passes, given one tensor per shard in the order of `ordered`."""
+        return [tensors[i] if p is None else tensors[i].view(-1)[p.start : p.end] for i, p in self.slices]
 
     def shard_of(self, tensor: int) -> Shard:
         """Return the shard that contains a tensor of the passes."""
-        return self.ordered[self.pieces[tensor][0]]
+        return self.ordered[self.slices[tensor][0]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

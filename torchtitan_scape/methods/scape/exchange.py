@@ -1,7 +1,7 @@
-"""How SCAPE's payload reaches those who update, and what they send back.
+"""Exchange of SCAPE's payload and of the updated values.
 
-Where the update is replicated, every replica receives the mean (SCAPE paper, Algorithm 1); where it is sharded, the
-mean goes to the owner of an entry, which updates it and sends its new value to all (Algorithm 2).
+With a replicated update every replica receives the mean (SCAPE paper, Algorithm 1). With a sharded update the owner of
+an entry receives the mean, updates the entry, and sends the new value to all replicas (Algorithm 2).
 """
 
 from dataclasses import dataclass
@@ -21,28 +21,35 @@ from topology.partition import ALIGNED
 
 @dataclass(frozen=True)
 class PayloadInFlight:
-    """A part of the payload on its way; `wire_error` is what its codec loses of it, None without one."""
+    """A chunk of the payload whose exchange has started.
 
-    part: PayloadChunk
+    Attributes:
+        wire_error: FP32 (n,), receives the quantization error; None without a codec.
+    """
+
+    chunk: PayloadChunk
     passes: ScapePasses
     handle: Handle
     wire_error: Tensor | None = None
 
     def wait(self) -> None:
-        """After it the mean has arrived, and what the codec lost is kept for the next step."""
+        """Wait for the mean, and store the quantization error for the next step."""
         self.handle.wait()
         if self.wire_error is not None:
-            self.passes.keep_wire_residual(self.part, self.wire_error)
+            self.passes.keep_wire_residual(self.chunk, self.wire_error)
 
 
 @dataclass(frozen=True)
 class WireCodecs:
-    """How the payload crosses the outermost level.
+    """Encodings on the outermost level.
 
-    codec: at the target density, where what it loses of an entry is kept; None for FP32.
-    warmup: of the denser masks of the density warm-up, which leave no room to keep anything. A mask of all ones (the
-        first step, a whole send) and tensors without a mask travel in FP32 then.
-    values, warmup_values: the same of the new values, of which nothing is lost, as their owner knows what others hold.
+    Attributes:
+        codec: encoding of the payload at the target density, with error feedback; None for FP32.
+        warmup: encoding of the payload during the density warm-up, without error feedback, because the buffer of the
+            errors has the size of the target density. Tensors without a mask, and payloads whose mask is all ones (the
+            first step, a full exchange), are sent in FP32.
+        values, warmup_values: encodings of the new values of a sharded update. They need no error feedback: the owner
+            knows the values that all replicas hold.
     """
 
     codec: Codec | None = None
@@ -57,8 +64,8 @@ class ReplicatedExchange:
     def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, wire: WireCodecs) -> None:
         self.passes, self.collectives, self.wire = passes, collectives, wire
 
-    def start(self, part: PayloadChunk) -> PayloadInFlight:
-        """Starts averaging a packed part of the payload."""
+    def start(self, chunk: PayloadChunk) -> PayloadInFlight:
+        """Start averaging a packed chunk of the payload. Collective."""
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
             source, masked = source_of(passes), sum(passes.counts[: passes.sparsified])
@@ -68,47 +75,47 @@ class ReplicatedExchange:
             else:
                 collectives.all_reduce_chunked(SourceSlice(source, 0, masked), codec=coded)
                 collectives.all_reduce_chunked(SourceSlice(source, masked, source.entries))
-            return PayloadInFlight(part, passes, Handle())
-        for start, stop in part.padding:
-            passes.payload[start:stop].zero_()  # masks have lain there
-        payload, codec = passes.payload[part.start : part.stop], self.wire.codec
+            return PayloadInFlight(chunk, passes, Handle())
+        for start, stop in chunk.padding:
+            passes.payload[start:stop].zero_()  # masks of the previous step were received in this buffer
+        payload, codec = passes.payload[chunk.start : chunk.stop], self.wire.codec
         wire_error = allocate_wire_error(payload, codec, collectives)
-        return PayloadInFlight(part, passes, collectives.all_reduce(payload, codec=codec, error=wire_error), wire_error)
+        handle = collectives.all_reduce(payload, codec=codec, error=wire_error)
+        return PayloadInFlight(chunk, passes, handle, wire_error)
 
     def norm_squared(self, squares: Tensor) -> Tensor:
-        """FP32 (): over the whole model, from what `squares` of the passes says of all parts."""
+        """Return the squared norm of the whole model, FP32 (), from this rank's sum of squares. Collective."""
         return self.collectives.sum_over_model(squares)
 
     def publish(self) -> None:
-        """After the update: new values go to those who did not compute them. Here all did."""
+        """Send the new values after the update. A replicated update sends none."""
 
     def planned_bytes(self) -> float:
-        """Bytes of payload that this rank sends in a step at the target density."""
+        """Return the payload bytes that this rank sends in a step at the target density."""
         if not self.passes.entries:
             return self.collectives.reduced_bytes(sum(self.passes.sizes))
         return self.collectives.reduced_bytes(self.passes.entries, self.wire.codec)
 
 
 class ShardedExchange:
-    """Reduce-scatter of the payload to its owners, all-gather of the new values. Args as `ReplicatedExchange`."""
+    """Reduce-scatter of the payload to its owners, all-gather of the new values."""
 
     def __init__(
         self, passes: ScapePasses, owner: ShardedUpdate, collectives: ReplicaCollectives, wire: WireCodecs
     ) -> None:
         self.passes, self.owner, self.collectives, self.wire = passes, owner, collectives, wire
 
-    def start(self, part: PayloadChunk) -> PayloadInFlight:
+    def start(self, chunk: PayloadChunk) -> PayloadInFlight:
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
             for rows, codec in self._rows(self.wire.warmup):
                 reduce_scatter_chunked(collectives, rows, codec)
-            return PayloadInFlight(part, passes, Handle())
+            return PayloadInFlight(chunk, passes, Handle())
         self.owner.clear_padding(passes.payload, passes.payload_layout.positions, passes.counts)
         codec = self.wire.codec
         wire_error = allocate_wire_error(passes.payload, codec, collectives)
-        return PayloadInFlight(
-            part, passes, collectives.reduce_scatter(passes.payload, codec=codec, error=wire_error), wire_error
-        )
+        handle = collectives.reduce_scatter(passes.payload, codec=codec, error=wire_error)
+        return PayloadInFlight(chunk, passes, handle, wire_error)
 
     def norm_squared(self, squares: Tensor) -> Tensor:
         return self.collectives.sum_over_owners(squares)
@@ -122,10 +129,10 @@ class ShardedExchange:
         elif values is None:
             collectives.all_gather(self.owner.wire(payload), self.owner.values(payload), kind="values").wait()
         elif collectives.replicas > 1:
-            # Some codes have no zero: what they made of the payload's padding must not count in the values' scales.
+            # Some codes cannot represent zero. Decoded padding of the payload must not affect the scales of the values.
             self.owner.clear_padding(payload, passes.payload_layout.positions, passes.counts)
             rows = payload.view(collectives.replicas, -1)
-            handle, messages = collectives.all_gather_coded(rows[self.owner.owner], values, kind="values")
+            handle, messages = collectives.all_gather_encoded(rows[self.owner.owner], values, kind="values")
             handle.wait()
             values.decode(messages, rows)
 
@@ -138,24 +145,28 @@ class ShardedExchange:
         own = values.message_bytes(row) if values else (2 if self.owner.rounds_values else 4) * row
         return self.collectives.scattered_bytes(entries, self.wire.codec) + self.collectives.gathered_bytes(own)
 
-    def _rows(self, coded: Codec | None) -> list[tuple[RowSource, Codec | None]]:
-        """The payload that is in place, a row an owner, and how it travels: `coded` is of what has a mask."""
+    def _rows(self, codec: Codec | None) -> list[tuple[RowSource, Codec | None]]:
+        """Return the in-place payload as one row per owner, with the codec of each source.
+
+        Args:
+            codec: encoding of the tensors with a mask; the others are sent in FP32.
+        """
         source, passes, every = source_of(self.passes), self.passes, len(self.passes.counts)
-        if coded is None or passes.step.in_use.dense:
+        if codec is None or passes.step.in_use.dense:
             return [(RowSource(source, self.owner.stretches(passes.counts, 0, every)), None)]
         masked = RowSource(source, self.owner.stretches(passes.counts, 0, passes.sparsified))
         return [
-            (masked, coded),
+            (masked, codec),
             (RowSource(source, self.owner.stretches(passes.counts, passes.sparsified, every)), None),
         ]
 
 
 def source_of(passes: ScapePasses) -> Source:
-    """Of the payload that is in place."""
+    """Return the payload as a source of chunks if it is stored in place, not in a buffer."""
     pieces = passes.pieces()
     return ConcatSource(pieces) if isinstance(pieces, list) else pieces
 
 
 def allocate_wire_error(payload: Tensor, codec: Codec | None, collectives: ReplicaCollectives) -> Tensor | None:
-    """For what the codec will lose of the payload; None where there is none."""
+    """Return an uninitialized tensor for the quantization error of the payload; None without a codec."""
     return None if codec is None or collectives.is_fake else torch.empty_like(payload)

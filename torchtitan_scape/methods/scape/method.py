@@ -1,7 +1,7 @@
 """SCAPE: AdamS whose replicas exchange a sparse first moment (SCAPE paper, Algorithm 1)."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.interface import State, StepInfo
 from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.exchange import PayloadInFlight
-from torchtitan_scape.methods.scape.loading import load_scape
+from torchtitan_scape.methods.scape.importing import ScapeImport
 from torchtitan_scape.methods.scape.recorder import GradientRecorder
 from torchtitan_scape.methods.scape.shared import replicated_by_scape
 from torchtitan_scape.methods.scape.state import StateByParameter
@@ -28,14 +28,13 @@ class ScapeMethod(ScapeComponents):
     """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
 
     The method performs the update itself. It reads lr, betas, eps and weight_decay from `context.optimizer`, which
-    keeps no state (`AdamS(..., allocate_state=False)`). Gradients are used as scratch space.
+    stores no state (`AdamS(..., allocate_state=False)`). Gradients are used as scratch space.
 
-    Keep the parameters in FP32, or convert them with `core.bf16_weights.hold_in_bfloat16`: of other dtypes no master
-    copy is kept, so that updates smaller than their rounding are lost. Converted parameters have an FP32 master copy
-    here: of the n/N entries that this replica owns if the update is sharded, else of all entries.
+    Keep the parameters in FP32, or convert them with `core.bf16_weights.hold_in_bfloat16`. Converted parameters have an
+    FP32 master copy here: of the n/N entries that this replica owns if the update is sharded, otherwise of all entries.
+    Parameters of other dtypes have no master copy, so that updates below their rounding are lost.
 
-    On a GPU the host never waits for the step that it is in, only for the finite check of the previous one.
-
+    On a GPU the host does not wait for the current step, only for the finite check of the previous one.
     """
 
     # ------------------------------------------------------------------------------------------ the step
@@ -63,21 +62,21 @@ class ScapeMethod(ScapeComponents):
             passes.write(own_only=self.collectives.is_fake)
         passes.release()
         with phase("exchange"):
-            # Its buffer is that of the payload, which is not used again in this step.
+            # The masks are received in the payload's buffer, which this step does not use any more.
             self.masks.exchange(selected, inputs.next_density)
 
     def _inputs(self, gradients: list[Tensor], info: StepInfo) -> PassInputs:
-        parameters, options = self.cut([stored(shard.parameter) for shard in self.ordered]), self.options
-        rates = [self._rates(self.shard_of(i)) for i in range(len(self.pieces))]
+        parameters, options = self.slice_tensors([stored(shard.parameter) for shard in self.ordered]), self.options
+        rates = [self._rates(self.shard_of(i)) for i in range(len(self.slices))]
         if self.attempted_steps == 0:
-            # Not earlier: weights may be loaded into the parameters before the first step.
+            # Not in `__init__`, because weights may be loaded into the parameters before the first step.
             self.passes.start_master(parameters)
         self.attempted_steps += 1
         self._applied = info.applied
         self.applied_steps += info.applied
         return PassInputs(
             parameters,
-            self.cut(gradients),
+            self.slice_tensors(gradients),
             rates,
             self.masks.in_use,
             self.masks.previous,
@@ -89,34 +88,34 @@ class ScapeMethod(ScapeComponents):
         )
 
     def _clipped(self, in_flight: list[PayloadInFlight]) -> Iterator[PayloadChunk]:
-        """Wait for the chunks, compute the norm, and yield each chunk when it may be updated.
+        """Wait for the chunks, compute the norm, and yield each chunk when it can be updated.
 
-        Without clipping a chunk is yielded when it has arrived, else after all of them.
+        Without clipping a chunk is yielded when it was received, otherwise after the last one, when the norm is known.
         """
         context, phase = self.context, self.context.timer.phase
         recorder = None if self.observer is None else GradientRecorder(self, self.observer)
         norm_squared = torch.zeros((), dtype=torch.float64, device=context.grad_norm.device)
-        for one in in_flight:
+        for exchange in in_flight:
             with phase("exchange"):
-                one.wait()
+                exchange.wait()
             if recorder is not None:
                 with phase("observe"):
-                    recorder.arrived(one.part)
+                    recorder.add(exchange.chunk)
             with phase("clip"):
-                norm_squared += self.passes.squares(one.part)
+                norm_squared += self.passes.squares(exchange.chunk)
             if context.max_norm is None:
-                yield one.part
+                yield exchange.chunk
         if recorder is not None:
             with phase("observe"):
-                recorder.finished()
+                recorder.finish()
         with phase("clip"):
             norm = self.payload_exchange.norm_squared(norm_squared.float()).sqrt()
-            # A NaN outside the mask is not part of the payload.
+            # The payload's norm does not show a NaN outside the mask.
             context.grad_norm.copy_(torch.where(self.passes.step.applied, norm, torch.nan))
             if context.max_norm is not None:
                 context.clip_factor.copy_((context.max_norm / (context.grad_norm + 1e-6)).clamp(max=1.0))
         if context.max_norm is not None:
-            yield from (one.part for one in in_flight)
+            yield from (exchange.chunk for exchange in in_flight)
 
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
@@ -130,7 +129,7 @@ class ScapeMethod(ScapeComponents):
 
     @torch.no_grad()
     def request_full_exchange(self) -> None:
-        """Make the next step dense: its mask is all ones, and no residual remains after it. Collective."""
+        """Make the next step dense: the mask is all ones, so that no residual remains. Collective."""
         if self.attempted_steps == 0 or self.masks.in_use.dense:
             return
         self.passes.finish()
@@ -154,10 +153,8 @@ class ScapeMethod(ScapeComponents):
     def record(self) -> dict[str, Any]:
         return {"scape": StateByParameter(self).record(), "applied_steps": self.applied_steps.item()}
 
-    @staticmethod
-    def load_each(each: Sequence["ScapeMethod"], reader: Any, same_layout: bool, step: int) -> str:
-        """Load a checkpoint's state into the replicas of this process: see `load_scape`."""
-        return load_scape(each, reader, same_layout, step)
+    def begin_import(self, reader: Any, same_layout: bool, step: int) -> ScapeImport:
+        return ScapeImport(self, reader, same_layout, step)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -176,10 +173,10 @@ class ScapeMethod(ScapeComponents):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return density, nnz, overlap with the previous mask, and the residual's norm. Collective.
+        """Return density, nnz, overlap with the previous mask, and residual norm. Collective.
 
-        "nnz" counts one replica's sparsified entries. "residual_norm" is the root mean square over replicas, without
-        the part that all replicas have in common if the update is sharded. This reads the whole state.
+        "nnz" is the number of mask entries of one replica. "residual_norm" is the root mean square over replicas; with
+        a sharded update it excludes the part of the residual that all replicas share. This reads the whole state.
         """
         return metrics(self)
 

@@ -1,4 +1,4 @@
-"""What a SCAPE step is made of, by what was chosen: passes, exchange, and the tensors that they work on."""
+"""Construction of SCAPE's passes and exchange from its options."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.scape.exchange import ReplicatedExchange, ShardedExchange, WireCodecs
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
-# What the passes call tensors: (number of the shard, the part of it or None for all).
-Pieces = list[tuple[int, OwnedSlice | None]]
+# The tensors of the passes: (index of the shard, the slice of it or None for all of it).
+PassSlices = list[tuple[int, OwnedSlice | None]]
 Exchange = ReplicatedExchange | ShardedExchange
 
 
@@ -32,14 +32,23 @@ def build_passes(
     replicas: ReplicaCollectives,
     device: torch.device,
     backend: str,
-) -> tuple[ScapePasses, Exchange, Pieces]:
-    """Of these shards, sparsified ones first, then those that are exchanged whole. backend: "triton" or "torch"."""
+) -> tuple[ScapePasses, Exchange, PassSlices]:
+    """Return the passes, the exchange of their payload, and the tensors of the passes.
+
+    Args:
+        sparse: the sparsified shards; they come first in the order of the passes.
+        dense: the shards that are exchanged uncompressed.
+        backend: "triton" or "torch".
+
+    Raises:
+        ValueError: A parameter is not contiguous and the update is sharded.
+    """
     several = replicas.replicas > 1
     wire = wire_of(options, backend) if several and options.density < 1.0 else WireCodecs()
     plan = PayloadPlan(
         options.selection,
         options.density,
-        replica=None if replicas.is_fake else replicas.replica,  # in a dry run nobody else selects
+        replica=None if replicas.is_fake else replicas.replica,  # a dry run has no other replicas that select
         chunk_entries=(options.chunk_bytes // 4 or CHUNK_ENTRIES) if several else 0,
         chunk_multiple=replicas.size_multiple(wire.codec),
         size_multiple=max(codec.block_size if codec else 1 for codec in (wire.codec, wire.values)),
@@ -54,49 +63,59 @@ def build_passes(
         return scape_passes(backend, updater, plan, device, offload=options.offload, staleness=staleness)
 
     if options.update == "sharded":
-        owner, pieces = sharded(sparse, dense, layout, options, replicas, device)
+        owner, slices = sharded_update(sparse, dense, layout, options, replicas, device)
         passes = passes_of(owner)
-        return passes, ShardedExchange(passes, owner, replicas, wire), pieces
-    updater, pieces = replicated(sparse, dense, layout, options, replicas.is_writer)
+        return passes, ShardedExchange(passes, owner, replicas, wire), slices
+    updater, slices = replicated_update(sparse, dense, layout, options, replicas.is_writer)
     passes = passes_of(updater)
-    return passes, ReplicatedExchange(passes, replicas, wire), pieces
+    return passes, ReplicatedExchange(passes, replicas, wire), slices
 
 
 def wire_of(options: ScapeOptions, backend: str) -> WireCodecs:
+    """Return the codecs for the options `wire` and `values`."""
+
     def codecs(wire: str) -> tuple[Codec | None, Codec | None]:
-        """Of the target density, and of the density warm-up."""
+        """Return the codecs for (the target density, the density warm-up)."""
         return (block_code(backend, wire), block_code(backend, "int8")) if wire in FORMATS else (None, None)
 
     codec, warmup = (Bfloat16(), None) if options.wire == "bfloat16" else codecs(options.wire)
     return WireCodecs(codec, warmup, *codecs(options.values))
 
 
-def replicated(
-    sparse: Sequence[Shard], dense: Sequence[Shard], layout: BlockLayout, options: ScapeOptions, writes: bool
-) -> tuple[ReplicatedUpdate, Pieces]:
-    """Every replica updates all. layout: of the sparsified shards; the dense ones follow."""
+def replicated_update(
+    sparse: Sequence[Shard], dense: Sequence[Shard], layout: BlockLayout, options: ScapeOptions, is_writer: bool
+) -> tuple[ReplicatedUpdate, PassSlices]:
+    """Return the update in which every replica updates all entries.
+
+    Args:
+        layout: blocks of the sparsified shards.
+    """
     has_master = options.weights_dtype == "bfloat16"
-    updater = ReplicatedUpdate(layout, [s.size for s in dense], has_master, writes)
+    updater = ReplicatedUpdate(layout, [s.size for s in dense], has_master, is_writer)
     return updater, [(i, None) for i in range(len(sparse) + len(dense))]
 
 
-def sharded(
+def sharded_update(
     sparse: Sequence[Shard],
     dense: Sequence[Shard],
     layout: BlockLayout,
     options: ScapeOptions,
     replicas: ReplicaCollectives,
     device: torch.device,
-) -> tuple[ShardedUpdate, Pieces]:
-    """Each entry's owner updates it. Raises ValueError for a parameter that cannot be cut."""
+) -> tuple[ShardedUpdate, PassSlices]:
+    """Return the update in which the owner of an entry updates it.
+
+    Raises:
+        ValueError: A parameter is not contiguous.
+    """
     ownership = Ownership.of(layout, [s.size for s in dense])
     shards = [*sparse, *dense]
-    pieces: Pieces = [(p.tensor, p) for p in ownership.sparse]
-    pieces += [(len(sparse) + p.tensor, p) for p in ownership.whole]
-    for number, _ in pieces:
+    slices: PassSlices = [(p.tensor, p) for p in ownership.sparse]
+    slices += [(len(sparse) + p.tensor, p) for p in ownership.whole]
+    for number, _ in slices:
         if not stored(shards[number].parameter).is_contiguous():
             raise ValueError(
-                f"{shards[number].name!r} is not contiguous; update = 'sharded' cuts tensors into parts: make it "
+                f"{shards[number].name!r} is not contiguous; update = 'sharded' divides tensors into slices: make it "
                 "contiguous"
             )
     compressed = replicas.replicas > 1 and options.density < 1.0
@@ -109,7 +128,8 @@ def sharded(
         scaled=options.weights_dtype == "bfloat16",
         writes=replicas.is_writer,
     )
-    for (number, _), scale in zip(pieces, owner.scales, strict=False):  # there are none, or one of every piece
-        share_scale(shards[number].parameter, scale, owner.writes)  # of a tensor's pieces the last one's; all are equal
+    # There is one scale per slice, or none. All slices of a tensor have the same scale, so the last one is used.
+    for (number, _), scale in zip(slices, owner.scales, strict=False):
+        share_scale(shards[number].parameter, scale, owner.writes)
     owner.load_scales(owner.scales)
-    return owner, pieces
+    return owner, slices

@@ -1,4 +1,4 @@
-"""The synchronised gradient of a step that is under way, by parameter, for who observes it."""
+"""The synchronized gradient of the current step by parameter, for an observer."""
 
 import torch
 from torch import Tensor
@@ -13,28 +13,28 @@ from torchtitan_scape.methods.scape.exchange import source_of
 
 
 class GradientRecorder:
-    """gh of the parameters that the observer names: on A, and NaN off it."""
+    """Collects the synchronized gradient gh of the observed parameters: on mask A, NaN outside it."""
 
     def __init__(self, scape: ScapeComponents, observer: Observer) -> None:
         self._scape, self._observer = scape, observer
         self._found: dict[str, Tensor] = {}
 
-    def arrived(self, part: PayloadChunk) -> None:
-        """Takes what it needs of a part: after its mean has arrived, before its norm."""
+    def add(self, chunk: PayloadChunk) -> None:
+        """Collect the gradients of a chunk. Call it after the mean was received, before the norm is computed."""
         scape, updater = self._scape, self._scape.passes.updater
-        for tensor in range(part.first, part.end):
-            number, piece = scape.pieces[tensor]
+        for tensor in range(chunk.first, chunk.end):
+            number, owned = scape.slices[tensor]
             shard = scape.ordered[number]
             if shard.name not in self._observer.names:
                 continue
-            # Zeros for what other replicas own, who add their bits.
+            # Zeros in the slices of other owners, because `_assembled` sums the bits over replicas.
             found = self._found.setdefault(shard.name, torch.zeros(shard.size, device=shard.device))
             if not isinstance(updater, ShardedUpdate) or updater.owns(tensor):
-                start, end = (piece.start, piece.end) if piece else (0, shard.size)
+                start, end = (owned.start, owned.end) if owned else (0, shard.size)
                 found[start:end] = gradient_on_mask(scape.passes, tensor)
 
-    def finished(self) -> None:
-        """After all parts: shows them. A collective call."""
+    def finish(self) -> None:
+        """Pass the gradients to the observer after the last chunk. Collective."""
         self._observer.synchronised(self._assembled, self._scape.passes.step.applied)
         self._found = {}
 
@@ -46,7 +46,10 @@ class GradientRecorder:
 
 
 def gradient_on_mask(passes: ScapePasses, tensor: int) -> Tensor:
-    """FP32 (n,): gh = (b - b1 q) / (1 - b1) of a tensor whose mean b has arrived, NaN off A."""
+    """Return gh = (b - b1 q) / (1 - b1) of a tensor, FP32 (n,), NaN outside mask A.
+
+    b is the received mean, q the previous first moment on A, b1 is beta1 (SCAPE paper, Algorithm 1).
+    """
     step, sparse, beta1 = passes.step, tensor < passes.sparsified, passes.step.rates[tensor].beta1
     used, held = (passes.layout.bits(mask, tensor) if sparse else None for mask in (step.in_use, step.previous))
     size, count = passes.sizes[tensor], passes.counts[tensor]
@@ -70,7 +73,7 @@ def gradient_on_mask(passes: ScapePasses, tensor: int) -> Tensor:
 
 
 def _payload(passes: ScapePasses, tensor: int) -> Tensor:
-    """The mean on A, FP32 (entries on A,), a copy."""
+    """Return a copy of the received mean on mask A, FP32 (entries of A,)."""
     count = passes.counts[tensor]
     if passes.compact:
         return passes.payload[passes.payload_layout.positions[tensor] :][:count].clone()

@@ -1,4 +1,4 @@
-"""What all replicas hold alike of SCAPE's state: for the consistency check."""
+"""SCAPE's replicated tensors, for the consistency check."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
     Call `finish_previous_step` first.
     """
     passes, masks, visits = scape.passes, scape.masks, scape.passes.visits
-    cut = [[tensor for tensor, _, _ in pieces] for pieces in StateByParameter(scape).pieces]
+    cut = [[tensor for tensor, _, _ in slices] for slices in StateByParameter(scape).slices]
     states = passes.kept("state")
     owner = passes.updater if isinstance(passes.updater, ShardedUpdate) else None
     masters = passes.kept("master") if owner is None else []
@@ -31,7 +31,7 @@ def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
         for kind, mask in (("mask", masks.in_use), ("previous mask", masks.previous)):
             parts.append((kind, _bits(masks.layout, mask, sparse)))
         if visits and number < len(visits.rows):
-            start, end, mean = visits.places[2 * number], visits.places[2 * number + 2], visits.places[-1] + number
+            start, end, mean = visits.starts[2 * number], visits.starts[2 * number + 2], visits.starts[-1] + number
             parts += [("visit rates", visits.rates[start:end]), ("visit rates", visits.rates[mean : mean + 1])]
         # After `finish_previous_step` the moment is stored on the previous mask. With a sharded update the owner stores
         # it; this replica stores its residual, which is zero on that mask.
@@ -42,7 +42,7 @@ def replicated_by_scape(scape: ScapeComponents) -> list[ReplicatedTensors]:
 
 
 def _bits(layout: BlockLayout, mask: Mask, tensors: list[int]) -> Tensor:
-    """The packed bits of tensors that follow each other; none of a mask of all ones."""
+    """Return the packed bits of consecutive tensors; empty for a mask of all ones."""
     if mask.dense or not tensors:
         return mask.bits[:0]
     first, end = layout.first_block[tensors[0]], layout.first_block[tensors[-1]] + layout.blocks[tensors[-1]]

@@ -1,18 +1,18 @@
-"""SCAPE's state by parameter, in the parameters' shapes: what a checkpoint has, for any layout to read.
+"""SCAPE's state by parameter, in the parameters' shapes, as checkpoints store it for any layout.
 
-In the optimizer the state lies in the order of blocks, runs and payloads, which follow the layout. By parameter it is,
-for every entry of a local shard:
+In memory the state has the order of blocks, slices and payloads, which depends on the layout. By parameter it consists
+of these tensors, for every entry of a local shard:
 
-    moment    FP32, the same on all replicas: the first moment on P, the mask of the last step; off P the part of the
-              residual that replicas have in common (with a sharded update, or the replicas' mean, see `residual`)
-    residual  FP32, this replica's own: the residual off P; on P what rounding the payload lost. Where nothing is
-              rounded and every replica holds the moment ("one buffer") it has the moment on P, and there is no `moment`
-    mask      uint8, of sparsified parameters: 1 for the mask to be used next (A), plus 2 for P
-    master    FP32 parameters, where those in use are narrower
-    weight    BF16, the numbers of scaled parameters
+    moment    FP32, replicated: the first moment on P, the mask of the last step. Outside P the part of the residual
+              that all replicas share (of a sharded update, or the mean over replicas with `residual` = "mean").
+    residual  FP32, per replica: the residual outside P, and on P the quantization error of the payload. If nothing is
+              quantized and every replica stores the moment ("one buffer"), it contains the moment on P, and `moment`
+              does not exist.
+    mask      uint8, of sparsified parameters: 1 for the next mask (A), plus 2 for P.
+    master    FP32 master weights, if the parameters have a narrower dtype.
+    weight    BF16, the stored numbers of scaled parameters.
 
-Sum over replicas of what is not delivered yet, the quantity that every step conserves, is `delivered + pending` with
-pending = b1 * moment + mean of residuals.
+Every step conserves applied + pending updates, with pending = b1 * moment + mean over replicas of the residuals.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
 def for_moment(residual: Tensor, beta1: float) -> Tensor:
-    """What has to be added to a first moment for a residual: the next step takes it times b1. Zeros where b1 is 0."""
+    """Return the increment of the first moment for a residual: the next step multiplies it by b1. Zeros if b1 is 0."""
     return residual / beta1 if beta1 > 0.0 else torch.zeros_like(residual)
 
 
@@ -46,7 +46,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 class StateByParameter:
-    """The state of a `Scape` by parameter; parameters are numbered as in `scape.ordered`, sparsified ones first."""
+    """SCAPE's state by parameter. Parameters are numbered as in `scape.ordered`, sparsified ones first."""
 
     def __init__(self, scape: ScapeComponents) -> None:
         self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
@@ -55,25 +55,27 @@ class StateByParameter:
         self.rounds = self.passes.wire_residual.numel() > 0
         self.names = [shard.name for shard in scape.ordered]
         self.sparsified = len(self.blocks.sizes)
-        # Tensors of the passes that make up a parameter: (number, first entry, end).
-        self.pieces: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
-        for i, (parameter, piece) in enumerate(scape.pieces):
+        # The tensors of the passes that contain a parameter: (number, first entry, end).
+        self.slices: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
+        for i, (parameter, owned) in enumerate(scape.slices):
             whole = (0, scape.ordered[parameter].size)
-            self.pieces[parameter].append((i, *((piece.start, piece.end) if piece else whole)))
+            self.slices[parameter].append((i, *((owned.start, owned.end) if owned else whole)))
 
     # ------------------------------------------------------------------------------------------- saving
 
     @property
     def one_buffer(self) -> bool:
-        """Whether the residual of an exact save has the moment on P; it is the state itself then, not a copy."""
+        """Whether `residual` of an exact checkpoint contains the moment on P. It is then the state itself, no copy."""
         return self.owner is None and not self.rounds
 
     @torch.no_grad()
     def tensors(self, residual: str = "exact") -> dict[tuple[str, str], Tensor]:
-        """Everything by (kind, parameter's name), of local shape.
+        """Return all tensors by (kind, parameter's name), of local shape. Collective.
 
-        residual: "exact"; "mean", which has the replicas' mean in `moment` instead; or "drop". A collective call,
-        after `finish_previous_step`. What is no copy changes with the next step.
+        Call `finish_previous_step` first. Some tensors are the state itself and change with the next step.
+
+        Args:
+            residual: "exact"; "mean", which adds the mean over replicas to `moment`; or "drop".
         """
         self.passes.finish()
         found: dict[tuple[str, str], Tensor] = {}
@@ -108,7 +110,8 @@ class StateByParameter:
         moment, own = self._parts(i, held)
         if held is None:
             return moment, own
-        return torch.where(held, moment, 0.0), own + torch.where(held, 0.0, moment)  # what is common off P is residual
+        # Outside P `moment` contains the shared part of the residual.
+        return torch.where(held, moment, 0.0), own + torch.where(held, 0.0, moment)
 
     def states(self, residual: str) -> list[State]:
         """`tensors` and `extras` as what a method declares. A collective call."""
@@ -116,7 +119,11 @@ class StateByParameter:
         for (kind, name), values in self.tensors(residual).items():
             kinds.setdefault(kind, {})[name] = values
         found = [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()]
-        return found + [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
+        return found + self.layout_states()
+
+    def layout_states(self) -> list[State]:
+        """Return the tensors that only the same layout can use. No communication."""
+        return [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
 
     @staticmethod
     def declared() -> list[State]:
@@ -124,7 +131,7 @@ class StateByParameter:
         return [State(kind, {}, **what) for kind, what in _KINDS.items()]
 
     def sizes(self, residual: str) -> dict[str, int]:
-        """Bytes of all that `tensors` of all ranks leave in a checkpoint, by kind."""
+        """Return the bytes of `tensors` in a checkpoint by kind, over all ranks."""
         counts = [shard.entries for shard in self.scape.ordered]
         every, sparse = sum(counts), sum(counts[: self.sparsified])
         rows = self.scape.collectives.replicas if residual == "exact" else 0
@@ -139,13 +146,13 @@ class StateByParameter:
         return {kind: size for kind, size in found.items() if size}
 
     def extras(self) -> dict[str, Tensor]:
-        """What only the same layout can use: the rates of visits, FP32, and the scales of weights, float64."""
+        """Return the tensors that only the same layout can use: visit rates, FP32, and weight scales, float64."""
         visits, scales = self.passes.visits, None if self.owner is None else self.owner.scales
         found = {} if visits is None else {"visits": visits.rates}
         return found if scales is None or not scales.numel() else found | {"scales": scales}
 
     def record(self) -> dict[str, Any]:
-        """The rest, as plain values."""
+        """Return the state that is not a tensor, as plain values."""
         scape, masks = self.scape, self.masks
         return {
             "densities": [masks.in_use.density, masks.previous.density],
@@ -156,9 +163,10 @@ class StateByParameter:
         }
 
     def with_residual(self, i: int, moment: Tensor, residual: Tensor, held: Tensor | None) -> Tensor:
-        """A moment and a residual that all replicas have in common, FP32 (n,), as one; on P both are the moment's.
+        """Return the first moment plus a residual that all replicas share, FP32 (n,).
 
-        The next step takes the moment times b1, so that pending = b1 * moment + residual stays what it is.
+        On P the residual is divided by b1, because the next step multiplies the moment by b1: pending = b1 * moment +
+        residual does not change.
         """
         into = for_moment(residual, self.beta1(i))
         return moment + (into if held is None else torch.where(held, into, residual))
@@ -173,14 +181,19 @@ class StateByParameter:
         return bool(self.passes.masters)
 
     def learned_extras(self) -> None:
-        """To be called after filling `extras`."""
+        """Apply the loaded scales. Call it after loading the tensors of `extras`."""
         if self.owner is not None and self.scape.bf16_weights:
             self.owner.load_scales(self.owner.scales)
 
     @torch.no_grad()
     def put(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None) -> None:
-        """Takes a parameter's state: moment FP32 (n,), own residual FP32 (n,) or None for zeros, P bool (n,) or None
-        for all ones. What own has on P goes into the errors of rounding, if P is at the target density.
+        """Load a parameter's state.
+
+        Args:
+            moment: FP32 (n,).
+            own: this replica's residual, FP32 (n,); None for zeros. Its values on P become quantization errors, if P
+                has the target density.
+            held: mask P, bool (n,); None for all ones.
         """
         device = self.passes.device
         moment = moment.to(device)
@@ -189,7 +202,7 @@ class StateByParameter:
             self._put_wire_residual(i, own, held)
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
         kept = self.passes.kept("state")
-        for number, start, end in self.pieces[i]:
+        for number, start, end in self.slices[i]:
             part = torch.zeros_like(moment[start:end]) if own is None else own[start:end]
             if self.owner is None:
                 kept[number].copy_(moment[start:end] + part)
@@ -201,23 +214,23 @@ class StateByParameter:
 
     @torch.no_grad()
     def put_master(self, i: int, values: Tensor) -> None:
-        """Takes a parameter's FP32 values (n,) into the master, where there is one, and as far as it is here."""
+        """Load a parameter's FP32 values (n,) into the master, if there is one, and as far as this rank stores it."""
         kept = self.passes.kept("master")
-        for number, start, end in self.pieces[i] if kept else ():
+        for number, start, end in self.slices[i] if kept else ():
             if self.owner is None or self.owner.owns(number):
                 kept[number].copy_(values[start:end])
 
     @torch.no_grad()
     def put_mask(self, i: int, bits: Tensor, mask: Mask) -> None:
-        """Takes bool (n,) for the bits of a sparsified parameter."""
-        room = self.blocks.blocks[i] * self.blocks.block_size
-        padded = torch.zeros(room, dtype=torch.bool, device=mask.bits.device)
+        """Load the bits of a sparsified parameter, bool (n,), into a mask."""
+        size = self.blocks.blocks[i] * self.blocks.block_size
+        padded = torch.zeros(size, dtype=torch.bool, device=mask.bits.device)
         padded[: bits.numel()] = bits
         first = self.blocks.first_block[i] * self.blocks.block_size // 8
-        mask.bits[first : first + room // 8] = reference.pack_bits(padded)
+        mask.bits[first : first + size // 8] = reference.pack_bits(padded)
 
     def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
-        """Takes the counters, and the densities of A and P."""
+        """Load the counters of `record`, and the densities of A and P."""
         self.masks.in_use.density, self.masks.previous.density = densities
         self.passes.wire_residual.zero_()
         self.scape.attempted_steps = saved["attempted_steps"]
@@ -238,7 +251,7 @@ class StateByParameter:
 
     @torch.no_grad()
     def put_whole(self, saved: dict[str, Any]) -> None:
-        """Takes back `whole`."""
+        """Load the result of `whole`."""
         self.passes.finish()
         self.put_record(saved["record"], saved["record"]["densities"])
         for i, name in enumerate(self.names):
@@ -252,7 +265,7 @@ class StateByParameter:
             if own is not None:
                 own = own.reshape(-1).to(self.passes.device)
             moment = flat["moment"]
-            if moment is None:  # one buffer, in which the moment is what lies on P
+            if moment is None:  # one buffer, with the moment on P
                 assert own is not None
                 moment = own if held is None else own.masked_fill(~held, 0.0)
                 own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
@@ -269,16 +282,19 @@ class StateByParameter:
     # ---------------------------------------------------------------------------------------- internals
 
     @property
-    def _carries(self) -> bool:
-        """Whether the last step left rounding errors, on P. Before a dense step there are none: they were released, or
-        P came from another layout and does not have as many entries as its density says."""
+    def _has_wire_residual(self) -> bool:
+        """Whether the last step left quantization errors on P.
+
+        There are none before a dense step: they were released, or P comes from another layout and has another number of
+        entries than its density implies.
+        """
         return self.rounds and not self.masks.in_use.dense and self.passes.at_target(self.masks.previous)
 
     def _held(self, i: int) -> Tensor | None:
         return self._bits(i, self.masks.previous)
 
     def _bits(self, i: int, mask: Mask) -> Tensor | None:
-        """bool (n,) of a parameter in a mask; None for all ones."""
+        """Return the bits of a parameter in a mask, bool (n,); None for all ones."""
         bits = self.blocks.bits(mask, i) if i < self.sparsified else None
         return None if bits is None else reference.unpack_bits(bits, self.blocks.sizes[i])
 
@@ -288,7 +304,7 @@ class StateByParameter:
         return first + 2 * (ones if held is None else held.to(torch.uint8).cpu())
 
     def _parts(self, i: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
-        """moment and own residual, FP32 (n,), new tensors on the device."""
+        """Return the moment and this replica's residual, FP32 (n,), as new tensors on the device."""
         kept, size, device = self.passes.kept("state"), self.scape.ordered[i].size, self.passes.device
         if (owner := self.owner) is None:
             state = kept[i].to(device)
@@ -298,22 +314,22 @@ class StateByParameter:
                 moment, own = torch.where(held, state, 0.0), torch.where(held, 0.0, state)
         else:
             own = torch.zeros(size, device=device)
-            for number, start, end in self.pieces[i] if i < self.sparsified else ():
+            for number, start, end in self.slices[i] if i < self.sparsified else ():
                 own[start:end] = kept[number]
             moment = self._assembled(i, lambda number: owner.share_of(owner.common, number))
-        if self._carries:
-            for number, start, end in self.pieces[i]:
+        if self._has_wire_residual:
+            for number, start, end in self.slices[i]:
                 where = self._where(held, start, end)
                 own[start:end][where] = self.passes.wire_residual_of(number)
         return moment, own
 
     def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
-        """A parameter whose pieces lie with their owners, whole, on every replica. A collective call."""
+        """Return a parameter on every replica from the slices of its owners. Collective."""
         whole = torch.zeros(self.scape.ordered[i].size, device=self.passes.device)
-        for number, start, end in self.pieces[i]:
+        for number, start, end in self.slices[i]:
             if self.owner is not None and self.owner.owns(number):
                 whole[start:end] = part_of(number)
-        # The bits are added, all but one of them zeros, so that they stay what they are.
+        # A sum of the bits as integers is exact: only one summand is not zero.
         self.scape.collectives.sum_over_replicas(whole.view(torch.int32))
         return whole
 
@@ -327,15 +343,15 @@ class StateByParameter:
         return slice(None) if held is None else held[start:end].nonzero().view(-1)
 
     def _put_wire_residual(self, i: int, own: Tensor, held: Tensor | None) -> None:
-        if self._carries:
-            for number, start, end in self.pieces[i]:
+        if self._has_wire_residual:
+            for number, start, end in self.slices[i]:
                 errors = self.passes.wire_residual_of(number)
                 errors.copy_(own[start:end][self._where(held, start, end)])
 
     @torch.no_grad()
     def release_wire_residual(self) -> None:
-        """Moves what rounding lost into the first moment, for a step whose payload has no place for it. Collective."""
-        if not self._carries:
+        """Add the quantization errors to the first moment, for a step whose payload cannot contain them. Collective."""
+        if not self._has_wire_residual:
             return
         errors, replicas = self.passes.wire_residual, self.scape.collectives.replicas
         self.scape.collectives.sum_over_replicas(errors)
@@ -343,15 +359,13 @@ class StateByParameter:
         kept = self.passes.kept("state")
         for i in range(len(self.names)):
             held = self._held(i)
-            for number, start, end in self.pieces[i]:
-                where, lost = (
-                    self._where(held, start, end),
-                    for_moment(self.passes.wire_residual_of(number), self.beta1(i)),
-                )
+            for number, start, end in self.slices[i]:
+                where = self._where(held, start, end)
+                increment = for_moment(self.passes.wire_residual_of(number), self.beta1(i))
                 if self.owner is None:
-                    state = kept[number]  # on the host, where it is offloaded
+                    state = kept[number]  # on the host if it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where
-                    state[where] += lost.to(state.device)
+                    state[where] += increment.to(state.device)
                 elif self.owner.owns(number):
-                    self.owner.share_of(self.owner.common, number)[where] += lost
+                    self.owner.share_of(self.owner.common, number)[where] += increment
         errors.zero_()

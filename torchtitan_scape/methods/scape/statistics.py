@@ -1,4 +1,4 @@
-"""Figures of a SCAPE step for the log."""
+"""Metrics of a SCAPE step for the log."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
 def metrics(scape: ScapeComponents) -> dict[str, float]:
-    """Return the figures of the last step, see `ScapeMethod.metrics`. Collective."""
+    """Return the metrics of the last step, see `ScapeMethod.metrics`. Collective."""
     masks, passes, layout = scape.masks, scape.passes, scape.masks.layout
-    in_use, previous = masks.of_moment(scape.last_applied)
+    in_use, previous = masks.moment_masks(scape.last_applied)
     sums = torch.zeros(4, dtype=torch.float64, device=scape.applied_steps.device)
     kept = passes.kept("state")
     for i, size in enumerate(layout.sizes):

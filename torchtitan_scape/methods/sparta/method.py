@@ -1,14 +1,14 @@
-"""SPARTA: replicas train alone, and in every step a part of their parameters is averaged.
+"""SPARTA: local updates, and in every step an average of a part of the parameters.
 
 Beton et al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging" (2025),
-https://openreview.net/forum?id=stFPf3gzq1. There the part is drawn at random and travels in FP32; here parts take
-turns, so that none is left for long, and travel in one bit, whose errors stay with their replica.
+https://openreview.net/forum?id=stFPf3gzq1. The paper draws the part at random and sends it in FP32. This implementation
+cycles through fixed parts, so that the interval between two averages of an entry is bounded, and sends one bit per
+entry; the quantization error stays in the parameters of the replica (error feedback).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,60 +20,23 @@ from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import LocalMethod
-from torchtitan_scape.methods.interface import CollectiveCall, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.planner.local_volumes import OWNER_ERROR_ABOVE
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-BLOCK = 128  # entries that travel together; in a code they share its scales
-
-
-@dataclass
-class SpartaOptions(MethodOptions):
-    """[sync.sparta]: read with method = "sparta"."""
-
-    section: ClassVar[str] = "sync.sparta"
-
-    interval: int = 3
-    """Steps in which every parameter is averaged once: each step averages one block of 128 entries in so many"""
-
-    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
-    """How what replicas have moved travels, both ways: as it is, or in blocks of 128. What the code loses of it remains
-    with the replica until their next turn"""
-
-    warmup_steps: int = -1
-    """Steps at the start in which more blocks are averaged: all in the first one, then fewer, as a power; 0 for none,
-    -1 for a twentieth of training.steps"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        received_values = "it must be 0 or more, or -1 for a twentieth of training.steps"
-        self.require(self.warmup_steps >= -1, "warmup_steps", received_values)
-        self.require(self.interval >= 1, "interval", "it must be 1 or more")
-
-    def needs_comm_streams(self) -> bool:
-        return self.code != "float32"
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod(
-            "sparta",
-            wire=self.code,
-            inner_steps=self.interval,
-            outer_momentum=0.0,
-            optimizer=optimizer.lower(),
-        )
-
-
-class _GroupSlice(NamedTuple):
-    """Of a shard, by its number, the blocks `first`, `first` + interval and so on, of which the last may be shorter."""
-
-    shard: int
-    first: int
+from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
+from torchtitan_scape.methods.sparta.options import (
+    BLOCK,
+    OWNER_ERROR_ABOVE,
+    GroupSlice,
+    SpartaOptions,
+    slices_of_group,
+)
 
 
 class _GroupChunk(NamedTuple):
-    """What is one chunk. anchors, thetas, owed: views, one behind the other: (blocks, BLOCK), or (n,) of a shorter
-    block. owed: none where nothing is kept apart."""
+    """One chunk of a block group, as views of its tensors in order: (blocks, BLOCK), or (n,) for a shorter block.
+
+    Attributes:
+        thetas: views of the parameters.
+        owner_error: views of the owner's error; empty if it is not a separate state.
+    """
 
     entries: int
     anchors: list[Tensor]
@@ -82,23 +45,26 @@ class _GroupChunk(NamedTuple):
 
 
 class Sparta(LocalMethod):
-    """After the update of a step, for the entries whose turn it is (theta: this replica's parameters):
+    """Average of the block groups of a step (theta_i: the parameters of replica i, N: the number of replicas).
 
-    1. D_i = anchor - theta_i travels in the code, which loses E_i of it. The owner of a part codes the mean of what
-       arrives for all: D is what that tells, F what it loses.
-    2. anchor -= D; theta_i = anchor - E_i, and at the owner F, which counts N times, is kept as well.
+    After the optimizer's update, for the entries of these groups:
 
-    Blocks of all shards are numbered one behind the other, and dealt to `interval` lanes in turn. A step averages the
-    next lane; in the warm-up the next few, and all in its first step. So lanes always go round, and none waits for
-    longer than a round. At a skipped step the exchange changes nothing, and what had its turn waits for the next one.
+    1. Each replica encodes D_i = anchor - theta_i with a quantization error E_i. The owner of a slice encodes the mean
+       of the received messages for all replicas: D is the decoded mean, F its quantization error.
+    2. anchor -= D; theta_i = anchor - E_i. The owner also keeps F, weighted by N.
 
-    F: among few replicas the owner subtracts N F from its parameters. So what is pending of an entry is always anchor -
-    theta_i, nothing is kept besides the anchor, and the mean of all theta is where the replicas have come to. With
-    more replicas N F would take the owner too far off: it owes it, beside its parameters, and F is added to the next
-    mean before that is coded. In a few runs by hand four replicas ended lower with the first, eight and sixteen with
-    the second. Where a node's replicas are summed before they are coded, their E_i, which are one rank's, are owed too.
+    The blocks of all shards are numbered consecutively, and block i belongs to group i modulo `interval`. A step
+    averages the next group; a step of the warm-up averages several, the first one all. The order of the groups never
+    changes, so that no entry waits for more than one round. A skipped step changes nothing, and its groups wait for
+    the next round.
 
-    A lane is cut into the same chunks in every step, in the warm-up as well, so that owners never change.
+    With few replicas the owner subtracts N F from its parameters. The pending update of an entry is then anchor -
+    theta_i, and the anchor is the only state. With more replicas N F would move the owner's parameters too far: F is
+    then a separate state, which is added to the next mean before it is encoded. In a few trials the first rule gave the
+    lower loss with 4 replicas, and the second with 8 and 16. If the replicas of a node are summed before they are
+    encoded, E_i belongs to the sum, is stored on one rank, and is part of the separate state.
+
+    A group is divided into the same chunks in every step, including the warm-up, so that the owners never change.
     """
 
     def __init__(self, context: MethodContext, options: SpartaOptions) -> None:
@@ -111,136 +77,118 @@ class Sparta(LocalMethod):
             if self.collectives.replicas > OWNER_ERROR_ABOVE:
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         warmup = options.warmup_steps if options.warmup_steps >= 0 else context.total_steps // 20
-        # Of steps 1, 2 and so on.
-        self._lanes = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
-        self._lanes_before = list(accumulate(self._lanes, initial=1))
-        self._turns: dict[int, list[_GroupChunk]] = {}  # by lane
+        # Number of groups in each step of the warm-up, and the first group of each step.
+        self._group_counts = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
+        self._first_groups = list(accumulate(self._group_counts, initial=1))
+        self._chunks: dict[int, list[_GroupChunk]] = {}  # by group; made once, as this takes milliseconds
 
     def block_groups(self, number: int) -> range:
-        """Those of a step, counted on from round to round: modulo `interval` they are lanes."""
-        warmup, done = len(self._lanes), number - 1
-        first = self._lanes_before[min(done, warmup)] + max(0, done - warmup)
-        return range(first, first + (self._lanes[done] if done < warmup else 1))
+        """Return the groups of a step, as numbers that increase from round to round, to be taken modulo `interval`."""
+        warmup, done = len(self._group_counts), number - 1
+        first = self._first_groups[min(done, warmup)] + max(0, done - warmup)
+        return range(first, first + (self._group_counts[done] if done < warmup else 1))
 
-    def exchange(self, step: StepInfo) -> None:
-        """Through the buffers of two chunks: while one is on its way the next is filled."""
+    def exchange(self, info: StepInfo) -> None:
+        """Exchange the chunks with two buffers: one is filled while the other is in flight."""
         flush = self.take_full_exchange_request()
-        block_groups = range(self.options.interval) if flush else self.block_groups(step.number)
+        groups = range(self.options.interval) if flush else self.block_groups(info.number)
         codec = None if flush else self._codec
-        double_buffered(self._send(piece, codec, step.applied) for lane in block_groups for piece in self._turn(lane))
+        double_buffered(self._send(chunk, codec, info.applied) for group in groups for chunk in self._chunks_of(group))
 
     def states(self) -> list[State]:
         owner_error = (
-            [State("owed", self._owner_error, per_replica=True, on_migration="displacement")]
+            [State("owner_error", self._owner_error, per_replica=True, on_migration="displacement")]
             if self._owner_error
             else []
         )
         return [State("anchor", self._anchors, per_replica=False, on_migration="model"), *owner_error]
 
-    def collective_calls(self) -> list[CollectiveCall]:
-        """Of all turns."""
-        interval = self.options.interval
-        chunks = [chunk for lane in range(interval) for chunk in self._cut(lane)[1]]
-        sizes = [self.collectives.padded_size(chunk.entries, self._codec) for chunk in chunks]
-        return [CollectiveCall("all_reduce", size, self._codec, 1.0 / interval) for size in sizes]
-
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _turn(self, number: int) -> list[_GroupChunk]:
-        """Of a lane the views are kept: cutting a model of hundreds of tensors takes milliseconds of every step."""
-        lane = number % self.options.interval
-        if lane not in self._turns:
-            self._turns[lane] = self._pieces(lane)
-        return self._turns[lane]
+    def _chunks_of(self, number: int) -> list[_GroupChunk]:
+        group = number % self.options.interval
+        if group not in self._chunks:
+            self._chunks[group] = self._build_chunks(group)
+        return self._chunks[group]
 
-    def _pieces(self, lane: int) -> list[_GroupChunk]:
-        parts, chunks = self._cut(lane)
-        pieces = []
+    def _build_chunks(self, group: int) -> list[_GroupChunk]:
+        slices, chunks = self._divide(group)
+        built = []
         for chunk in chunks:
-            views = [each for s in chunk.slices for each in self._views(parts[s.tensor], s)]
+            views = [view for s in chunk.slices for view in self._views(slices[s.tensor], s)]
             anchors, thetas, *owner_error = (list(each) for each in zip(*views, strict=True))
-            pieces.append(_GroupChunk(chunk.entries, anchors, thetas, *owner_error or [[]]))
-        return pieces
+            built.append(_GroupChunk(chunk.entries, anchors, thetas, *owner_error or [[]]))
+        return built
 
-    def _cut(self, lane: int) -> tuple[list[_GroupSlice], list[Chunk]]:
-        """What lies in the lane, and the chunks that it goes in, whose slices' `tensor` is a part's number."""
-        interval = self.options.interval
-        parts, sizes, begin = list[_GroupSlice](), list[int](), 0
-        for i, shard in enumerate(self.context.shards):
-            blocks = -(-shard.size // BLOCK)
-            first = (lane - begin) % interval
-            own = len(range(first, blocks, interval))
-            if own:
-                ends_short = (blocks - 1 - first) % interval == 0
-                parts.append(_GroupSlice(i, first))
-                sizes.append(own * BLOCK - (blocks * BLOCK - shard.size if ends_short else 0))
-            begin += blocks
-        return parts, chunks_of(sizes, self.collectives.chunk_entries, BLOCK)
+    def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
+        """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
+        slices = slices_of_group([shard.size for shard in self.context.shards], self.options.interval, group)
+        return slices, chunks_of([one.entries for one in slices], self.collectives.chunk_entries, BLOCK)
 
-    def _views(self, part: _GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
-        """Of anchor, parameter and what is owed what a slice has: whole blocks, and a shorter last one."""
-        shard = self.context.shards[part.shard]
-        kept = [self._anchors[shard.name], stored(shard.parameter).detach()]
-        flats = [each.view(-1) for each in (*kept, *([self._owner_error[shard.name]] if self._owner_error else ()))]
+    def _views(self, group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
+        """Yield a chunk's views of (anchor, parameter, owner's error): full blocks, then a shorter last one."""
+        shard = self.context.shards[group_slice.shard]
+        tensors = [self._anchors[shard.name], stored(shard.parameter).detach()]
+        flats = [each.view(-1) for each in (*tensors, *([self._owner_error[shard.name]] if self._owner_error else ()))]
         end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
         if rows:
-            blocks = (flat[:end].view(-1, BLOCK)[part.first :: self.options.interval] for flat in flats)
+            blocks = (flat[:end].view(-1, BLOCK)[group_slice.first :: self.options.interval] for flat in flats)
             yield [each[begin : begin + rows] for each in blocks]
         if s.length % BLOCK:
             yield [flat[end:] for flat in flats]
 
-    def _send(self, piece: _GroupChunk, codec: Codec | None, applied: Tensor) -> Exchange:
-        """Starts the exchange of a chunk. What takes its result moves anchor and parameters."""
-        size, replicas = self.collectives.padded_size(piece.entries, codec), self.collectives.replicas
-        values = _gathered(piece.anchors, size).sub_(_gathered(piece.thetas, size))
+    def _send(self, chunk: _GroupChunk, codec: Codec | None, applied: Tensor) -> Exchange:
+        """Start the exchange of a chunk. The returned function updates anchor and parameters with the result."""
+        size, replicas = self.collectives.padded_size(chunk.entries, codec), self.collectives.replicas
+        values = _gather(chunk.anchors, size).sub_(_gather(chunk.thetas, size))
         quantization_error = torch.zeros_like(values) if codec else None
-        # It is that of a node's sum, and one rank has it.
-        node_error = quantization_error if piece.owner_error and len(self.collectives.rings) > 1 else None
+        # With several levels the error is that of a node's sum, and is returned on one rank of the node.
+        node_error = quantization_error if chunk.owner_error and len(self.collectives.levels) > 1 else None
         carried_error = None
-        if piece.owner_error:
-            owner_error = _gathered(piece.owner_error, size)
+        if chunk.owner_error:
+            owner_error = _gather(chunk.owner_error, size)
             if codec is not None:
-                own = owner_error.view(replicas, -1)[self.collectives.replica]
-                before = own.clone()
-                carried_error = before / replicas
-                own.zero_()
-            values += owner_error  # of a node's sum, and of what it owned in a run with another layout
+                owned = owner_error.view(replicas, -1)[self.collectives.replica]
+                previous = owned.clone()
+                carried_error = previous / replicas
+                owned.zero_()
+            values += owner_error  # errors of a node's sum, and of entries that were owned in another layout
         handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error, carried_error=carried_error)
 
-        def land() -> None:
-            anchor, theta = _gathered(piece.anchors, size), _gathered(piece.thetas, size)
-            agreed = anchor - values
-            masked_copy_(anchor, agreed, applied)
+        def finish() -> None:
+            anchor, theta = _gather(chunk.anchors, size), _gather(chunk.thetas, size)
+            shared = anchor - values
+            masked_copy_(anchor, shared, applied)
             masked_copy_(
-                theta, agreed if quantization_error is node_error else agreed.sub_(quantization_error), applied
+                theta, shared if quantization_error is node_error else shared.sub_(quantization_error), applied
             )
-            torch._foreach_copy_(piece.anchors, _in_blocks(anchor, piece.anchors))
-            torch._foreach_copy_(piece.thetas, _in_blocks(theta, piece.thetas))
-            if piece.owner_error:
+            torch._foreach_copy_(chunk.anchors, _block_views(anchor, chunk.anchors))
+            torch._foreach_copy_(chunk.thetas, _block_views(theta, chunk.thetas))
+            if chunk.owner_error:
                 masked_copy_(owner_error, 0.0 if node_error is None else node_error, applied)
                 if carried_error is not None:
-                    masked_copy_(before, carried_error.mul_(replicas), applied)
-                    own.add_(before)
-                torch._foreach_copy_(piece.owner_error, _in_blocks(owner_error, piece.owner_error))
+                    masked_copy_(previous, carried_error.mul_(replicas), applied)
+                    owned.add_(previous)
+                torch._foreach_copy_(chunk.owner_error, _block_views(owner_error, chunk.owner_error))
 
-        return handle, land
+        return handle, finish
 
 
-def _gathered(tensors: list[Tensor], size: int) -> Tensor:
-    """FP32 (size,): the tensors, each from the beginning of a block on, and zeros behind the last block.
+def _gather(tensors: list[Tensor], size: int) -> Tensor:
+    """Copy tensors into one buffer, FP32 (size,), each from the start of a block, with zeros after the last block.
 
-    What is shorter than its block is there again and again: zeros would have their share in the means by which codes of
-    one and two bits tell it.
+    A tensor that is shorter than its block is repeated in it. Zeros would change the means that the one-bit and two-bit
+    codes send.
     """
     buffer = tensors[0].new_zeros(size)
-    whole = [t if t.ndim == 2 else t.repeat(-(-BLOCK // t.numel()))[:BLOCK] for t in tensors]
-    torch._foreach_copy_(_in_blocks(buffer, whole), whole)
+    full = [t if t.ndim == 2 else t.repeat(-(-BLOCK // t.numel()))[:BLOCK] for t in tensors]
+    torch._foreach_copy_(_block_views(buffer, full), full)
     return buffer
 
 
-def _in_blocks(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Views of what `_gathered` put there."""
+def _block_views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the views of a buffer of `_gather` that correspond to `tensors`."""
     rows = [-(-t.numel() // BLOCK) for t in tensors]
     blocks = buffer[: sum(rows) * BLOCK].view(-1, BLOCK).split(rows)
     return [b if t.ndim == 2 else b[0, : t.numel()] for b, t in zip(blocks, tensors, strict=True)]

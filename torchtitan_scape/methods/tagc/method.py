@@ -1,11 +1,8 @@
-"""TAGC between replicas: the largest entries of every replica, summed at all places that any of them chose.
+"""TAGC between replicas: the gradients at the union of all replicas' top-k indices.
 
 Polyakov, Dukhanov, Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training"
-(arXiv:2504.05638), which does so between the ranks of a shard axis.
+(arXiv:2504.05638). The paper applies the method between the ranks of the shard axis.
 """
-
-from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,48 +10,26 @@ from torch.nn.functional import pad
 
 from kernels import choose_backend, tagc_passes
 from kernels.scape.blocks import entries_per_block
-from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
+from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
 from kernels.tagc.index import to_offsets, union_of_offsets
 from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import CollectiveCall, ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.options import LAYOUT, MethodOptions
-from torchtitan_scape.planner.volumes import PlannedRun as PlannedMethod
-
-
-@dataclass
-class TagcOptions(MethodOptions):
-    """[sync.tagc]: read with method = "tagc"."""
-
-    section: ClassVar[str] = "sync.tagc"
-
-    density: float = 0.1
-    """Share of the entries that each replica chooses, in (0, 1], of every block of 1024. What any chose all send: with
-    N replicas there is room for density x N of the entries, and from 1 on a step sends more than dense training"""
-
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged whole although they would be compressed"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
-
-    def planned(self, optimizer: str) -> PlannedMethod:
-        return PlannedMethod("tagc", self.density, optimizer=optimizer.lower())
+from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.tagc.options import TagcOptions
 
 
 class Tagc(GradientMethod):
     """One step, with x = residual + gradient (in mean units), in blocks of 1024 entries of a parameter:
 
-    1. each replica chooses the k = max(1, round(density * 1024)) largest |x| of each block, ties to the lower index;
-    2. all learn the union of the choices, exactly: from coded offsets that are gathered, or from bits that owners of
-       parts unite and send back, whichever is shorter;
-    3. each packs what it has at the places of the union, min(1024, N k) entries a block (filled up to fours), zeros
-       after them, and the mean of that comes back: no offsets travel with values, and zeros elsewhere;
-    4. the residual is x without what was sent, to the last bit.
+    1. Each replica selects the k = max(1, round(density * 1024)) largest |x| of each block, ties to the lower index.
+    2. All replicas compute the exact union of the selections, from an all-gather of encoded offsets or from an
+       all-reduce (OR) of bitmaps, whichever sends less.
+    3. Each replica packs its x at the indices of the union, min(1024, N k) entries per block (rounded up to a multiple
+       of four), padded with zeros, and all-reduces the packed values. The synchronized gradient is zero elsewhere.
+    4. The residual is x without the sent entries. No rounding occurs.
 
-    What is not compressed (one dimension, `dense_names`) goes with the packed values.
+    The uncompressed parameters (one dimension, `dense_names`) are part of the same all-reduce.
     """
 
     def __init__(self, context: MethodContext, options: TagcOptions) -> None:
@@ -62,50 +37,38 @@ class Tagc(GradientMethod):
         shards = context.shards
         sparse, _ = split(shards, options.dense_names)
         self._sparse = [i for i, shard in enumerate(shards) if shard in sparse and shard.size]
-        self._whole = [i for i in range(len(shards)) if i not in self._sparse]
+        self._uncompressed = [i for i in range(len(shards)) if i not in self._sparse]
         self._blocks = [-(-shards[i].size // BLOCK) for i in self._sparse]
-        self._pending = ErrorFeedback.of(sparse)  # of empty shards, too: a checkpoint has them of all ranks
+        self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shards[i].name].view(-1) for i in self._sparse]
         self._passes = tagc_passes(choose_backend(context.kernels, shards[0].device))
-        self._chosen = entries_per_block(options.density, BLOCK)
+        self._selected = entries_per_block(options.density, BLOCK)
         self._capacity = capacity(options.density, self.collectives.replicas)
-        self._offsets = sends_offsets(options.density, self.collectives.replicas)
+        self._sends_offsets = sends_offsets(options.density, self.collectives.replicas)
 
-    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
         sparse = [gradients[i] for i in self._sparse]
         if sparse:
             torch._foreach_add_(sparse, self._residuals)
         if self.take_full_exchange_request() or self._dense:
             self.collectives.all_reduce_chunked(gradients)
-            self._pending.clear(step.applied)
+            self._pending.clear(info.applied)
             return gradients
-        index = self._index([self._passes.select(x, self._chosen) for x in sparse])
+        union = self._union([self._passes.select(x, self._selected) for x in sparse])
         packed = sparse[0].new_empty(sum(self._blocks), self._capacity)
-        places = index.split([blocks * BITMAP for blocks in self._blocks])
-        parts = packed.split(self._blocks)
-        for x, residual, bits, part in zip(sparse, self._residuals, places, parts, strict=True):
-            self._passes.pack(x, bits, bits, self._capacity, part)
-            masked_copy_(residual, x, step.applied)
-        self.collectives.all_reduce_chunked([packed.view(-1), *(gradients[i] for i in self._whole)])
-        for x, bits, part in zip(sparse, places, parts, strict=True):
-            self._passes.expand(part[None], bits, x)
+        bitmaps = union.split([blocks * BITMAP for blocks in self._blocks])
+        rows = packed.split(self._blocks)
+        for x, residual, bits, row in zip(sparse, self._residuals, bitmaps, rows, strict=True):
+            self._passes.pack(x, bits, bits, self._capacity, row)
+            masked_copy_(residual, x, info.applied)
+        self.collectives.all_reduce_chunked([packed.view(-1), *(gradients[i] for i in self._uncompressed)])
+        for x, bits, row in zip(sparse, bitmaps, rows, strict=True):
+            self._passes.expand(row[None], bits, x)
         return gradients
 
     def states(self) -> list[State]:
         return [self._pending.state()]
-
-    def collective_calls(self) -> list[CollectiveCall]:
-        chunked, shards = self.collectives.chunked_entries, self.context.shards
-        if self._dense:
-            return [CollectiveCall("all_reduce", chunked(sum(shard.size for shard in shards)))]
-        blocks, replicas = sum(self._blocks), self.collectives.replicas
-        if self._offsets:
-            index = CollectiveCall("all_gather", index_bytes(self.options.density, blocks))
-        else:
-            index = CollectiveCall("all_reduce", bitmap_bytes(blocks, replicas) // 4)
-        whole = sum(shards[i].size for i in self._whole)
-        return [index, CollectiveCall("all_reduce", chunked(blocks * self._capacity + whole))]
 
     def density(self) -> float:
         shards = self.context.shards
@@ -119,14 +82,14 @@ class Tagc(GradientMethod):
     def _dense(self) -> bool:
         return self.options.density >= 1.0 or not self._sparse
 
-    def _index(self, chosen: list[Tensor]) -> Tensor:
-        """Bits that any replica chose, uint8 (bytes of all blocks,). A collective call."""
-        own, replicas, blocks = torch.cat(chosen), self.collectives.replicas, sum(self._blocks)
-        if self._offsets:
-            coded = to_offsets(own, self._chosen)
-            arrived = coded.new_empty(replicas * coded.numel())
-            self.collectives.all_gather(arrived, coded, kind="index").wait()
-            return union_of_offsets(arrived.view(replicas, -1), blocks, self._chosen)
-        bits = pad(own, (0, bitmap_bytes(blocks, replicas) - own.numel()))
+    def _union(self, selected: list[Tensor]) -> Tensor:
+        """Return the union of all replicas' selections as bitmaps, uint8 (bytes of all blocks,). Collective."""
+        bitmap, replicas, blocks = torch.cat(selected), self.collectives.replicas, sum(self._blocks)
+        if self._sends_offsets:
+            encoded = to_offsets(bitmap, self._selected)
+            received = encoded.new_empty(replicas * encoded.numel())
+            self.collectives.all_gather(received, encoded, kind="index").wait()
+            return union_of_offsets(received.view(replicas, -1), blocks, self._selected)
+        bits = pad(bitmap, (0, bitmap_bytes(blocks, replicas) - bitmap.numel()))
         self.collectives.all_reduce_or(bits, kind="index").wait()
-        return bits[: own.numel()]
+        return bits[: bitmap.numel()]

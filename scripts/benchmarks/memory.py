@@ -1,0 +1,364 @@
+"""Memory of one rank, predicted and measured. CPU only; large tensors are never written, so that they take no memory.
+
+    python -m scripts.benchmarks.memory states      # optimizer states of one of 64 replicas
+    python -m scripts.benchmarks.memory frontier    # by kind on Frontier; skips the stored cases
+
+states: Predicted is `PlannedRun.total_memory`, as in the trainer's report at startup. Measured are the bytes of all
+tensors that exist once the optimizer is built (dense AdamW: once it has taken a step), in a fake process group.
+
+frontier: The trainer builds each case as one rank of the fake backend, and the optimizer takes a step on fake tensors.
+The Frontier paper is arXiv:2501.04266.
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kernels.common import storage
+from scripts.benchmarks.harness import Benchmark, in_new_process, main
+from scripts.common import markdown, names, read, write
+from torchtitan_scape import AdamS, Scape
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.core.workloads import Shape, Workload, get_workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes
+from torchtitan_scape.planner.run import PlannedRun
+
+# ---------------------------------------------------------------------------------------- optimizer states
+
+REPLICAS, DENSITY = 64, 0.01
+TINY = Workload("tiny", 2, 64, 4, 2, 128, 4000, 64, 64)
+NOT_MEASURED = ("gradients", "working copy", "activations")
+
+
+def scape(**options: Any) -> PlannedRun:
+    return PlannedRun(ScapeOptions(density=DENSITY, **options))
+
+
+OWNER_ONLY: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16"}
+STATES = {
+    "dense AdamW": PlannedRun(DenseOptions(), "AdamW"),
+    "dense AdamS": PlannedRun(DenseOptions(), "AdamS"),
+    "SCAPE replicated": scape(),
+    "SCAPE replicated, offload state": scape(offload=["state"]),
+    "SCAPE replicated, BF16 weights, offload master": scape(weights_dtype="bfloat16", offload=["master"]),
+    "SCAPE replicated, BF16 weights, offload state, master": scape(
+        weights_dtype="bfloat16", offload=["state", "master"]
+    ),
+    "SCAPE sharded": scape(update="sharded"),
+    "SCAPE sharded, offload state": scape(update="sharded", offload=["state"]),
+    "SCAPE sharded, BF16 values": scape(update="sharded", values="bfloat16"),
+    "SCAPE sharded, master at its owner alone": scape(**OWNER_ONLY),
+    "SCAPE sharded, master at its owner alone, offload master": scape(**OWNER_ONLY, offload=["master"]),
+    "SCAPE sharded, master at its owner alone, offload state": scape(**OWNER_ONLY, offload=["state"]),
+    "SCAPE sharded, master at its owner alone, offload state, master": scape(**OWNER_ONLY, offload=["state", "master"]),
+}
+
+
+def measured(run: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
+    """Return the bytes of parameters and optimizer on the device and on the host."""
+    before = storages()
+    model = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+    options, moments, host = run.options, 0, 0
+    optimizers: list[Any] = []  # kept until the bytes are counted
+    if isinstance(options, ScapeOptions):
+        if options.weights_dtype == "bfloat16":
+            hold_in_bfloat16(model, scaled=options.update == "sharded")
+        with replaced(storage, "check_host_memory", lambda *_: None):  # host memory is reserved, not used
+            scape = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
+        host = sum(window.host.nbytes for window in scape.method.passes.storage.windows.values())
+        optimizers.append(scape)
+    elif run.optimizer == "AdamS":
+        optimizers.append(AdamS(model.named_parameters(), lr=1e-3))
+    else:
+        for p in model:  # one at a time: AdamW has no state before a step
+            p.grad = torch.zeros_like(p)
+            optimizer = torch.optim.AdamW([p])
+            optimizer.step()
+            moments += sum(t.nbytes for t in optimizer.state[p].values())
+            p.grad = None
+            del optimizer
+    found = sum(nbytes for address, nbytes in storages().items() if address not in before)
+    return float(found + moments - host), float(host)
+
+
+def storages() -> dict[int, int]:
+    """Return the bytes of the storages of all tensors, by address."""
+    gc.collect()
+    tensors = (one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+
+
+def workload_table(workload: Workload) -> str:
+    shapes, local, rows = workload.shapes(), workload.local(1), []
+    found = {name: measured(run, shapes) for name, run in STATES.items()}
+    dense = found["dense AdamS"][0]
+    for name, run in STATES.items():
+        kinds, (device, host) = run.total_memory(workload, 1, REPLICAS, 1), found[name]
+        predicted = sum(nbytes for kind, nbytes in kinds.items() if kind not in NOT_MEASURED)
+        row = {"": name, "device, GB: predicted": f"{predicted / 1e9:.3f}", "measured": f"{device / 1e9:.3f}"}
+        row["over dense AdamS, measured"] = f"{(device - dense) / 1e9:+.3f}"
+        offloaded = {
+            "host, GB: predicted": sum(run.host_memory(local, REPLICAS).values()),
+            "measured ": host,
+            "over the host link a step, GB: predicted": sum(run.host_link_traffic(local, REPLICAS)),
+        }
+        rows.append(row | {title: f"{nbytes / 1e9:.3f}" if host else "" for title, nbytes in offloaded.items()})
+    n, payload = workload.parameters, payload_bytes(shapes, DENSITY)
+    over, allowed = found["SCAPE replicated"][0] - dense, n / 4 + 2 * payload
+    rates = STATES["SCAPE replicated"].total_memory(workload, 1, REPLICAS, 1)["rates of visits"]
+    return f"""## {workload.name}: {n:,} parameters
+
+{markdown(rows)}
+
+SCAPE replicated over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payload buffers are \
+{allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.
+{rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none without
+`staleness_scaling`). Within a step the selection of the own run comes on top, \
+{mask_bytes(shapes, DENSITY, REPLICAS) / 1e6:.1f} MB."""
+
+
+def states_table(args: argparse.Namespace) -> str:
+    dist.init_process_group("fake", rank=0, world_size=REPLICAS, store=FakeStore())
+    tables = [workload_table(TINY if name == "tiny" else get_workload(name)) for name in args.models]
+    return f"""# Memory of parameters and optimizer state
+
+`python -m scripts.benchmarks.memory states`: one of {REPLICAS} replicas, no shards, density {DENSITY:g}, payload in \
+FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter)
+and activations. Measured: bytes of all tensors on a CPU, nothing on a GPU.
+
+{(chr(10) * 2).join(tables)}
+"""
+
+
+# ------------------------------------------------------------------------------- kinds of memory on Frontier
+
+RECIPE = "train_configs/llama_1_8b_frontier.toml"
+GIB = 2**30
+INT8 = 1 + 4 / 256  # bytes of an encoded entry
+
+
+class FrontierModel(NamedTuple):
+    title: str
+    ranks: int
+
+
+class FrontierCase(NamedTuple):
+    """Options of the trainer, and bytes per parameter by kind on a number of ranks, 8 of them per node."""
+
+    title: str
+    options: tuple[str, ...]
+    closed_form: Callable[[int], dict[str, float]]
+
+
+MODELS = {"20B": FrontierModel("GPT-NeoX-20B's size", 384), "1.8B": FrontierModel("Llama-1.8B", 64)}
+_DENSE = ("--sync.method=dense", "--optimizer.name=AdamW", "--optimizer.implementation=foreach")
+_ONE = ("--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1")
+_FLAT = (*_DENSE, *_ONE, "--sharding.levels.weights=0", "--sharding.levels.gradients=0")
+CASES: dict[str, FrontierCase] = {
+    "zero3": FrontierCase(
+        "FSDP2 over all ranks",
+        (*_FLAT, "--sharding.weights=dense", "--sharding.gradients=dense"),
+        lambda ranks: {"parameters": 4 / ranks, "gradients": 4 / ranks, "state": 8 / ranks},
+    ),
+    "zeropp": FrontierCase(
+        "ZeRO++",
+        (*_FLAT, "--sharding.secondary", "--sharding.gradients=int8+int4"),
+        lambda ranks: CASES["zero3"].closed_form(ranks) | {"secondary weights": INT8 / 8},
+    ),
+    "levels": FrontierCase(
+        "three levels",
+        _DENSE,
+        lambda ranks: {"parameters": 2 / 2, "gradients": 4 / 8, "masters": 4 / ranks, "state": 8 / ranks},
+    ),
+    "published": FrontierCase(
+        "three levels, secondary on the pair",
+        (*_DENSE, "--sharding.levels.secondary=2"),
+        lambda ranks: CASES["levels"].closed_form(ranks) | {"secondary weights": INT8 / 2},
+    ),
+    "scape": FrontierCase(
+        "three levels, SCAPE across nodes",
+        (),
+        lambda ranks: {"parameters": 2 / 2, "gradients": 4 / 8, "masters": 4 / 8, "state": 4 / 8},
+    ),
+}
+
+
+def measure_case(flavor: str, name: str) -> dict[str, Any]:
+    """Return the bytes by kind of what the trainer builds if this process is one of the model's ranks."""
+    ranks = MODELS[flavor].ranks
+    os.environ |= {"NGPU": str(ranks), "LOCAL_RANK": "0"}
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.trainer import ScapeTrainer
+
+    config = parse(
+        [
+            *(f"--job.config_file={RECIPE}", f"--model.flavor={flavor}", "--comm.mode=fake_backend"),
+            *("--training.steps=0", "--validation.no-enable", "--checkpoint.no-enable", "--debug.seed=1"),
+            *(f"--training.global_batch_size={4 * ranks}", "--metrics.no-enable_tensorboard", *CASES[name].options),
+        ]
+    )
+    trainer = ScapeTrainer(config)
+    n = sum(p.numel() for p in trainer.model_parts[0].parameters())
+    assert trainer.memory is not None
+    report = {kind: float(value) for kind, value in trainer.memory.kinds.items()}
+    return {"n": n, "held": held(trainer), "report": report}
+
+
+def held(trainer: Any) -> dict[str, float]:
+    """Return the bytes of the trainer's tensors by kind.
+
+    Without levels, FSDP2 creates the gradients in a backward pass: they count as FP32 of the parameters' shapes.
+    """
+    from torchtitan_scape.core.parameters import local, stored
+    from torchtitan_scape.sharding.base import flat_groups
+
+    optimizers, model = trainer.replica_optimizer, trainer.model_parts[0]
+    weights = [stored(p) for p in model.parameters()]
+    kinds: dict[str, float] = {"parameters": nbytes(weights)}
+    levels, optimizer = optimizers.levels, optimizers.inner
+    if levels is not None:
+        kinds["gradients"] = nbytes([group.reduce.buffer for group in levels.groups])
+        kinds["masters"] = nbytes([master.values for master in levels.masters])
+    else:
+        kinds["gradients"] = 4.0 * sum(weight.numel() for weight in weights)
+    method: Any = optimizers.methods[0]
+    fake_mode: Any = local(weights[0]).fake_mode  # type: ignore[attr-defined]
+    if method.holds_optimizer_state:  # SCAPE creates its state at once; masks and payload are extra
+        kinds["state"] = nbytes([method.passes.storage.flat["state"]])
+    else:
+        with fake_mode, torch.no_grad():
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+            optimizer.step()
+        kinds["state"] = nbytes([local(t) for state in optimizer.state.values() for t in state.values() if t.ndim])
+    with fake_mode:
+        if secondary := nbytes([one for flat in flat_groups(model) for one in secondary_weights(flat)]):
+            kinds["secondary weights"] = secondary
+    return kinds
+
+
+def secondary_weights(flat: Any) -> list[torch.Tensor]:
+    """Return what one of FSDP2's groups keeps after an all-gather. Messages have their size, but no content."""
+    from torchtitan_scape.sharding.base import entries
+    from torchtitan_scape.sharding.messages import RowCodec
+
+    group = flat.modules[0]._get_fsdp_state()._fsdp_param_group
+    gather, ranks = group._all_gather_comm, group._all_gather_process_group
+    if getattr(gather, "_kept", None) is None:
+        return []
+    row, position = entries(flat.gathered), ranks.rank()
+    output = torch.empty(ranks.size() * row, dtype=torch.bfloat16)
+    with replaced(RowCodec, "encode", lambda *_: None):
+        gather(output_tensor=output, input_tensor=output[position * row :][:row], group=ranks)
+    return [gather._kept.get()]
+
+
+def nbytes(tensors: list[Any]) -> float:
+    return float(sum(tensor.nbytes for tensor in tensors))
+
+
+def frontier_rows(runs: Mapping[str, Any], model: str) -> list[dict[str, str]]:
+    rows = []
+    for name, one in runs[model].items():
+        closed = {kind: one["n"] * each for kind, each in CASES[name].closed_form(MODELS[model].ranks).items()}
+        for kind, expected in [*closed.items(), ("all of these", sum(closed.values()))]:
+            found = one["held"][kind] if kind in closed else sum(one["held"][k] for k in closed)
+            row = {"form": CASES[name].title if kind == "parameters" else "", "kind": kind}
+            row |= {"closed form, GB": f"{expected / 1e9:.3f}", "dry run, GB": f"{found / 1e9:.3f}"}
+            rows.append(row | {"off": f"{100 * (found / expected - 1):+.2f} %"})
+    return rows
+
+
+# Permanent bytes per parameter on a number of GCDs, as published (weights and gradients in 16 bits) and here.
+LARGEST: dict[str, tuple[Callable[[int], float], Callable[[int], float], dict[int, str]]] = {
+    "ZeRO-3": (lambda ranks: 16 / ranks, lambda ranks: 16 / ranks, {16: "68 B"}),
+    "ZeRO++": (lambda ranks: 16 / ranks + 2 / 8, lambda ranks: 16 / ranks + INT8 / 8, {16: "55 B"}),
+    "three levels": (
+        lambda ranks: 2 / 2 + 1 / 2 + 2 / 8 + 12 / ranks,
+        lambda ranks: 2 / 2 + 4 / 8 + 12 / ranks,
+        {16: "", 80: "about 36 B", 384: ""},
+    ),
+}
+
+
+def largest_rows() -> list[dict[str, str]]:
+    rows = []
+    for name, (published, here, sizes) in LARGEST.items():
+        for ranks, printed in sizes.items():
+            row = {"form": name, "GCDs": str(ranks), "printed": printed}
+            for title, per_parameter in (("as published", published(ranks)), ("here", here(ranks))):
+                row[f"{title}, bytes a parameter"] = f"{per_parameter:.3f}"
+                row[f"{title}, largest"] = f"{64 * GIB / per_parameter / 1e9:.1f} B"
+            rows.append(row)
+    return rows
+
+
+def frontier_table(facts: Mapping[str, Any]) -> str:
+    runs, parts = facts["runs"], []
+    for name, model in MODELS.items():
+        n = next(iter(runs[name].values()))["n"]
+        parts.append(f"## {model.title}, {n:,} parameters, {model.ranks} GCDs\n\n{markdown(frontier_rows(runs, name))}")
+    body = "\n\n".join(parts)
+    return f"""# Memory of a rank on Frontier
+
+What lasts from step to step, by kind, GB (1e9 bytes): in closed form, and as the tensors of rank 0 of a dry run on the
+fake backend are, on a CPU; no activations, no messages. AdamW, with SCAPE AdamS. Gradients of FSDP2 are counted by its
+rule, FP32 of a rank's shards; a secondary is what gathers keep after one of every group. Made by
+
+```
+python -m scripts.benchmarks.memory frontier
+```
+
+"GPT-NeoX-20B's size" is a Llama of its 44 layers, width 6144, 64 heads and 50,432 tokens, untied; its feed-forward has
+three matrices of 16,384 where GPT-NeoX has two of 24,576, which are as many entries. GPT-NeoX-20B has 20,554,567,680
+parameters, biases included. What SCAPE keeps besides, masks and a payload, is not among these kinds.
+
+{body}
+
+## The largest model on GCDs of 64 GiB
+
+Arithmetic: 64 GiB by the bytes that last. ZeRO-3 here is FSDP2: FP32 shards and gradients in the place of 16 bits and a
+master. The paper says 36 B of three levels without a number of GCDs: its bytes leave room for that on 80, and for
+27.5 B on 16.
+
+{markdown(largest_rows())}
+"""
+
+
+def measure_frontier(args: argparse.Namespace, _: list[str]) -> dict[str, Any]:
+    path = args.output / "runs.json"
+    facts: dict[str, Any] = read(path) or {"runs": {}}
+    for model, case in itertools.product(MODELS, CASES):
+        if case not in facts["runs"].setdefault(model, {}):
+            print(f"{MODELS[model].title}: {CASES[case].title} ...", flush=True)
+            facts["runs"][model][case] = in_new_process(measure_case, model, case)
+            write(path, facts)
+    return facts
+
+
+BENCHMARKS = {
+    "states": Benchmark(
+        "memory_states",
+        lambda args, _: {"text": states_table(args)},
+        lambda facts: facts["text"],
+        file="",
+        arguments={"--models": dict(type=names, default=["llama_500m", "llama_1_8b"], help="workloads, or tiny")},
+    ),
+    "frontier": Benchmark("frontier_memory", measure_frontier, frontier_table),
+}
+
+if __name__ == "__main__":
+    sys.exit(main("scripts.benchmarks.memory", __doc__, BENCHMARKS))

@@ -1,0 +1,88 @@
+"""Studies: many runs of the trainer that a grid declares, the store of their results, and the report.
+
+    python -m scripts.study run comparison --jobs 2
+    python -m scripts.study list quality_study --sets 20-large,20-small
+    python -m scripts.study report comparison
+
+STUDY is the name of a grid in scripts/study/grids, or the path of another one.
+
+run     runs everything that results/STUDY/runs.jsonl does not have. The same command continues after a stop. A run is
+        identified by the values of all its options, so sets and studies share runs, and a changed grid or recipe starts
+        new ones. The code's version is stored with a result and not compared: delete lines that a change of the code
+        has made obsolete. A failed run is reported, does not stop the others, and is tried again by the next command.
+list    prints the missing runs and the estimated time.
+report  writes report.md and the figures, from the store alone.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from scripts.common import OUTPUTS, RESULTS, guarded, names, parser
+from scripts.study import emulated, slurm
+from scripts.study.grid import GRIDS, BudgetSet, Grid
+from scripts.study.launchers import predicted_set
+from scripts.study.queue import Queue
+from scripts.study.report import write_report
+from scripts.study.store import Store
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    own = parser(__doc__)
+    commands = own.add_subparsers(dest="command", required=True)
+    for name in ("run", "list", "report"):
+        one = commands.add_parser(name)
+        one.add_argument(
+            "study", help=f"one of {', '.join(sorted(grid.stem for grid in GRIDS.glob('*.toml')))}, or a file"
+        )
+        one.add_argument("--output", type=Path, help="folder of the results; results/STUDY")
+        if name != "report":
+            one.add_argument("--sets", type=names, default=[], help="names, with commas between; all by default")
+            one.add_argument("--jobs", type=int, default=2, help="runs at a time, where a launcher runs several")
+            one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
+            one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')
+            one.add_argument("--poll", type=float, default=30.0, help="seconds between two looks at Slurm's queue")
+    args = own.parse_args(arguments)
+    return guarded(lambda: command(args))
+
+
+def command(args: argparse.Namespace) -> int:
+    path = Path(args.study) if args.study.endswith(".toml") else GRIDS / f"{args.study}.toml"
+    grid = Grid(path)
+    output = (args.output or RESULTS / path.stem).resolve()
+    if args.command == "report":
+        print(f"wrote {write_report(grid, output)}")
+        return 0
+    sets, store = grid.choose(args.sets), Store(output, [RESULTS / name for name in grid.shared])
+    work = (args.work or OUTPUTS / path.stem).resolve()
+
+    def queue(chosen: list[BudgetSet]) -> Queue:
+        return Queue(grid, chosen, store, args.jobs, work)
+
+    every = queue(sets)
+    if args.command == "list":
+        print("".join(f"{spec.title}\n" for spec in every.missing()), end="")
+    print(f"{len(every.runs(guess=True))} runs, {every.done()} of them done; {every.remaining()}", flush=True)
+    if args.command == "list":
+        return 0
+    for launcher in dict.fromkeys(one.launcher for one in sets):
+        part = queue([one for one in sets if one.launcher == launcher])
+        part.failed = every.failed
+        if launcher == "slurm":
+            slurm.run(part, args)
+        elif launcher == "emulated":
+            emulated.run(part)
+        elif launcher == "predicted":
+            part.run_in_turn(partial(predicted_set, store))
+        else:
+            part.jobs = args.jobs if launcher == "simulated" else 1  # ranks of several runs would share the cores
+            part.run()
+    text = f"{every.done()} runs done, {len(every.failed)} failed"
+    print(f"{text}; next: python -m scripts.study report {args.study}", flush=True)
+    return 1 if every.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

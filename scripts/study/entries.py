@@ -1,0 +1,228 @@
+"""The methods of a study by budget, at their best learning rates, as the report and the figures compare them."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from scripts.study import costs
+from scripts.study.grid import Grid, Options, RunSpec, describe_also, digest
+from scripts.study.queue import Queue
+from scripts.study.store import Store
+
+Run = dict[str, Any]
+Curve = list[tuple[float, float]]
+BETA2 = 0.95  # of train_configs/study.toml
+
+
+class Trial(NamedTuple):
+    """A learning rate of a method's tuning, with the values of what else it is tuned in; loss None: failed."""
+
+    rate: float
+    also: str
+    loss: float | None
+
+    @property
+    def text(self) -> str:
+        return f"{self.rate:g}{self.also}"
+
+
+@dataclass
+class Entry:
+    """A method at a budget: its runs at the best trial, by seed, and the trials that led to it."""
+
+    label: str
+    method: str
+    options: Options
+    best: Trial
+    trials: list[Trial]
+    runs: dict[int, Run]
+    planned_bytes: bool
+
+    @property
+    def first(self) -> Run:
+        """The run of the lowest seed."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def kind(self) -> str:
+        return str(self.options["sync.method"])
+
+    @property
+    def optimizer(self) -> str:
+        return str(self.options["optimizer.name"])
+
+    @property
+    def is_dense(self) -> bool:
+        return self.kind == "dense"
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
+
+    def option(self, name: str) -> Any:
+        """Return an option of the method's own section."""
+        return self.options.get(f"sync.{self.kind}.{name}")
+
+    @cached_property
+    def shares(self) -> tuple[float, float]:
+        """Bytes over dense FP32 bytes: of a step after the start, and in the mean over the run."""
+        make = costs.planned_shares if self.planned_bytes else costs.shares
+        return make(self.options, self.first)
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best learning rate is the lowest or the highest that ran."""
+        rates = [one.rate for one in self.trials if one.also in (self.best.also, "")]
+        return self.best.rate in (min(rates), max(rates))
+
+    @property
+    def tuned(self) -> str:
+        return self.best.text + (" (edge)" if self.at_edge else "")
+
+    def gaps(self, to: "Entry | None") -> list[float]:
+        """Return final losses above those of another method in percent, for the seeds that both have."""
+        others = to.losses if to else {}
+        return [100 * (loss / others[seed] - 1) for seed, loss in self.losses.items() if seed in others]
+
+    def curve(self) -> Curve:
+        """Return (step, validation loss), the mean over the seeds."""
+        curves = [run["validation"] for run in self.runs.values()]
+        return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=False)]
+
+    @cached_property
+    def seconds(self) -> dict[str, list[float]]:
+        """Predicted seconds after each number of steps, by machine."""
+        return {machine: costs.elapsed(self.options, machine, self.first["steps"]) for machine in costs.MACHINES}
+
+
+@dataclass
+class Budget:
+    """Runs that may be compared: one recipe, batch, number of steps and of replicas."""
+
+    title: str
+    steps: int
+    batch: int
+    replicas: int
+    entries: list[Entry] = field(default_factory=list)
+
+    def dense(self, optimizer: str) -> Entry | None:
+        """Return dense training with an optimizer, with the recipe's b2."""
+        found = (one for one in self.entries if one.is_dense and one.optimizer == optimizer)
+        return next((one for one in found if one.options.get("optimizer.beta2", BETA2) == BETA2), None)
+
+    @property
+    def others(self) -> list[Entry]:
+        return [one for one in self.entries if not one.is_dense]
+
+    @property
+    def scatter(self) -> float:
+        """The sample standard deviation of dense AdamS's final losses in percent of their mean; 0 for one seed."""
+        adams = self.dense("AdamS")
+        losses = list(adams.losses.values()) if adams else []
+        return 100 * statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else 0.0
+
+
+def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
+    """Return the budgets of a study, small ones first, and the number of declared runs that are missing.
+
+    Runs are those of the grid, whichever study has them, and all others of this study.
+    """
+    queue = Queue(grid, [one for one in grid.sets if one.tuned], store, 1, store.path.parent)
+    specs = queue.runs()
+    groups: dict[str, dict[str, list[tuple[Options, Run, RunSpec | None]]]] = {}
+    for key, line in store.lines.items():
+        spec, run = specs.get(key), line["result"]
+        if (spec is None and key not in store.own) or not isinstance(run, dict) or "replicas" not in run:
+            continue
+        method = spec.method if spec else line["method"]
+        groups.setdefault(_setting(line["options"]), {}).setdefault(method, []).append((line["options"], run, spec))
+    found = [_budget(methods, bool(grid.report.get("planned_bytes"))) for methods in groups.values()]
+    titles = [one.title for one in found]
+    for one, methods in zip(found, groups.values(), strict=True):
+        same = [group for title, group in zip(titles, groups.values(), strict=True) if title == one.title]
+        if others := [_common(group) for group in same if group is not methods]:
+            own = {k: v for k, v in _common(methods).items() if any(o.get(k, v) != v for o in others)}
+            one.title += f" ({', '.join(f'{k} = {v}' for k, v in own.items())})"
+    found = [one for one in found if one.entries]
+    return sorted(found, key=lambda b: (b.steps * b.batch, -b.batch, b.replicas, b.title)), len(queue.missing())
+
+
+def _setting(options: Options) -> str:
+    varied = ("sync.", "optimizer.", "debug.seed")
+    return digest({key: value for key, value in options.items() if not key.startswith(varied)})
+
+
+def _budget(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]], planned_bytes: bool) -> Budget:
+    every = [run for runs in methods.values() for _, run, _ in runs]
+    run = next((run for run in every if "error" not in run), every[0])
+    steps, batch, replicas = run["steps"], run["batch"], run["replicas"]
+    title = f"{steps * batch / run.get('parameters', 1):.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
+    one = Budget(title + f"{replicas} replica{'s' if replicas > 1 else ''}", steps, batch, replicas)
+    for method, runs in methods.items():
+        trials: dict[Trial, Options] = {}
+        by_trial: dict[str, dict[int, Run]] = {}
+        for options, run, spec in runs:
+            first = spec.of.seeds[0] if spec else run["tuning_seed"]
+            trial = Trial(run["learning_rate"], describe_also(spec.also) if spec else "", run.get("validation_loss"))
+            by_trial.setdefault(trial.text, {})[run["seed"]] = run
+            if run["seed"] == first:
+                trials[trial] = options
+        done = [trial for trial in trials if trial.loss is not None]
+        if done:
+            best = min(done, key=lambda trial: (trial.loss, trial.rate))
+            chosen = {s: run for s, run in sorted(by_trial[best.text].items()) if "error" not in run}
+            label = next((spec.label for *_, spec in runs if spec), runs[0][1]["label"])
+            ordered = sorted(trials, key=lambda trial: (trial.also, trial.rate))
+            one.entries.append(Entry(label, method, trials[best], best, ordered, chosen, planned_bytes))
+    one.entries.sort(key=lambda entry: (not entry.is_dense, -entry.shares[0], len(entry.label), entry.label))
+    return one
+
+
+def _common(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]]) -> Options:
+    """Return the options that have one value in all runs."""
+    every = [options for runs in methods.values() for options, *_ in runs]
+    return {key: value for key, value in every[0].items() if all(o.get(key) == value for o in every)}
+
+
+def best_below(one: Budget, limit: float, report: dict[str, Any], kind: str = "") -> Entry | None:
+    """Return the method of the least gap that sends at most `limit` of the dense bytes per step.
+
+    With `standard_error`: of the least gap plus its standard error, with dense AdamS's scatter for all methods.
+    """
+    base = one.dense(report["gaps"][0])
+    scatter = one.scatter if report.get("standard_error") else 0.0
+    fits = [entry for entry in one.others if entry.shares[0] <= limit and entry.gaps(base)]
+    left_out = report.get("not_on_frontier", ())
+    fits = [entry for entry in fits if entry.method not in left_out and kind in ("", entry.kind)]
+    key = [statistics.mean(entry.gaps(base)) + scatter / math.sqrt(len(entry.gaps(base))) for entry in fits]
+    return min(zip(key, range(len(fits)), fits, strict=True), default=(0, 0, None))[2]
+
+
+def relative(one: Budget, entry: Entry, machine: str) -> float:
+    """Return the predicted seconds of a run over those of dense AdamW's."""
+    dense = one.dense("AdamW")
+    assert dense is not None
+    own, base = (costs.run_seconds(e.options, e.first, machine) for e in (entry, dense))
+    return own / base
+
+
+def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Return the step at which a curve falls to `target`, by linear interpolation; None if it does not."""
+    before: tuple[float, float] | None = None
+    for step, loss in curve:
+        if loss <= target:
+            if before is None or before[1] == loss:
+                return step
+            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = (step, loss)
+    return None
+
+
+def at(seconds: Sequence[float], step: float) -> float:
+    """Return `seconds` at a step that need not be an integer."""
+    whole = min(int(step), len(seconds) - 1)
+    after = seconds[min(whole + 1, len(seconds) - 1)]
+    return seconds[whole] + (step - whole) * (after - seconds[whole])

@@ -1,0 +1,260 @@
+"""The figures of the reports, from a study's stored lines."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save, subplots
+from scripts.study import costs, observations
+from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
+from scripts.study.grid import Grid
+from scripts.study.store import Store
+from scripts.study.sweep_tables import PHASES, Cell, cells_of
+
+START = 0.1  # share of the steps before which losses are not drawn
+LINEAR = 5.0  # percent; the axis of the gap is logarithmic above
+GAP_TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 100)
+BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
+SECOND_TICKS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
+PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
+# Places of a label, in points from its mark, the nearest first.
+PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for y in (-0.4, 0.8, -1.6) for x in (1, -1)]
+KINDS = ("training", "validation")
+Captions = dict[str, str]  # by file name
+
+
+def frontier(grid: Grid, store: Store, folder: Path) -> Captions:
+    """Draw the gap over bytes with the best method for its bytes joined by a line, for budgets with coded payloads."""
+    found = [one for one in budgets_of(grid, store)[0] if any(e.option("wire") in costs.FORMATS for e in one.others)]
+    return _gap_over_bytes(found, grid, folder / "frontier.png", best_line=True)
+
+
+def loss_against_bytes(grid: Grid, store: Store, folder: Path) -> Captions:
+    return _gap_over_bytes(_compared(grid, store), grid, folder / "loss_against_bytes.png")
+
+
+def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
+    """Draw the gap over the predicted seconds of the run, for the first budget with the most methods."""
+    if not (found := _compared(grid, store)):
+        return {}
+    one = max(found, key=lambda budget: len(budget.entries))
+    drawn, axes = figure(2, 2, (16.4, 13.0))
+    drawn.suptitle(f"Loss of the small model ({one.title}), predicted step time of {costs.MODEL}")
+    for axis, machine in zip(axes.flat, costs.MACHINES, strict=True):
+        times = {entry.label: relative(one, entry, machine) for entry in one.entries}
+        _panel(axis, one, "AdamW", one.others, lambda e, t=times: t[e.label], _families([one]))  # type: ignore[misc]
+        axis.set_title(machine, fontsize=10)
+        axis.set_xlabel("predicted seconds of the run over those of dense AdamW")
+        _ticks(axis, SECOND_TICKS, 0.93 * min(times.values()), 1.07 * max(times.values()))
+    _name_marks(drawn, list(axes.flat), [(one, "AdamW")] * len(costs.MACHINES))
+    save(drawn, folder / "loss_against_seconds.png", axes.flat)
+    return {"loss_against_seconds.png": "Loss against predicted seconds"}
+
+
+def _compared(grid: Grid, store: Store) -> list[Budget]:
+    return [one for one in budgets_of(grid, store)[0] if one.dense("AdamW") and one.others]
+
+
+def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> Captions:
+    if not found:
+        return {}
+    name, columns = grid.report["gaps"][0], min(2, len(found))
+    rows = -(-len(found) // columns)
+    drawn, axes = figure(rows, columns, (8.2 * columns, 0.6 + 6.2 * rows))
+    drawn.suptitle(f"Bytes that replicas send, and the loss: {found[0].entries[0].first['parameters']:,} parameters")
+    for axis, one in zip(axes.flat, found, strict=False):
+        shown = [e for e in one.others if e.method not in grid.report.get("not_on_frontier", ())]
+        _panel(axis, one, name, shown, lambda entry: 100 * entry.shares[0], _families(found))
+        axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
+        axis.set_xlabel("sent per step, masks and scales included (% of dense FP32 bytes)")
+        _ticks(axis, BYTE_TICKS, 0.7 * min(100 * entry.shares[0] for entry in shown), 180)
+        if best_line:
+            best = [e for e in shown if best_below(one, e.shares[0], grid.report) is e]
+            points = sorted((100 * e.shares[0], statistics.mean(e.gaps(one.dense(name)))) for e in best)
+            axis.plot(*zip(*points, strict=True), color="#000000", linewidth=1.2, alpha=0.6, label="best for its bytes")
+            axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.08, label="± one deviation of dense AdamS")
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    _name_marks(drawn, axes.flat[: len(found)], [(one, name) for one in found])
+    save(drawn, path, axes.flat[: len(found)])
+    return {path.name: "Loss against bytes"}
+
+
+def _families(found: Sequence[Budget]) -> list[str]:
+    return sorted({family(entry) for one in found for entry in one.others})
+
+
+def family(entry: Entry) -> str:
+    """Return the name that methods share which differ in the bytes that they send."""
+    wire = entry.option("wire")
+    return f"SCAPE, {wire}" if wire else f"{entry.label.split(',')[0].split()[0]}, {entry.optimizer}"
+
+
+def _panel(
+    axis: Any, one: Budget, base: str, shown: Sequence[Entry], x: Callable[[Entry], float], families: list[str]
+) -> None:
+    """Draw methods as marks, hollow for one seed; small dots are seeds. Dense training is a line."""
+    reference, low, high = one.dense(base), 0.0, 0.0
+    for entry in (entry for entry in one.entries if entry.is_dense and entry.gaps(reference)):
+        gap = statistics.mean(entry.gaps(reference))
+        low, high = min(low, gap), max(high, gap)
+        axis.axhline(gap, color="#000000", linewidth=0.8, linestyle="-" if entry is reference else "--")
+    for entry in (entry for entry in shown if entry.gaps(reference)):
+        gaps, number = entry.gaps(reference), families.index(family(entry))
+        low, high = min(low, *gaps), max(high, *gaps)
+        style = {"color": COLOURS[1 + number % (len(COLOURS) - 1)], "marker": MARKERS[number % len(MARKERS)]}
+        axis.plot([x(entry)] * len(gaps), gaps, ".", color=style["color"], markersize=4, alpha=0.7)
+        face = "white" if len(gaps) == 1 else style["color"]
+        mark = {"linestyle": "none", "markersize": 8, "markeredgewidth": 2, "markerfacecolor": face}
+        axis.plot([x(entry)], [statistics.mean(gaps)], label=family(entry), gid=entry.label, **mark, **style)
+    log_above(axis, LINEAR)
+    axis.set_ylim(low - 1, high + 1 if high < LINEAR else 1.25 * high)
+    axis.set_yticks([tick for tick in GAP_TICKS if low - 1 <= tick <= axis.get_ylim()[1]])
+    axis.yaxis.set_major_formatter("{x:+.0f}")
+    axis.set_ylabel(f"final validation loss above dense {base}\n(%; logarithmic above {LINEAR:g})")
+    axis.grid(alpha=0.3)
+
+
+def _name_marks(drawn: Any, axes: Sequence[Any], panels: Sequence[tuple[Budget, str]]) -> None:
+    """Label every mark, and every dense line on the right, where the label covers no other label if possible."""
+    drawn.draw_without_rendering()
+    for axis, (one, base) in zip(axes, panels, strict=True):
+        reference, right = one.dense(base), axis.get_xlim()[1]
+        dense = [e for e in one.entries if e.is_dense and e.gaps(reference)]
+        marks = [(e.label, right, statistics.mean(e.gaps(reference)), "#000000") for e in dense]
+        named = [line for line in axis.get_lines() if line.get_gid()]
+        marks += [(line.get_gid(), line.get_xdata()[0], line.get_ydata()[0], line.get_color()) for line in named]
+        taken: list[Any] = []
+        for label, x, y, colour in sorted(marks, key=lambda mark: mark[2]):
+            note = axis.annotate(label, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=colour)
+            for place in ((-3, 1), *((-90 * i, 1) for i in range(1, 5))) if x == right else PLACES:
+                note.set_position(place)
+                note.set_ha("left" if place[0] > 0 else "right")
+                box, frame = note.get_window_extent(), axis.get_window_extent()
+                fits = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+                if fits and not any(box.overlaps(other) for other in taken):
+                    break
+            taken.append(note.get_window_extent())
+
+
+def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:
+    axis.set_xscale("log")
+    axis.set_xlim(low, high)
+    axis.set_xticks([tick for tick in at if low <= tick <= high])
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter("{x:g}")
+
+
+def gap(grid: Grid, store: Store, folder: Path) -> Captions:
+    """Draw the final gap to dense AdamS over the density, a line for each wire."""
+    every = budgets_of(grid, store)[0]
+    found = [one for one in every if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)]
+    if not found:
+        return {}
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    drawn, axes = figure(rows, columns, (max(6.4, 5.0 * columns), 0.9 + 3.6 * rows))
+    for axis, one in zip(axes.flat, found, strict=False):
+        axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.1, label="AdamS, dense: ± one deviation")
+        axis.axhline(0, color="#000000", linestyle="--", linewidth=1)
+        points: dict[str, list[tuple[float, list[float]]]] = {}
+        for entry in one.others:
+            if entry.option("density") and (gaps := entry.gaps(one.dense("AdamS"))):
+                variant = ", variants" if entry.method in grid.report.get("not_on_frontier", ()) else ""
+                points.setdefault(family(entry) + variant, []).append((entry.option("density"), gaps))
+        for i, (name, values) in enumerate(sorted(points.items())):
+            style = look(1 + i, False) | ({"linestyle": "none"} if name.endswith("variants") else {})
+            axis.plot(*zip(*sorted((d, statistics.mean(g)) for d, g in values), strict=True), label=name, **style)
+            for density, gaps in values:
+                axis.plot([density] * len(gaps), gaps, ".", color=style["color"], markersize=3)
+        axis.set_xscale("log")
+        axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
+        axis.set_xlabel("density")
+        axis.set_ylabel("final gap to dense AdamS (%)")
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    save(drawn, folder / "gap.png", axes.flat[: len(found)])
+    return {"gap.png": "Final gap to dense AdamS against density"}
+
+
+def steps(grid: Grid, store: Store, folder: Path) -> Captions:
+    """Draw training and validation losses over the steps of the budget with the most tokens."""
+    one = max(budgets_of(grid, store)[0], key=lambda budget: budget.steps * budget.batch)
+    curves = {e.label: (e.first["training"], e.curve(), e.is_dense) for e in one.entries}
+    name = f"steps-{one.steps}x{one.batch}-r{one.replicas}.png"
+    _loss_curves(curves, one.title, START * one.steps, folder / name)
+    return {name: "Loss against steps"}
+
+
+def loss(grid: Grid, store: Store, folder: Path) -> Captions:
+    runs = [line["result"] for line in store.own.values() if "curves" in line["result"]]
+    curves = {run["label"]: (*(run["curves"][k] for k in KINDS), run["method"] == "dense") for run in runs}
+    _loss_curves(curves, "", 0, folder / "loss.png")
+    return {"loss.png": "Training and validation loss"}
+
+
+def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: float, path: Path) -> None:
+    drawn, axes = subplots(["Training", "Validation"], 1, 5.0)
+    drawn.suptitle(title)
+    for i, (label, (training, validation, is_dense)) in enumerate(curves.items()):
+        for axis, curve, marker in ((axes[0][0], training, None), (axes[0][1], validation, MARKERS[i % len(MARKERS)])):
+            points = [(step, value) for step, value in curve if step >= start]
+            axis.plot(*zip(*points, strict=True), label=label, markersize=4, **look(i, is_dense) | {"marker": marker})
+    for axis, name in zip(axes[0], KINDS, strict=True):
+        axis.set_ylabel(f"{name} loss (nats per token)")
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    save(drawn, path, [axes[0][1]])
+
+
+def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
+    """Draw step times over ranks, and the parts of a step at the largest size, as in the paper's Figure 10."""
+    panels: dict[str, list[Cell]] = {}
+    for one in grid.sets:
+        for cell in cells_of(grid, store, one.name):
+            panels.setdefault(f"{one.name}, {cell['recipe']}", []).append(cell)
+    if not panels:
+        return {}
+    low = 0.9 + 0.34 * max(len({cell["method"] for cell in panel}) for panel in panels.values())
+    drawn, axes = subplots(panels, 2, 4.8 + low, (3.6, low))
+    for (top, bottom), panel in zip(axes.T, panels.values(), strict=True):
+        for i, method in enumerate(dict.fromkeys(cell["method"] for cell in panel)):
+            cells = [cell for cell in panel if cell["method"] == method]
+            ends = [(c["step_seconds"], c.get("quartiles") or [c["step_seconds"]] * 2) for c in cells]
+            bars = [[1e3 * max(mid - q[0], 0) for mid, q in ends], [1e3 * max(q[1] - mid, 0) for mid, q in ends]]
+            style = look(i, cells[0]["dense"]) | {"label": cells[0]["label"], "markersize": 5, "capsize": 3}
+            top.errorbar([c["size"] for c in cells], [1e3 * mid for mid, _ in ends], yerr=bars, **style)
+        sizes = sorted({cell["size"] for cell in panel})
+        top.set_xscale("log", base=2)
+        top.set_xticks(sizes, [str(size) for size in sizes])
+        top.minorticks_off()
+        top.set_ylim(bottom=0)
+        top.set_xlabel("ranks")
+        top.set_ylabel("step (ms, median and quartiles)")
+        top.grid(alpha=0.3)
+        cells = [cell for cell in panel if cell["size"] == sizes[-1]]
+        labels, starts = [cell["label"] for cell in cells], [0.0] * len(cells)
+        for phase, name in PHASES.items():
+            widths = [1e3 * (cell["phases"].get(phase) or 0.0) for cell in cells]
+            bottom.barh(labels, widths, left=starts, color=PHASE_COLOURS[phase], label=name)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        bottom.invert_yaxis()
+        bottom.set_xlabel(f"step with {sizes[-1]} ranks (ms, medians of the phases)")
+        bottom.grid(alpha=0.3, axis="x")
+    axes[1][0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, columnspacing=1, handlelength=1.2)
+    save(drawn, folder / "figure_10.png", axes[0])
+    return {"figure_10.png": "Per-step time; dense methods are dashed"}
+
+
+FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
+    "frontier": frontier,
+    "gap": gap,
+    "loss_against_bytes": loss_against_bytes,
+    "loss_against_seconds": loss_against_seconds,
+    "steps": steps,
+    "loss": loss,
+    "figure_10": figure_10,
+    "observations": observations.draw,
+}

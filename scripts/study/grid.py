@@ -1,0 +1,338 @@
+"""A study's grid: a TOML file that declares methods and sets of runs, and the runs that it expands to."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.common import ROOT
+from torchtitan_scape.config.recipes import flatten, load, split_names
+
+GRIDS = ROOT / "scripts" / "study" / "grids"
+LAUNCHERS = ("simulated", "local", "emulated", "slurm", "predicted")
+CURVE_POINTS = 60  # points of a stored training curve
+LOGS_PER_POINT = 4  # logged steps per stored point, which is their mean
+MAX_MICRO_BATCH = 32  # sequences
+# Options that do not change a result are not part of a run's identity.
+_WITHOUT_EFFECT = ("job.", "metrics.")
+# Fields of a method's section that a run's identity contains only where a grid or recipe sets them.
+_NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes")
+_TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
+# Keys of a method that are not options of the trainer.
+_METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
+_METHOD_KEYS += ("every_forward", "start_from")
+_GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
+_GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
+Options = dict[str, Any]
+
+
+def digest(content: Any) -> str:
+    """Return 8 hexadecimal digits of the SHA-256 of `content` as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def as_arguments(key: str, value: Any) -> list[str]:
+    """Return an option as arguments of the trainer."""
+    if isinstance(value, bool):
+        section, _, name = key.rpartition(".")
+        return [f"--{key}" if value else f"--{section}.no-{name.replace('_', '-')}"]
+    if isinstance(value, list) and not isinstance(value[0], str):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={','.join(value) if isinstance(value, list) else value}"]
+
+
+@functools.cache
+def defaults(method: str) -> Options:
+    """Return the default options of a method's section; {} if it has none."""
+    from torchtitan_scape.config.job_config import Sync  # selects the device, before TorchTitan is imported
+
+    section = getattr(Sync(), method, None)
+    known = () if section is None else dataclasses.fields(section)
+    return {f"sync.{method}.{f.name}": getattr(section, f.name) for f in known if f.name not in _NOT_SPELLED_OUT}
+
+
+@dataclass(frozen=True)
+class BudgetSet:
+    """Runs that share a budget, a launcher and its settings.
+
+    Attributes:
+        steps, batch, replicas: Budget: tokens per step, simulated replicas. 0: as the recipe says.
+        learning_rates: Tried with the first seed; None: the recipe's.
+        further: Runs that each method may have beyond `learning_rates`; see `Tuning`.
+        sizes: Numbers of ranks. sequences: global batches, in sequences; 0: the recipe's.
+        launch: Settings of the launcher.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    recipes: tuple[str, ...]
+    launcher: str = "simulated"
+    steps: int = 0
+    batch: int = 0
+    replicas: int = 0
+    learning_rates: tuple[float | None, ...] = (None,)
+    seeds: tuple[int | None, ...] = (None,)
+    further: int = 0
+    sizes: tuple[int, ...] = (1,)
+    sequences: tuple[int, ...] = (0,)
+    micro_batch: int = 0
+    options: Options = field(default_factory=dict)
+    launch: Options = field(default_factory=dict)
+
+    @property
+    def tuned(self) -> bool:
+        return self.learning_rates != (None,)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: a method of a set with a recipe, a size, a learning rate and a seed.
+
+    Attributes:
+        overrides: What the trainer receives beyond the recipe.
+        options: Recipe and overrides together, without what has no effect on the result; their digest is `key`.
+        also: Values of the options that the method is tuned in besides the learning rate; {} for its own.
+    """
+
+    of: BudgetSet
+    method: str
+    label: str
+    recipe: str
+    size: int
+    sequences: int
+    learning_rate: float | None
+    seed: int | None
+    overrides: Options
+    options: Options
+    about: Options
+    also: Options = field(default_factory=dict)
+
+    @functools.cached_property
+    def key(self) -> str:
+        return digest(self.options)
+
+    @property
+    def steps(self) -> int:
+        return int(self.options["training.steps"])
+
+    @property
+    def head(self) -> Options:
+        """What a stored result begins with, also that of a failure."""
+        head: Options = {"label": self.label}
+        if self.of.batch:
+            head |= {name: getattr(self.of, name) for name in ("steps", "batch", "replicas")}
+            head |= {"learning_rate": self.learning_rate, "seed": self.seed, "tuning_seed": self.of.seeds[0]}
+        return head
+
+    @property
+    def recipe_name(self) -> str:
+        return Path(self.recipe).stem
+
+    @property
+    def name(self) -> str:
+        rate = "" if self.learning_rate is None else f"-lr{self.learning_rate:g}"
+        return f"{self.of.name}-{self.method}{rate}-{self.key}"
+
+    @property
+    def title(self) -> str:
+        parts = [] if self.learning_rate is None else [f"lr {self.learning_rate:g}{describe_also(self.also)}"]
+        parts += [] if self.seed is None else [f"seed {self.seed}"]
+        parts += [f"{self.size} ranks"] if self.of.launcher != "simulated" else []
+        parts += [self.recipe_name] if len(self.of.recipes) > 1 else []
+        parts += [f"{self.sequences} sequences"] if len(self.of.sequences) > 1 else []
+        parts += [f"{self.of.steps} x {self.of.batch} tokens"] if self.of.batch else []
+        parts += [f"{self.of.replicas} replicas"] if self.of.replicas else []
+        return f"{self.of.name}: {self.method}" + "".join(f", {part}" for part in parts)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The trainer's command line, without the folder of its output."""
+        given = (argument for option in self.overrides.items() for argument in as_arguments(*option))
+        return [f"--job.config_file={self.recipe}", *given]
+
+
+class Grid:
+    """A declared grid. Raises ValueError that names the place of what cannot be run."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            declared = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            known = ", ".join(sorted(file.stem for file in GRIDS.glob("*.toml")))
+            raise ValueError(f"the grid {path} cannot be read: {error}; stored grids are {known}") from None
+        _check_keys(str(path), declared, _GRID_KEYS, {"recipe", "sets"})
+        self.path, self.declared = path, declared
+        self.parameters = int(declared.get("parameters", 0))
+        self.report: dict[str, Any] = declared.get("report", {})
+        self.shared = list(declared.get("shared", []))
+        own = {name: _flat_method(table) for name, table in declared.get("methods", {}).items()}
+        others = Grid(path.parent / declared["methods_of"]).methods if "methods_of" in declared else {}
+        self.methods: dict[str, Options] = others | own
+        self.sets = [self._set(self._with_defaults(table)) for table in declared["sets"]]
+        names = [one.name for one in self.sets]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{path}: two sets have one name; the names are {', '.join(names)}")
+
+    def _with_defaults(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return a set's table over the grid's defaults; options and settings of the launcher are merged."""
+        common = self.declared.get("defaults", {})
+        merged = {key: flatten(common.get(key, {})) | flatten(table.get(key, {})) for key in ("options", "launch")}
+        return common | table | merged
+
+    def _set(self, table: dict[str, Any]) -> BudgetSet:
+        where = f"set {table.get('name', '?')!r}"
+        known = {f.name for f in dataclasses.fields(BudgetSet)} | {"tokens_per_parameter", "recipe"}
+        _check_keys(where, table, known, {"name", "methods"})
+        if "steps" in table and "tokens_per_parameter" in table:
+            raise ValueError(f"{where}: give either steps or tokens_per_parameter")
+        recipes = table.get("recipes") or [table.get("recipe", self.declared["recipe"])]
+        for recipe in recipes:
+            if not all((ROOT / name).is_file() for name in split_names(recipe)):  # an absolute path stays one
+                raise ValueError(f"{where}: the recipe {recipe} does not exist; recipes are in train_configs/")
+        batch, replicas = int(table.get("batch", 0)), int(table.get("replicas", 0))
+        sequence = int(read_recipe(recipes[0])["training.seq_len"])
+        if batch % (sequence * max(1, replicas)) or batch < 0:
+            unit = f"a sequence ({sequence}) x {replicas} replicas"
+            raise ValueError(f"{where}: a batch of {batch} tokens is no multiple of {unit}")
+        for name in table["methods"]:
+            if name not in self.methods:
+                raise ValueError(f"{where}: there is no method {name!r}; known are {', '.join(self.methods)}")
+        launcher = table.get("launcher", self.declared.get("launcher", "simulated"))
+        if launcher not in LAUNCHERS:
+            raise ValueError(f"{where}: launcher = {launcher!r}; known are {', '.join(LAUNCHERS)}")
+        tokens = table.get("tokens_per_parameter", 0) * self.parameters
+        lists = {}
+        for key in ("methods", "learning_rates", "seeds", "sizes", "sequences"):
+            if key in table:
+                lists[key] = tuple(float(v) for v in table[key]) if key == "learning_rates" else tuple(table[key])
+                if not table[key] or len(set(table[key])) != len(table[key]):
+                    raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
+        steps = table.get("steps") or (max(1, round(tokens / batch)) if tokens else 0)
+        given = {key: value for key, value in table.items() if key not in ("tokens_per_parameter", "recipe")} | lists
+        return BudgetSet(**given | {"recipes": tuple(recipes), "launcher": launcher, "steps": steps})
+
+    def choose(self, names: Sequence[str]) -> list[BudgetSet]:
+        """Return the sets with those names, or all sets. Raises ValueError for an unknown name."""
+        for name in names:
+            if name not in [one.name for one in self.sets]:
+                raise ValueError(f"there is no set {name!r}; known are {', '.join(one.name for one in self.sets)}")
+        return [one for one in self.sets if not names or one.name in names]
+
+    def also(self, method: str) -> list[Options]:
+        """Return the options that the method is tuned in besides the learning rate, one value at a time."""
+        declared = {k.removeprefix(_TUNED): v for k, v in self.methods[method].items() if k.startswith(_TUNED)}
+        return [{option: value} for option, values in declared.items() for value in values]
+
+    def specs(self, one: BudgetSet, method: str) -> list[RunSpec]:
+        """Return the runs of a method of a set that is not tuned: every recipe, size, batch and seed."""
+        axes = itertools.product(one.recipes, one.sequences, one.sizes, one.seeds)
+        return [self.spec(one, method, None, seed, size=n, sequences=s, recipe=r) for r, s, n, seed in axes]
+
+    def spec(
+        self,
+        one: BudgetSet,
+        method: str,
+        learning_rate: float | None,
+        seed: int | None,
+        also: Options | None = None,
+        *,
+        size: int | None = None,
+        sequences: int | None = None,
+        recipe: str = "",
+    ) -> RunSpec:
+        recipe, base = recipe or one.recipes[0], read_recipe(recipe or one.recipes[0])
+        size, sequences = size or one.sizes[0], one.sequences[0] if sequences is None else sequences
+        declared = self.methods[method]
+        own = {k: v for k, v in declared.items() if k not in _METHOD_KEYS and not k.startswith(_TUNED)} | (also or {})
+        about = {k: v for k, v in declared.items() if k in _METHOD_KEYS}
+        shared = self._budget(one, base) if one.batch else _ranks(one, base, size, sequences)
+        shared |= one.options
+        kind = str((base | shared | own)["sync.method"])
+        section, spelled_out = f"sync.{kind}.", defaults(kind)  # a changed default makes another run
+        if one.batch and f"{section}density_warmup_steps" in spelled_out:
+            share = declared.get("density_warmup", self.declared.get("density_warmup", 0.0))
+            own = {f"{section}density_warmup_steps": round(share * one.steps), **own}
+        overrides = shared | own
+        overrides |= {} if learning_rate is None else {"optimizer.lr": learning_rate}
+        overrides |= {} if seed is None else {"debug.seed": seed}
+
+        def counts(key: str) -> bool:
+            elsewhere = key.startswith("sync.") and key.count(".") > 1 and not key.startswith(section)
+            return not elsewhere and not key.startswith(_WITHOUT_EFFECT)
+
+        known = spelled_out | base | overrides
+        if one.launcher != "simulated":
+            known |= {f"launch.{k}": v for k, v in {"launcher": one.launcher, "ranks": size, **one.launch}.items()}
+        for name in ("peer", "rank", "every_forward", "start_from"):
+            known |= {f"launch.{name}": about[name]} if name in about else {}
+        options = {key: value for key, value in sorted(known.items()) if counts(key)}
+        label = str(declared.get("label", method))
+        axes = (label, recipe, size, sequences, learning_rate, seed)
+        return RunSpec(one, method, *axes, overrides, options, about, also or {})
+
+    def _budget(self, one: BudgetSet, base: Options) -> Options:
+        """Return the options of a set's budget, the same for all its methods."""
+        sequence = int(base["training.seq_len"])
+        sequences = one.batch // sequence
+        validations, tokens = (int(self.declared[key]) for key in ("validations", "validation_tokens"))
+        validated = max(1, tokens // sequence // max(1, one.replicas))
+        return {
+            "training.steps": one.steps,
+            "training.global_batch_size": sequences,
+            "training.local_batch_size": largest_divisor(sequences // max(1, one.replicas), MAX_MICRO_BATCH),
+            "lr_scheduler.warmup_steps": max(1, round(float(self.declared["lr_warmup"]) * one.steps)),
+            "validation.freq": -(-one.steps // validations),
+            "validation.local_batch_size": largest_divisor(validated, MAX_MICRO_BATCH),
+            "validation.steps": validated // largest_divisor(validated, MAX_MICRO_BATCH),
+            "metrics.log_freq": max(1, one.steps // (CURVE_POINTS * LOGS_PER_POINT)),
+            **({"topology.simulate_replicas": one.replicas} if one.replicas else {}),
+        }
+
+
+def _ranks(one: BudgetSet, base: Options, size: int, sequences: int) -> Options:
+    """Return the batch options of a run on several ranks: a fixed global batch in the largest micro-batches."""
+    shared: Options = {"training.steps": one.steps} if one.steps else {}
+    sequences = sequences or int(base.get("training.global_batch_size", 0))
+    if not sequences:
+        return shared
+    if sequences % size:
+        unit = f"{size} ranks; set sequences"
+        raise ValueError(f"set {one.name!r}: a global batch of {sequences} sequences is no multiple of {unit}")
+    each = sequences // size
+    micro = largest_divisor(each, one.micro_batch or int(base["training.local_batch_size"]))
+    return shared | {"training.local_batch_size": micro, "training.global_batch_size": sequences}
+
+
+@functools.cache
+def read_recipe(recipe: str) -> Options:
+    """Return the options of a recipe's files."""
+    return flatten(load(",".join(str(ROOT / name) for name in split_names(recipe))).table)
+
+
+def describe_also(also: Options) -> str:
+    """Return {"sync.diloco.outer_lr": 0.4} as ", outer_lr 0.4"; "" for {}."""
+    return "".join(f", {option.rpartition('.')[2]} {value:g}" for option, value in also.items())
+
+
+def largest_divisor(count: int, limit: int) -> int:
+    """Return the largest divisor of `count` that is at most `limit`."""
+    return max(n for n in range(1, limit + 1) if count % n == 0)
+
+
+def _flat_method(table: dict[str, Any]) -> Options:
+    nested = {key: table[key] for key in ("planned", "targets") if key in table}
+    return flatten({key: value for key, value in table.items() if key not in nested}) | nested
+
+
+def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:
+    for key in table:
+        if key not in known:
+            raise ValueError(f"{where}: there is no key {key!r}; known are {', '.join(sorted(known))}")
+    if lacking := sorted(needed - set(table)):
+        raise ValueError(f"{where} lacks {', '.join(lacking)}")

@@ -1,0 +1,175 @@
+"""The launchers `simulated`, `local` and `predicted`, and the stored result of a run."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from scripts.common import ALONE, Curve, command_of, losses
+from scripts.study.costs import planned_run
+from scripts.study.grid import CURVE_POINTS, BudgetSet, RunSpec, largest_divisor
+from scripts.study.store import SETUP, Store
+from topology.layout import plan_layout
+from topology.links import Links
+from topology.machines import Machine, get_machine
+from torchtitan_scape.core.workloads import WORKLOADS, get_workload
+from torchtitan_scape.planner.step import Assumptions, predict
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ARRAYS = "observations.npz"
+
+
+def process_command(spec: RunSpec, out: Path) -> list[str]:
+    """Return the command of a run on this host: one process for simulated replicas, `local` under the launcher."""
+    arguments = [*spec.arguments, f"--job.dump_folder={out}", "--metrics.enable_tensorboard"]
+    _copy_checkpoint(spec, out)
+    if spec.of.launcher == "simulated":
+        variables = [f"{name}={value}" for name, value in ALONE.items()]
+        return ["env", *variables, sys.executable, "-m", "torchtitan_scape.train", *arguments]
+    launcher = ["-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={spec.size}", "--rdzv_backend=c10d"]
+    return [sys.executable, *launcher, "--rdzv_endpoint=localhost:0", "-m", "torchtitan_scape.train", *arguments]
+
+
+def _copy_checkpoint(spec: RunSpec, out: Path) -> None:
+    """Copy the checkpoint at half of the steps of the method that a run with `start_from` continues."""
+    if not (method := spec.about.get("start_from")):
+        return
+    folders = sorted(out.parent.glob(f"{spec.of.name}-{method}-????????/checkpoint/step-{spec.steps // 2}"))
+    if not folders:
+        raise ValueError(f"{out.parent} has no checkpoint of {method} in set {spec.of.name}; run {method} again first")
+    shutil.copytree(folders[-1], out / "checkpoint" / folders[-1].name)
+
+
+def result(spec: RunSpec, out: Path, log: str, parameters: int, folder: Path) -> dict[str, Any]:
+    """Return what is stored of a run that has ended. Raises ValueError if it is not what the grid asks for."""
+    found = re.search(r"size: ([\d,]+) total parameters", log)
+    count = int(found[1].replace(",", "")) if found else parameters
+    if parameters and count != parameters:
+        raise ValueError(f"the model has {count} parameters, the grid says {parameters}")
+    summary = json.loads((out / "summary.json").read_text())
+    if summary["steps"] != spec.steps or not math.isfinite(summary["validation_loss"]):
+        raise ValueError(f"ended at step {summary['steps']} with validation loss {summary['validation_loss']}")
+    head = spec.head | {"parameters": count}
+    if not spec.of.batch:
+        return head | summary | {"curves": _curves(spec, out, folder)}
+    sent = summary["bytes_sent_per_step_and_rank"]
+    curves = losses(out, **{level: f"sync/bytes_sent/{level}" for level in sent})
+    corpora = re.findall(r"digest ([0-9a-f]+)", log)  # the last one is of the training text
+    validated = [step for step, _ in curves["validation"]]
+    return {
+        **head,
+        "corpus": corpora[-1] if corpora else None,
+        **{key: summary[key] for key in ("validation_loss", "training_loss", "tokens", "skipped_steps")},
+        "seconds_per_step": round(summary["seconds_per_step"], 6),
+        "bytes_per_step": sum(sent.values()),
+        "dense_bytes_per_step": summary["dense_bytes_per_step_and_rank"],
+        "validation": [[step, round(loss, 6)] for step, loss in curves["validation"]],
+        "training": thin(curves["training"]),
+        "bytes": cumulative([curves[level] for level in sent], validated),
+    }
+
+
+def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
+    """Return a run's curves; with observations also norms, and its arrays go into the study's file."""
+    tags = {}
+    if (out / ARRAYS).exists():
+        tags = {"norm": "grad_norm"} | ({"residual": "sync/residual_norm"} if spec.about.get("start_from") else {})
+        prefix = f"{spec.of.name}/{spec.method}/"
+        arrays = {k: v for k, v in load_arrays(folder / ARRAYS).items() if not k.startswith(prefix)}
+        arrays |= {prefix + key: value for key, value in load_arrays(out / ARRAYS).items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{ARRAYS}.part", "wb") as file:
+            np.savez_compressed(file, **arrays)
+        (folder / f"{ARRAYS}.part").rename(folder / ARRAYS)
+    return {key: [[s, round(value, 6)] for s, value in curve] for key, curve in losses(out, **tags).items()}
+
+
+def load_arrays(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    with np.load(path, allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
+
+
+def thin(curve: Curve, points: int = CURVE_POINTS) -> list[list[float]]:
+    """Return at most `points` points: the first step, then means of step and loss over neighbours."""
+    rest = curve[1:]
+    size = max(1, -(-len(rest) // max(1, points - 1)))
+    groups = [curve[:1], *(rest[i : i + size] for i in range(0, len(rest), size))]
+    return [[round(fmean(s for s, _ in g), 1), round(fmean(loss for _, loss in g), 4)] for g in groups if g]
+
+
+def cumulative(levels: Sequence[Curve], at: Sequence[int]) -> list[list[int]]:
+    """Return (step, bytes sent by a rank until then) at the steps `at`.
+
+    Args:
+        levels: For each link level (step, bytes per step since the previous point). The last rate continues.
+    """
+    totals = []
+    for step in at:
+        total = 0.0
+        for curve in levels:
+            before, rate = 0, 0.0
+            for until, rate in curve:
+                total += rate * (min(until, step) - min(before, step))
+                before = until
+            total += rate * max(0, step - before)
+        totals.append([step, round(total)])
+    return totals
+
+
+def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str, Any]]:
+    """Return the function that predicts the steps of a set, from links, machine and assumptions of its `launch`.
+
+    `network`: GB/s that a rank sends, in the place of the machine's; `links`: file of the preflight.
+    """
+    launch = one.launch
+    machine = get_machine(launch.get("machine", "vista"))
+    links = Links.from_json(launch["links"]) if "links" in launch else Links.from_machine(machine)
+    if "network" in launch:
+        links = links.with_bandwidth("network", launch["network"] * 1e9)
+    assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
+    notes = [
+        f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the peak; "
+        f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
+        "An overlapped exchange is hidden behind at most two thirds of the last micro-batch.",
+    ]
+    store.note(SETUP, one.name, {}, {"launcher": "predicted", "notes": notes}, command_of("scripts.study"))
+    return lambda spec: predicted(spec, machine, links, assumptions)
+
+
+def predicted(spec: RunSpec, machine: Machine, links: Links, assumptions: Assumptions) -> dict[str, Any]:
+    """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
+    if spec.recipe_name not in WORKLOADS:
+        raise ValueError(f"the planner has no model of {spec.recipe}; known are {', '.join(WORKLOADS)}")
+    workload, shard = get_workload(spec.recipe_name), spec.of.launch.get("shard", 1)
+    per_node = min(machine.ranks_per_node or spec.size, spec.size)
+    layout = plan_layout(spec.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=shard)
+    batch = spec.sequences or workload.batch
+    micro_batch = largest_divisor(max(1, batch // spec.size), 4)
+    run = planned_run(spec.options, spec.about)
+    found = predict(run, workload, layout, links, batch=batch, micro_batch=micro_batch, assumptions=assumptions)
+    phases = {"compute": found.compute, "exposed": found.exchange + found.shard}
+    return {
+        "launcher": "predicted",
+        "recipe": spec.recipe_name,
+        "label": spec.label,
+        "size": spec.size,
+        "nodes": layout.nodes,
+        "ranks_per_node": layout.ranks_per_node,
+        "compute": "predicted",
+        "steps": [found.step],
+        "step_seconds": found.step,
+        "phases": phases | {"optimizer": found.optimizer, "other": found.fixed},
+        "tokens_per_step": batch * workload.sequence,
+        "peak_memory_bytes": sum(found.memory.values()),
+        "memory_kind": "predicted",
+        "sent": found.sent,
+    }

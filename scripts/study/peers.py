@@ -1,0 +1,173 @@
+"""Data-parallel training of other libraries inside our trainer: PyTorch's DDP with its hooks, and TorchTitan's HSDP.
+
+Both exchange gradients during the backward pass. AdamS and clipping are ours, so that only the exchange differs.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from topology.calls import CollectiveCall
+from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import StepInfo
+
+Parallelize = Callable[..., nn.Module]
+
+
+def without_fsdp(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:
+    """Return the model with plain parameters, as DDP needs them."""
+    if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
+        raise ValueError("a model without FSDP needs shard and tensor degrees of 1; set parallelism accordingly")
+    return model
+
+
+class DdpPeer:
+    """DistributedDataParallel, plain or with one of its hooks.
+
+    Args:
+        hook: "", "bf16" or "low_rank".
+        rank: Of PowerSGD.
+    """
+
+    parallelize: Parallelize = staticmethod(without_fsdp)
+
+    def __init__(self, hook: str, rank: int) -> None:
+        self.hook, self.rank = hook, rank
+
+    def install(self, trainer: Any) -> None:
+        group = trainer.replica_optimizer.collectives.groups.replicate
+        buckets = {}
+        if self.hook == "low_rank":
+            # One bucket: the hook chains all-reduces in callbacks. With two buckets in flight gloo runs these in a
+            # different order on every rank.
+            dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40  # as in DDP's documentation
+            buckets = {"bucket_cap_mb": 1 << 20}
+        self.model = _WrappedModel(trainer.model_parts[0], process_group=group, **buckets)
+        if self.hook == "bf16":
+            # As a lambda: DDP refuses this hook by its name without NCCL, although it works with gloo.
+            self.model.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+        elif self.hook == "low_rank":
+            # Compresses from the third step on, the earliest with error feedback and warm start.
+            state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=self.rank, start_powerSGD_iter=2)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        trainer.model_parts[0] = self.model
+        # DDP averages; the trainer's loss, divided by the global token count, needs sums.
+        _replace_method(trainer, lambda scale: scale)
+
+    def exchanging(self, last: bool) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch: only the `last` one of a step exchanges."""
+        return nullcontext() if last else self.model.no_sync()
+
+    def silent(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass without an exchange."""
+        return self.model.no_sync()
+
+
+class HsdpPeer:
+    """TorchTitan's parallelization as it is, with FSDP2 on a mesh of two axes.
+
+    FSDP2 starts the all-reduce of a layer's gradients during the backward pass, on its own stream. gloo has no streams:
+    its call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
+    """
+
+    def __init__(self, overlaps: bool) -> None:
+        self.overlaps = overlaps
+
+    @staticmethod
+    def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:
+        # FSDP is on for a shard axis of size 1, too, for which TorchTitan would take DDP.
+        native, replicated = copy.copy(parallel_dims), property(lambda dims: dims.dp_replicate > 1)
+        native.__class__ = type("NativeDims", (type(parallel_dims),), {"dp_replicate_enabled": replicated})
+        wrapped = family(model, native, job_config)
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+        return wrapped
+
+    def install(self, trainer: Any) -> None:
+        if trainer.layout.tensor > 1:
+            raise ValueError("HSDP is compared without tensor parallelism; set its degree to 1")
+        for shard in trainer.replica_optimizer._shards:
+            shard.counted = True  # the mesh contains the replicas, too
+        self._timer = trainer.replica_optimizer.timer
+        self._one_pass = trainer.gradient_accumulation_steps == 1 and trainer.device.type == "cpu"
+        _replace_method(trainer, lambda scale: 1.0)
+
+    @contextmanager
+    def exchanging(self, last: bool) -> Iterator[None]:
+        """Open the context of a micro-batch; TorchTitan all-reduces after each."""
+        if not (self.overlaps and self._one_pass):  # later micro-batches add to received gradients
+            yield
+            return
+        started: list[tuple[dist.Work, Tensor]] = []
+
+        def start(tensor: Tensor, **options: Any) -> None:
+            started.append((dist.all_reduce(tensor, **options, async_op=True), tensor))
+
+        with replaced(_fsdp_collectives, "dist", _ReplacedAllReduce(start)):
+            yield
+        with self._timer.phase("exchange"):
+            for work, _ in started:
+                work.wait()
+
+    def silent(self) -> AbstractContextManager[None]:
+        return replaced(_fsdp_collectives, "dist", _ReplacedAllReduce(lambda tensor, **options: None))
+
+
+PEERS: dict[str, Callable[[int], DdpPeer | HsdpPeer]] = {
+    "ddp": lambda rank: DdpPeer("", rank),
+    "ddp-bf16": lambda rank: DdpPeer("bf16", rank),
+    "ddp-powersgd": lambda rank: DdpPeer("low_rank", rank),
+    "hsdp": lambda rank: HsdpPeer(overlaps=True),
+    "hsdp-waits": lambda rank: HsdpPeer(overlaps=False),
+}
+
+
+class _ReplacedAllReduce:
+    """torch.distributed with another all_reduce."""
+
+    def __init__(self, all_reduce: Callable[..., None]) -> None:
+        self.all_reduce = all_reduce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+class _WrappedModel(torch.nn.parallel.DistributedDataParallel):
+    """DDP with the attributes of its model, which the trainer reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class _AlreadySynchronized(GradientMethod):
+    """Receives synchronized gradients; `factor` makes them sums, as the trainer's loss needs."""
+
+    factor: float
+
+    def synchronize(self, gradients: list[Tensor], step: StepInfo) -> list[Tensor]:
+        if self.factor != 1.0:
+            torch._foreach_mul_(gradients, self.factor)
+        return gradients
+
+    def collective_calls(self) -> list[CollectiveCall]:
+        return []
+
+
+def _replace_method(trainer: Any, factor: Callable[[float], float]) -> None:
+    dense = trainer.replica_optimizer.methods[0]
+    method = _AlreadySynchronized(dense.context, dense.options)
+    method.factor = factor(dense.context.gradient_scale)
+    trainer.replica_optimizer.methods = [method]

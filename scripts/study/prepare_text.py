@@ -1,0 +1,54 @@
+"""Prepare the training text of the study at_size: Python sources of packages that are installed beside the trainer.
+
+The embedded model (2.2 M parameters) needs 44.6 M tokens for 20 per parameter. The standard library has 3.3 M; with the
+sources of PyTorch, SymPy and NumPy, without tests, there are 26 M, which are read 1.7 times. The text depends on the
+versions of the packages: the manifest in results/at_size names them and contains its digest.
+
+    python -m scripts.study.prepare_text
+"""
+
+import json
+import sys
+import sysconfig
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from scripts.common import OUTPUTS, RESULTS, ROOT, guarded, parser, read, write
+from torchtitan_scape.data import prepare
+from torchtitan_scape.data.manifest import MANIFEST
+from torchtitan_scape.data.standard_library import read_sources
+
+PACKAGES = ("torch", "sympy", "numpy")
+PREPARED = OUTPUTS / "at_size" / "prepared"  # training.dataset_path of grids/at_size.toml
+
+
+def sources() -> dict[str, dict[str, str]]:
+    """Return {package and version: {relative path: text}}. Raises ValueError if a package is not installed."""
+    found = {f"Python {sys.version.split()[0]}": read_sources(Path(sysconfig.get_path("stdlib")))}
+    for name in PACKAGES:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"the package {name} is not installed: pip install {name}")
+        found[f"{name} {version(name)}"] = read_sources(Path(spec.origin).parent)
+    return found
+
+
+def run() -> int:
+    text, found = PREPARED.parent / "sources.jsonl", sources()
+    write(text, "".join(json.dumps({"text": source}) + "\n" for files in found.values() for source in files.values()))
+    tokenizer = ROOT / "torchtitan_scape" / "data" / "tokenizer"
+    arguments = [f"--path={text}", f"--tokenizer={tokenizer}", f"--output={PREPARED}", "--validation=0.01"]
+    if code := prepare.main(arguments):
+        return code
+    manifest = read(PREPARED / MANIFEST)
+    manifest["source"]["path"] = None  # differs between machines
+    manifest["sources"] = {name: {"files": len(files)} for name, files in found.items()}
+    write(RESULTS / "at_size" / MANIFEST, manifest)
+    print(f"wrote {RESULTS / 'at_size' / MANIFEST}")
+    return 0
+
+
+if __name__ == "__main__":
+    parser(__doc__).parse_args()
+    sys.exit(guarded(run))

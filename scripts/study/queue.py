@@ -1,0 +1,185 @@
+"""The queue of a study's trainer processes: what is missing, several at a time, resumable after a stop."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from scripts.common import ROOT, RunError, versions, without_paths
+from scripts.study.grid import BudgetSet, Grid, RunSpec
+from scripts.study.launchers import ENVIRONMENT, process_command, result
+from scripts.study.store import Store
+from scripts.study.tuning import Tuning
+
+LOG_LINES = 12  # printed of a failed run
+POLL = 0.2  # seconds between two looks at the children
+
+
+@dataclass
+class _Running:
+    spec: RunSpec
+    process: subprocess.Popen[bytes]
+    begin: float
+    out: Path
+
+
+class Queue:
+    """Run the missing runs of `sets` as processes on this host, `jobs` at a time.
+
+    A run is identified by the values of all its options: sets share runs, and stored runs are not repeated.
+    """
+
+    def __init__(self, grid: Grid, sets: Sequence[BudgetSet], store: Store, jobs: int, work: Path) -> None:
+        if jobs < 1:
+            raise ValueError(f"--jobs {jobs}: give 1 or more")
+        self.grid, self.sets, self.store, self.jobs, self.work = grid, sets, store, jobs, work
+        self.failed: set[str] = set()
+        self.running: list[_Running] = []
+
+    def runs(self, guess: bool = False) -> dict[str, RunSpec]:
+        """Return all runs that are known so far, by key, in the order of the queue.
+
+        Consecutive sets of one budget are merged: first every method's first learning rate, then the others, then
+        further runs of the tuning, then the other seeds. With `guess`, other seeds count before the tuning is done.
+        """
+        found: list[RunSpec] = []
+        budgets = itertools.groupby(self.sets, lambda one: (one.tuned, one.steps, one.batch, one.replicas))
+        for (tuned, *_), sets in budgets:
+            pairs = [(one, method) for one in sets for method in one.methods]
+            if not tuned:
+                found += [spec for one, method in pairs for spec in self.grid.specs(one, method)]
+                continue
+            tunings = [Tuning(self.grid, one, method, self.store.loss, self.failed) for one, method in pairs]
+            for specs in itertools.zip_longest(*(tuning.declared for tuning in tunings)):
+                found += [spec for spec in specs if spec is not None]
+            found += [spec for tuning in tunings for spec in tuning.runs]
+            found += [spec for tuning in tunings for spec in tuning.other_seeds(guess)]
+        return {spec.key: spec for spec in found}
+
+    def missing(self) -> list[RunSpec]:
+        """Return the known runs that are neither stored nor running and have not failed in this process."""
+        taken = self.failed | {one.spec.key for one in self.running}
+        return [spec for key, spec in self.runs().items() if key not in taken and self.store.result(key) is None]
+
+    def done(self) -> int:
+        return sum(self.store.result(key) is not None for key in self.runs())
+
+    def remaining(self) -> str:
+        """Return the time left, from the mean seconds per step of finished runs, by set where possible."""
+        specs, rates = self.runs(guess=True), dict[str, list[float]]()
+        for key, spec in specs.items():
+            if seconds := (self.store.result(key) or {}).get("wall_seconds"):
+                rates.setdefault(spec.of.name, []).append(seconds / spec.steps)
+        if not rates:
+            return "time left unknown"
+        every = [rate for found in rates.values() for rate in found]
+        left = [s for key, s in specs.items() if key not in self.failed and self.store.result(key) is None]
+        seconds = sum(spec.steps * fmean(rates.get(spec.of.name, every)) for spec in left)
+        return f"about {seconds / self.jobs / 60:.0f} min left"
+
+    def run(self) -> None:
+        """Run everything that is missing. Ends the children whatever happens."""
+        try:
+            while True:
+                for one in [one for one in self.running if one.process.poll() is not None]:
+                    self.running.remove(one)
+                    self._collect(one)
+                if len(self.running) < self.jobs and (spec := self._next()):
+                    self._start(spec)
+                elif not self.running:
+                    return
+                else:
+                    time.sleep(POLL)
+        finally:
+            for one in self.running:
+                one.process.terminate()
+            for one in self.running:
+                try:
+                    one.process.wait(5)
+                except subprocess.TimeoutExpired:
+                    one.process.kill()
+                    one.process.wait()
+
+    def _next(self) -> RunSpec | None:
+        """Return the next run to start: not one that continues from the checkpoint of a running one."""
+        running = [(one.spec.of, one.spec.method) for one in self.running]
+        return next((s for s in self.missing() if (s.of, s.about.get("start_from")) not in running), None)
+
+    def _start(self, spec: RunSpec) -> None:
+        out = self.work / spec.name
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        try:
+            command = process_command(spec, out)
+        except ValueError as error:
+            self.fail(spec, str(error))
+            return
+        with open(out / "log.txt", "wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its children
+            )
+        self.running.append(_Running(spec, process, time.monotonic(), out))
+
+    def _collect(self, one: _Running) -> None:
+        log = (one.out / "log.txt").read_text(errors="replace")
+        try:
+            if one.process.returncode:
+                errors = re.findall(r"error: (.*)", log)
+                raise ValueError(f"exit code {one.process.returncode}" + (f": {errors[-1]}" if errors else ""))
+            content = result(one.spec, one.out, log, self.grid.parameters, self.store.path.parent)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            last = "\n".join("    " + line for line in log.splitlines()[-LOG_LINES:])
+            text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+            self.fail(one.spec, text, f"\n{last}\n    log: {one.out / 'log.txt'}")
+        else:
+            self.keep(one.spec, content, time.monotonic() - one.begin)
+
+    def run_in_turn(self, prepare: Callable[[BudgetSet], Callable[[RunSpec], dict[str, Any]]]) -> None:
+        """Run everything that is missing, one run after the other.
+
+        Args:
+            prepare: Returns the function that measures a run of a set. RunError and ValueError are the run's failure.
+        """
+        for one in self.sets:
+            specs = [spec for spec in self.missing() if spec.of is one]
+            if not specs:
+                continue
+            measure = prepare(one)
+            for spec in specs:
+                print(f"[{self.done() + 1}/{len(self.runs())}] {spec.title} ...", flush=True)
+                begin = time.monotonic()
+                try:
+                    content = measure(spec)
+                except (RunError, ValueError) as error:
+                    self.fail(spec, str(error))
+                else:
+                    self.keep(spec, content, time.monotonic() - begin)
+
+    def keep(self, spec: RunSpec, content: dict[str, Any], seconds: float) -> None:
+        """Store a run's result and print it, with the progress."""
+        command = without_paths(" ".join(["python -m torchtitan_scape.train", *spec.arguments]))
+        self.store.keep(spec, content | {"wall_seconds": round(seconds, 1)}, command, versions())
+        if "step_seconds" in content:
+            text = f"{1e3 * content['step_seconds']:.1f} ms per step"
+        else:
+            text = f"validation loss {content['validation_loss']:.4f}"
+        print(f"[{self.done()}/{len(self.runs(guess=True))}] {spec.title}: {text}; {self.remaining()}", flush=True)
+
+    def fail(self, spec: RunSpec, reason: str, details: str = "") -> None:
+        """Store and print the reason of a failure. This process does not try the run again."""
+        self.failed.add(spec.key)
+        content = spec.head | {"error": without_paths(reason)}
+        self.store.keep(spec, content, without_paths(" ".join(spec.arguments)), versions())
+        print(f"failed: {spec.title}: {reason}{details}", flush=True)

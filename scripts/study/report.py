@@ -1,0 +1,194 @@
+"""A study's report.md, from its stored lines: the tables that its grid names, and the figures."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.common import markdown, number, spread, write
+from scripts.study import costs, observations, special_tables, sweep_tables
+from scripts.study.entries import Budget, at, best_below, budgets_of, reached, relative
+from scripts.study.figures import FIGURES
+from scripts.study.grid import Grid
+from scripts.study.store import SETUP, Store, is_failure
+
+MARGIN = 0.01  # of the target above dense AdamS's final loss
+READING = """\
+Losses are final validation losses in nats per token, on the same validation batches for all methods of a budget.
+Every method is tuned by the same budget of runs with one seed, which the grid declares; the other seeds run at its best
+setting. A seed changes the start, not the order of the data. Gaps are paired by seed, mean ± sample standard deviation;
+(edge) marks a best rate that is the lowest or the highest that ran. Bytes are what a replica sends relative to dense
+FP32 gradients, masks and scales included: of a step after the start, and of the whole run, with dense starts and
+warm-ups. Every replica validates on its own part of the text: between different numbers of replicas compare the gaps,
+not the losses."""
+
+
+def percent(share: float) -> str:
+    """Return a share in percent with three digits."""
+    return f"{100 * share:.3g}"
+
+
+def loss_table(one: Budget, report: dict[str, Any]) -> str:
+    rows = []
+    for entry in one.entries:
+        row = {"method": entry.label, "optimizer": entry.optimizer, "tuned to": entry.tuned}
+        row["bytes, % of dense: step"] = percent(entry.shares[0]) if one.replicas > 1 else "-"
+        row["whole run"] = percent(entry.shares[1]) if one.replicas > 1 else "-"
+        if report.get("payload"):
+            density, by_tensor = entry.option("density"), entry.option("selection") == "tensor"
+            row["density"] = "-" if density is None else f"{density:.4g}"
+            row["block"] = "-" if entry.is_dense else "tensor" if by_tensor else entry.option("block_size") or "-"
+            row["wire"] = entry.option("wire") or "float32"
+        row["seeds"] = ", ".join(map(str, entry.losses))
+        row["final validation losses"] = ", ".join(f"{loss:.4f}" for loss in entry.losses.values())
+        row["mean"] = spread(list(entry.losses.values()), ".4f")
+        for name in report["gaps"]:
+            to = one.dense(entry.optimizer if name == "own" else name)
+            title = f"gap to dense {'training with its optimizer' if name == 'own' else name}, %"
+            row[title] = "0" if entry is to else spread(entry.gaps(to), "+.2f")
+        rows.append(row)
+    return markdown(rows)
+
+
+def trials_table(one: Budget) -> str:
+    rows = []
+    for entry in one.entries:
+        texts = []
+        for trial in entry.trials:
+            text = f"{trial.text}: {'failed' if trial.loss is None else f'{trial.loss:.4f}'}"
+            texts.append(f"**{text}**" if trial == entry.best else text)
+        rows.append({"method": entry.label, "learning rate: final loss with the first seed": "; ".join(texts)})
+    return markdown(rows)
+
+
+def limits_table(one: Budget, report: dict[str, Any]) -> str:
+    name, rows = report["gaps"][0], []
+    base = one.dense(name)
+    dense = min((e for e in one.entries if e.is_dense and e.gaps(base)), key=lambda e: statistics.mean(e.gaps(base)))
+    for limit in report["limits"]:
+        if best := best_below(one, limit, report):
+            row = {"at most, % of dense": percent(limit), "least gap": best.label, "seeds": str(len(best.gaps(base)))}
+            row |= {"step, %": percent(best.shares[0]), "whole run, %": percent(best.shares[1])}
+            row[f"gap to dense {name}, %"] = spread(best.gaps(base), "+.2f")
+            row[f"to {dense.label}, at {dense.tuned}, %"] = spread(best.gaps(dense), "+.2f")
+            scape = best_below(one, limit, report, report["beside"])
+            row[f"best of {report['beside']}"] = scape.label if scape else "-"
+            above = spread(scape.gaps(best), "+.2f") if scape and scape is not best else "-"
+            row["its loss above the least, %"] = above
+            rows.append(row)
+    return markdown(rows)
+
+
+def time_table(one: Budget) -> str:
+    """Predicted seconds until the loss is at most dense AdamS's final loss plus 1 %."""
+    dense = one.dense("AdamS")
+    if dense is None:
+        return ""
+    target, rows = (1 + MARGIN) * statistics.mean(dense.losses.values()), []
+    for entry in one.entries:
+        step = reached(entry.curve(), target)
+        row = {"method": entry.label, f"steps to {target:.4f}": "not reached" if step is None else f"{step:,.0f}"}
+        for machine in costs.MACHINES:
+            last = costs.step_seconds(machine, costs.method_at(entry.options, one.steps))
+            row[f"{machine}: last step, ms"] = number(last, ",.0f", 1e3)
+            row[f"{machine}: s"] = number(None if step is None else at(entry.seconds[machine], step), ",.0f")
+        rows.append(row)
+    return markdown(rows)
+
+
+def seconds_table(one: Budget) -> str:
+    rows, adamw = [], one.dense("AdamW")
+    for entry in one.entries:
+        row = {"method": entry.label}
+        for machine in costs.MACHINES:
+            step = costs.step_seconds(machine, costs.overlapped(entry.options), one.replicas)
+            row[f"{machine}: step, s"] = f"{step:.3g}"
+            row[f"{machine}: run / dense AdamW's"] = f"{relative(one, entry, machine):.2f}"
+        rows.append(row | {"gap to dense AdamW, %": spread(entry.gaps(adamw), "+.2f")})
+    return markdown(rows)
+
+
+def provenance(store: Store) -> str:
+    """Return the number of runs, and what they were made with."""
+    runs = [line for line in store.own.values() if "validation_loss" in line["result"]]
+    versions = {", ".join(f"{k} {v}" for k, v in sorted(line["versions"].items())) for line in runs}
+    corpora, sizes = ({line["result"].get(key) for line in runs} - {None} for key in ("corpus", "parameters"))
+    models = ", ".join(f"{count:,}" for count in sorted(sizes))
+    text = f"{len(runs)} runs of a model of {models} parameters; {'; '.join(sorted(versions))}"
+    mixed = [name for name, values in (("versions", versions), ("corpora", corpora)) if len(values) > 1]
+    text += f"; corpus digest {', '.join(sorted(map(str, corpora)))}."
+    return text + (f" **The runs have different {' and '.join(mixed)}.**" if mixed else "")
+
+
+def budget_parts(grid: Grid, store: Store) -> list[str]:
+    found, missing = budgets_of(grid, store)
+    if not found:
+        return []
+    report = grid.report
+    parts = [f"{provenance(store)}\n{READING}"]
+    parts += [f"{missing} declared run(s) have not run yet."] if missing else []
+    for one in found:
+        parts += [f"## {one.title}", loss_table(one, report)]
+        if "limits" in report and one.dense(report["gaps"][0]) and one.others:
+            parts += ["The least gap for at most so many bytes per step:", limits_table(one, report)]
+        parts += ["Tuning:", trials_table(one)]
+        if report.get("target") and (times := time_table(one)):
+            parts += [f"Predicted seconds to dense AdamS's final loss + {100 * MARGIN:g} %:", times]
+    if report.get("target"):
+        parts += [costs.describe(replicas=False)]
+    if report.get("seconds"):
+        parts += ["## Predicted seconds", costs.describe(replicas=True)]
+        for one in (one for one in found if one.dense("AdamW")):
+            parts += [f"{one.title}:", seconds_table(one)]
+    return parts
+
+
+TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
+    "budgets": budget_parts,
+    "observations": observations.parts,
+    **sweep_tables.TABLES,
+    **special_tables.TABLES,
+}
+
+
+def failures(store: Store) -> list[str]:
+    rows = []
+    for line in store.own.values():
+        if is_failure(line["result"]):
+            error = line["result"]["error"]
+            varied = {key: line["options"].get(key) for key in ("optimizer.lr", "debug.seed")}
+            run = ", ".join(f"{key} {value}" for key, value in varied.items() if value is not None)
+            first = (error.strip().splitlines() or ["no message"])[0]
+            label = line["result"].get("label", line["method"])
+            rows.append({"set": line["set"], "method": label, "run": run or "-", "error": first})
+    return ["## Failed", markdown(rows)] if rows else []
+
+
+def setups(store: Store) -> list[str]:
+    """Return the machines, commands and notes of the sets that have them."""
+    parts = []
+    for line in store.own.values():
+        if line["method"] == SETUP:
+            machine = line["result"].get("machine")
+            old = "" if line["source"] == "scripts.study" else " (a command of commit bc06ed0)"
+            text = f"Set {line['set']}: `{line['command']}`{old}" + (f" on {machine}." if machine else ".")
+            parts.append("\n".join([text, *(f"- {note}" for note in line["result"].get("notes", []))]))
+    return ["## Set-up", *parts] if parts else []
+
+
+def write_report(grid: Grid, folder: Path) -> Path:
+    """Write report.md and the figures of a study into `folder`. Raises ValueError without finished runs."""
+    store = Store(folder, [folder.parent / name for name in grid.shared])
+    name = grid.path.stem
+    parts = [f"# {grid.declared.get('title', name)}", f"Made by `python -m scripts.study report {name}`."]
+    parts += [grid.declared["about"].strip()] if "about" in grid.declared else []
+    tables = [part for table in grid.report["tables"] for part in TABLES[table](grid, store)]
+    failed = failures(store)
+    if not (tables or failed):
+        raise ValueError(f"{store.path} has no finished run; first run python -m scripts.study run {name}")
+    for figure in grid.report.get("figures", []):
+        parts += [f"![{caption}]({file})" for file, caption in FIGURES[figure](grid, store, folder).items()]
+    parts += [*tables, *failed, *setups(store)]
+    path = folder / "report.md"
+    write(path, "\n\n".join(parts) + "\n")
+    return path

@@ -1,0 +1,183 @@
+"""Tables of single studies: the shard axis, BF16 weights, and the methods side by side."""
+
+import statistics
+from collections.abc import Callable
+
+from scripts.common import markdown, megabytes, ms, spread
+from scripts.study.grid import Grid
+from scripts.study.store import Store
+from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, by_set
+
+OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
+# Columns of a step with a shard axis, and the phases in each.
+SHARD_PARTS = {name: (f"shard {name}",) for name in ("weights", "gradients", "index", "update")}
+SHARD_PARTS |= {"replicas": ("exchange",), "optimizer": ("check", "pack", "clip", "update")}
+SHARD_PARTS |= {"compute and coding": ("forward_backward",)}
+LOSS_TARGET = 0.005  # of the dense loss
+
+
+def _ratio(over: float | None, under: float | None, form: str = ".2f") -> str:
+    return format(over / under, form) if over and under else "-"
+
+
+def _by_count(cells: list[Cell]) -> dict[int, dict[str, Cell]]:
+    """Return the cells by number of micro-batches, then by method."""
+    found: dict[int, dict[str, Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell["micro_batches"], {})[cell["method"]] = cell
+    return dict(sorted(found.items()))
+
+
+def _form(count: int, cell: Cell) -> dict[str, str]:
+    """Return the first columns; labels of earlier runs repeat the number of micro-batches."""
+    return {"micro-batches": str(count), "method": cell["label"].partition(f", {count} micro-batch")[0]}
+
+
+def _verdict(found: float, target: float, holds: bool) -> dict[str, str]:
+    return {"ratio": format(found, ".2f"), "target": format(target, ".2f"), "holds": "yes" if holds else "no"}
+
+
+def shard_steps(cells: list[Cell]) -> str:
+    rows = []
+    for count, by_method in _by_count(cells).items():
+        for cell in by_method.values():
+            row = _form(count, cell) | {"step, ms": ms(cell["step_seconds"])}
+            for name in ("dense", "zeropp-published"):
+                if other := by_method.get(name):
+                    speedup = _ratio(other["step_seconds"], cell["step_seconds"])
+                    row[f"speed-up over {_form(count, other)['method']}"] = speedup
+            for part, names in SHARD_PARTS.items():
+                row[f"{part}, ms"] = ms(sum(cell["by_phase"].get(one, 0.0) for one in names))
+            rows.append(row)
+    return markdown(rows)
+
+
+def shard_targets(cells: list[Cell]) -> str:
+    rows = []
+    for count, by_method in _by_count(cells).items():
+        for cell in by_method.values():
+            for other, target in cell["targets"].get("speedup", {}).items():
+                if base := by_method.get(other):
+                    found = base["step_seconds"] / cell["step_seconds"]
+                    row = _form(count, cell) | {"over": _form(count, base)["method"]}
+                    rows.append(row | _verdict(found, target, found >= target))
+    return markdown(rows)
+
+
+def shard_exchange(cells: list[Cell]) -> str:
+    """Time of the exchange of gradients, index included, of methods with a target for it, against FSDP2's."""
+
+    def seconds(cell: Cell) -> float:
+        return sum(cell["by_phase"].get(name, 0.0) for name in ("shard gradients", "shard index"))
+
+    rows = []
+    for count, by_method in _by_count(cells).items():
+        for cell in by_method.values():
+            if (target := cell["targets"].get("exchange")) and "dense" in by_method:
+                dense, own = seconds(by_method["dense"]), seconds(cell)
+                found = dense / own if own else 0.0
+                row = _form(count, cell) | {"dense, ms": ms(dense), "own, ms": ms(own)}
+                rows.append(row | _verdict(found, target, found >= target))
+    return markdown(rows)
+
+
+def shard_bytes(cells: list[Cell]) -> str:
+    rows = []
+    for cell in (cell for by_method in _by_count(cells).values() for cell in by_method.values()):
+        for level, kinds in cell.get("by_kind", {}).items():
+            nic, counted = cell["nic"][level], sum(kinds.values())
+            if not counted:
+                continue
+            network = sum(value for key, value in cell["planned"].items() if key.startswith("network"))
+            planned = network if level == "network" else sum(cell["planned"].values()) - network
+            by_kind = ", ".join(f"{kind} {megabytes(value)}" for kind, value in sorted(kinds.items()) if value)
+            row = _form(cell["micro_batches"], cell) | {"link": level, "interface": megabytes(nic)}
+            row |= {"counted": megabytes(counted), "closed form": megabytes(planned)}
+            row |= {"interface / counted": _ratio(nic, counted, ".3f")}
+            rows.append(row | {"interface / closed form": _ratio(nic, planned, ".3f"), "counted by kind": by_kind})
+    return markdown(rows)
+
+
+def shard_losses(grid: Grid, store: Store) -> list[str]:
+    parts = ["## Losses by seed", "Gaps are to the run of the same seed with FSDP2's collectives."]
+    for one in grid.sets:
+        by_method: dict[str, dict[int, float]] = {}
+        for line in store.of(one.name):
+            if "validation_loss" in (found := line["result"]) and "step_seconds" not in found:
+                by_method.setdefault(line["method"], {})[line["options"]["debug.seed"]] = found["validation_loss"]
+        rows = []
+        for name in (name for name in grid.methods if name in by_method):
+            losses, dense = by_method[name], by_method.get("dense", {})
+            row = {"steps": str(one.steps), "method": grid.methods[name]["label"], "seeds": str(len(losses))}
+            row["validation loss"] = spread(list(losses.values()), ".4f")
+            gaps = [loss / dense[seed] - 1 for seed, loss in sorted(losses.items()) if seed in dense]
+            if name == "dense" or not gaps:
+                rows.append(row | dict.fromkeys(("gap, %", "by seed", "target", "holds"), "-"))
+                continue
+            target = grid.methods[name].get("targets", {}).get("loss", LOSS_TARGET)
+            row |= {"gap, %": spread([100 * gap for gap in gaps], "+.2f")}
+            row |= {"by seed": ", ".join(f"{100 * gap:+.2f}" for gap in gaps), "target": f"{100 * target:.1f}"}
+            rows.append(row | {"holds": "yes" if statistics.mean(gaps) <= target else "no"})
+        parts += [f"### Set {one.name}", markdown(rows)] if rows else []
+    return parts if len(parts) > 2 else []
+
+
+def weights(grid: Grid, store: Store) -> list[str]:
+    """Losses of BF16 weights by density and compute dtype, against FP32 weights of the same seed."""
+    runs: dict[tuple[float, str], dict[str, dict[int, Cell]]] = {}
+    for line in store.own.values():
+        if "validation_loss" in line["result"]:
+            options = line["options"]
+            setting = options["sync.scape.density"], options["training.mixed_precision_param"]
+            forms = runs.setdefault(setting, {})
+            forms.setdefault(line["result"]["label"], {})[options["debug.seed"]] = line["result"]
+    rows, base = [], grid.methods["fp32"]["label"]
+    for (density, compute), forms in sorted(runs.items()):
+        for form in sorted(forms, key=lambda label: (label != base, -len(forms[label]), label)):
+            found = dict(sorted(forms[form].items()))
+            pairs = [(r, forms[base][seed]) for seed, r in found.items() if seed in forms.get(base, {})]
+            gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
+            error, excess = (
+                max((r[k] for r in found.values() if k in r), default=None)
+                for k in ("master_distance", "excess_length")
+            )
+            row = {"density": f"{density:g}", "forward": compute, "weights": form}
+            row["validation loss, by seed"] = ", ".join(f"{r['validation_loss']:.4f}" for r in found.values())
+            row["gap to FP32 weights, %"] = spread(gaps, "+.2f") if gaps and form != base else ""
+            row["distance from the master, L2"] = "" if error is None else f"{error:.2e}"
+            rows.append(row | {"excess length": "" if excess is None else f"{excess:+.2e}"})
+    return [markdown(rows)] if rows else []
+
+
+def methods(grid: Grid, store: Store) -> list[str]:
+    """One run of each method: loss, step time, the optimizer's share and bytes."""
+    rows = []
+    for line in (line for line in store.own.values() if "seconds_by_phase" in line["result"]):
+        run = line["result"]
+        seconds, sent = run["seconds_by_phase"], sum(run["bytes_sent_per_step_and_rank"].values())
+        own, planned = sum(seconds.get(p, 0.0) for p in OPTIMIZER_PHASES), run["planned_bytes_per_step_and_rank"]
+        row = {"method": run["label"], "final validation loss": f"{run['validation_loss']:.4f}"}
+        row["step, ms"] = f"{1e3 * run['seconds_per_step']:.0f}"
+        row["optimizer, % of forward + backward"] = f"{100 * own / seconds['forward_backward']:.1f}"
+        exchange = seconds.get("exchange", 0.0)
+        row["without the exchange, %"] = f"{100 * (own - exchange) / seconds['forward_backward']:.1f}"
+        row |= {"sent per step and rank, MB": f"{sent / 1e6:.3f}", "after warm-up, MB": f"{planned / 1e6:.3f}"}
+        rows.append(row | {"of dense, %": f"{100 * planned / run['dense_bytes_per_step_and_rank']:.1f}"})
+    return [markdown(rows)] if rows else []
+
+
+SHARD_READING = """\
+Medians over the measured steps, of the slowest rank. "Weights" to "update" is time in collectives of the shard axis,
+waiting for other ranks included; "replicas" is the exchange of the replicate axis and, with three levels, coding of the
+update. ZeRO++ as published gathers across nodes in every forward pass. Three levels as published: BF16 values after a
+step, a secondary partition over two ranks; across nodes gradients are reduce-scattered in FP32, as many bytes as the
+published all-reduce in 16 bits. In TAGC's paper compute is 22.4 % of FSDP's backward pass."""
+TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
+    "shard_steps": by_set(shard_steps, "Step times", SHARD_READING),
+    "shard_targets": by_set(shard_targets, "Targets of the step times"),
+    "shard_exchange": by_set(shard_exchange, "Exchange of gradients"),
+    "shard_bytes": by_set(shard_bytes, "Bytes of the shard axis", PER_STEP_AND_NODE),
+    "shard_losses": shard_losses,
+    "weights": weights,
+    "methods": methods,
+}

@@ -1,0 +1,89 @@
+"""A study's results: OUTPUT/runs.jsonl, one JSON object per line."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.study.grid import RunSpec, digest
+
+Line = dict[str, Any]
+SETUP = "setup"  # method of a line that describes the machine and the notes of a set
+
+
+class Store:
+    """The lines of a study by key; the last line of a key counts.
+
+    A line has `key` (digest of `options`), `set`, `method`, `options`, `result`, `command`, `versions` and `source`.
+    The result of a failed run contains `error`, the reason.
+
+    Args:
+        folder: Contains runs.jsonl; created with the first line.
+        shared: Folders of other studies, which are read and never written.
+    """
+
+    def __init__(self, folder: Path, shared: Sequence[Path] = ()) -> None:
+        self.path = folder / "runs.jsonl"
+        self.own = {line["key"]: line for line in read_lines(self.path)}
+        others = {line["key"]: line for other in shared for line in read_lines(other / "runs.jsonl")}
+        self.lines = others | self.own
+
+    def append(self, line: Line) -> None:
+        """Append a line with one write, so that a process that is killed leaves at most one incomplete line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            end = os.lseek(file, 0, os.SEEK_END)
+            if end and os.pread(file, 1, end - 1) != b"\n":
+                data = b"\n" + data  # ends an incomplete line
+            os.write(file, data)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        self.own[line["key"]] = self.lines[line["key"]] = line
+
+    def keep(self, spec: RunSpec, result: dict[str, Any], command: str, versions: dict[str, str]) -> None:
+        """Append a run's result."""
+        head = {"key": spec.key, "set": spec.of.name, "method": spec.method, "options": spec.options}
+        self.append({**head, "result": result, "command": command, "versions": versions, "source": "scripts.study"})
+
+    def note(self, kind: str, name: str, options: dict[str, Any], result: Any, command: str = "") -> None:
+        """Append a line that is no run: a calibration or a set's setup."""
+        key = digest({"kind": kind, "set": name} | options)
+        head = {"key": key, "set": name, "method": kind, "options": options}
+        self.append({**head, "result": result, "command": command, "versions": {}, "source": "scripts.study"})
+
+    def noted(self, kind: str, name: str, options: dict[str, Any]) -> Any:
+        """Return the result of a line that `note` wrote; None without one."""
+        line = self.lines.get(digest({"kind": kind, "set": name} | options))
+        return line and line["result"]
+
+    def of(self, set_name: str) -> list[Line]:
+        """Return the lines of a set that are results of runs."""
+        return [line for line in self.own.values() if line["set"] == set_name and isinstance(line["result"], dict)]
+
+    def result(self, key: str) -> dict[str, Any] | None:
+        """Return a finished run's result. None if it has not run or has failed."""
+        line = self.lines.get(key)
+        return None if line is None or is_failure(line["result"]) else line["result"]
+
+    def loss(self, spec: RunSpec) -> float | None:
+        found = self.result(spec.key)
+        return None if found is None else found["validation_loss"]
+
+
+def is_failure(result: Any) -> bool:
+    return isinstance(result, dict) and "error" in result
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the complete lines of a store; nothing if the file is missing."""
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # written by a process that was killed
+        if isinstance(line, dict) and {"key", "set", "method", "options", "result"} <= line.keys():
+            yield line

@@ -1,0 +1,77 @@
+"""Common parts of the launchers `emulated` and `slurm`: timed runs on several ranks, and their results."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from scripts.common import RunError
+from scripts.study.grid import RunSpec
+
+TIMED = ("scripts.study.timed_rank",)
+NEVER = 1_000_000  # steps between two logs or validations
+PEERS_NOTE = (
+    "DDP and HSDP exchange during the backward pass: their exposed communication is the time by which forward and "
+    "backward are slower than the same passes without an exchange. They count no bytes; the interfaces do."
+)
+STEPS, WARM_UP = 12, 4  # of a set that sets neither
+
+
+def medians(launch: dict[str, Any]) -> str:
+    steps, warm_up = launch.get("steps", STEPS), launch.get("warm_up", WARM_UP)
+    return f"Medians over {steps} steps after {warm_up}; a step is that of its slowest rank"
+
+
+def timing(spec: RunSpec) -> dict[str, int]:
+    """Return the steps before the measured ones, the period of the exchange, and all steps: whole periods."""
+    launch, period = spec.of.launch, int(spec.about.get("period", 1))
+    warm_up = max(int(launch.get("warm_up", WARM_UP)), int(spec.about.get("settles", 0)))
+    return {
+        "warm_up": warm_up,
+        "period": period,
+        "steps": warm_up + -(-int(launch.get("steps", STEPS)) // period) * period,
+    }
+
+
+def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str, Any]:
+    """Return the result of a timed run from the measurement that timed_rank.py wrote. Raises RunError."""
+    measured = json.loads(raw.read_text())
+    summary = measured.pop("summary")
+    if summary["skipped_steps"]:
+        raise RunError(f"{summary['skipped_steps']} steps were skipped; the rest is no measurement")
+    sent = (summary.get("interfaces") or {}).get("sent_per_step", {})
+    nic, counted = (
+        {level: statistics.fmean(node[kind] for node in nodes) for level, nodes in sent.items()}
+        for kind in ("interface", "counted")
+    )
+    batch = spec.options["training.global_batch_size"]
+    found = {
+        "launcher": spec.of.launcher,
+        "recipe": spec.recipe_name,
+        "label": spec.label,
+        "size": spec.size,
+        **measured,
+        "nodes": spec.size // per_node,
+        "ranks_per_node": per_node,
+        "compute": compute,
+        "layout": summary["layout"],
+        "period": timing(spec)["period"],
+        "nic": nic or None,
+        "counted": counted if counted and measured["sent"] else None,
+        "tokens_per_step": batch * summary["sequence"],
+        "validation_loss": summary["validation_loss"],
+        "steps_trained": summary["steps"],
+        "payload_parts": summary["payload_parts"],
+        "predicted": None,
+    }
+    if planned := summary.get("planned_shard_axis_bytes_per_step_and_rank"):
+        planned = {key: per_node * value for key, value in planned.items()}
+        if spec.about.get("every_forward"):  # the closed form has one gather per update
+            planned["network weights"] *= batch // spec.size
+        replicas = per_node * summary["planned_bytes_per_step_and_rank"]
+        found["planned"] = planned | ({"network replicas": replicas} if replicas else {})
+        found["by_kind"] = {
+            level: {kind: sum(n["by_kind"].get(kind, 0.0) for n in nodes) / len(nodes) for kind in nodes[0]["by_kind"]}
+            for level, nodes in sent.items()
+        }
+    return found

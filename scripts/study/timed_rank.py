@@ -1,0 +1,269 @@
+"""One rank of a timed run: the trainer with a clock. The launchers `emulated` and `slurm` start it.
+
+The environment variable TIMED_RUN contains, as JSON:
+
+    output         file for the measurement, written by rank 0
+    warm_up        steps that are not measured, the first, dense one included
+    period         steps over which means are taken; 1: medians
+    compute        seconds that forward and backward wait, with the gradients of the first step. Absent: they are real
+    plain          true: no FSDP around the model
+    peer, rank     data-parallel training of peers.py in the place of our method, and PowerSGD's rank
+    every_forward  true: weights that cross nodes once per update (hpZ) do so in every forward pass, as published
+    calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange, which
+                   cost passes and trainer alone
+
+All other arguments are the trainer's command line.
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scripts.common import write
+from scripts.study.peers import PEERS, without_fsdp
+from topology import shard_collectives
+from topology.comm_stream import Handle
+from topology.dry_run import DryRunCollectives
+from topology.primitives import all_gather_into
+from topology.rank_group import RankGroup
+from torchtitan_scape import train
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
+from torchtitan_scape.trainer import optimizers, specs
+from torchtitan_scape.trainer.layout import layout_of
+from torchtitan_scape.trainer.metrics import LEVELS
+from torchtitan_scape.trainer.trainer import ScapeTrainer
+
+ENVIRONMENT = "TIMED_RUN"
+PASSES = ("check", "pack", "clip", "update")
+SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's collectives
+SILENT_PASSES = 3  # passes that separate a peer's compute from its exchange
+
+
+class TimedTrainer(ScapeTrainer):
+    """The trainer. It times every step by phase, and can wait instead of computing."""
+
+    def __init__(self, job_config: Any) -> None:
+        self.wanted: dict[str, Any] = json.loads(os.environ[ENVIRONMENT])
+        self.peer = PEERS[self.wanted["peer"]](self.wanted.get("rank", 0)) if self.wanted.get("peer") else None
+        parallelize = self.peer.parallelize if self.peer else without_fsdp if self.wanted.get("plain") else None
+        with replaced(specs, "parallelize", parallelize) if parallelize else nullcontext():
+            super().__init__(job_config)
+        if self.peer:
+            self.peer.install(self)
+        self.interfaces.first = max(1, self.wanted["warm_up"])
+        self._passes_started = 0
+        self._silent_seconds: list[float] = []
+        self._gradients: list[tuple[Any, Any, Tensor]] = []  # parameter, gradient, its values in the first step
+        self._loss: Tensor | None = None
+        self._steps: list[dict[str, float]] = []
+        self._events: list[torch.cuda.Event] = []
+        self._sent_before: dict[str, float] = {}
+
+    def train(self) -> None:
+        with shard_axis_timed(self.replica_optimizer.timer) if self.layout.shard > 1 else nullcontext():
+            super().train()
+
+    def forward_backward_step(self, **kwargs: Any) -> Tensor:
+        self._passes_started += 1
+        if self.wanted.get("every_forward"):
+            self.replica_optimizer.sharding.version.changed()
+        if self.peer is not None:
+            if self.steps_taken == self.wanted["warm_up"] - 1 and not self._silent_seconds:
+                self._silent_seconds = [self._silent_pass(**kwargs) for _ in range(SILENT_PASSES)]
+            with self.peer.exchanging(last=self._passes_started % self.gradient_accumulation_steps == 0):
+                return super().forward_backward_step(**kwargs)
+        seconds = self.wanted.get("compute")
+        if seconds is None or self._loss is None:
+            self._loss = super().forward_backward_step(**kwargs)
+            if seconds is not None:
+                with_gradient = (p for p in self.model_parts[0].parameters() if p.grad is not None)
+                self._gradients = [(p, p.grad, local(p.grad).clone()) for p in with_gradient]
+            return self._loss
+        with self.replica_optimizer.timer.phase("forward_backward"):
+            end = time.perf_counter() + seconds
+            for parameter, gradient, values in self._gradients:
+                local(gradient).copy_(values)  # the previous step overwrote them
+                parameter.grad = gradient
+            time.sleep(max(0.0, end - time.perf_counter()))
+        return self._loss
+
+    def _silent_pass(self, **kwargs: Any) -> float:
+        """Return the seconds of a step's forward and backward passes without an exchange; keeps no gradients."""
+        assert self.peer is not None
+        before = [p.grad for p in self.model_parts[0].parameters()]
+        _synchronize()
+        begin = time.perf_counter()
+        with self.peer.silent():
+            super().forward_backward_step(**kwargs)
+        _synchronize()
+        seconds = time.perf_counter() - begin
+        for parameter, gradient in zip(self.model_parts[0].parameters(), before, strict=True):
+            parameter.grad = gradient
+        return seconds * self.gradient_accumulation_steps
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        if self.steps_taken == self.wanted["warm_up"]:
+            self._sent_before = self.replica_optimizer.collectives.ledger.sent_by_level()
+            self.replica_optimizer.timer.take()  # leaves the measured steps' phases
+        if torch.cuda.is_available():
+            # Events: waiting for the device would end the overlap with the exchange of masks.
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+            super().train_step(data_iterator)
+            return
+        begin = time.perf_counter()
+        super().train_step(data_iterator)
+        self._steps.append({"step": time.perf_counter() - begin, **self.replica_optimizer.timer.take()})
+
+    def _middle(self, values: Sequence[float]) -> float:
+        """Return the median, or the mean for a method that exchanges once in several steps."""
+        return (statistics.fmean if self.wanted.get("period", 1) > 1 else statistics.median)(values)
+
+    def summarise(self) -> None:
+        remaining = self.replica_optimizer.timer.take()  # before the summary takes it
+        super().summarise()
+        warm_up = self.wanted["warm_up"]
+        if torch.cuda.is_available():
+            _synchronize()
+            times = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)][warm_up:]
+            phases = {name: value / (len(times) + 1) for name, value in remaining.items()}
+            peak, kind = torch.cuda.max_memory_allocated(), "CUDA allocator"
+        else:
+            times = [step["step"] for step in self._steps[warm_up:]]
+            names = {name for step in self._steps[warm_up:] for name in step} - {"step"}
+            phases = {n: self._middle([s.get(n, 0.0) for s in self._steps[warm_up:]]) for n in names}
+            peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident set"
+        sent = self.replica_optimizer.collectives.ledger.sent_by_level()
+        count = self.steps_taken - warm_up
+        grown = {level: (sent.get(level, 0.0) - self._sent_before.get(level, 0.0)) / count for level in LEVELS}
+        own = {
+            "times": times,
+            "phases": phases,
+            "peak": float(peak),
+            "sent": {} if self.peer else grown,  # peers count no bytes; the interfaces do
+            "silent": statistics.median(self._silent_seconds) if self._silent_seconds else None,
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        self.measured = {**_joined(ranks, self._middle), "memory_kind": kind}
+        if dist.get_rank() == 0 and "calibrate" not in self.wanted:
+            summary = json.loads((Path(self.job_config.job.dump_folder) / "summary.json").read_text())
+            write(Path(self.wanted["output"]), {**self.measured, "summary": summary})
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], float]) -> dict[str, Any]:
+    """Return the measurement of all ranks: steps by the slowest, phases by the mean, memory by the largest."""
+
+    def mean(kind: str, name: str) -> float:
+        return statistics.fmean(rank[kind].get(name, 0.0) for rank in ranks)
+
+    times = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
+    phases = {name: mean("phases", name) for name in sorted({n for rank in ranks for n in rank["phases"]})}
+    seconds = middle(times)
+    passes, compute = sum(phases.get(n, 0.0) for n in PASSES), phases.get("forward_backward", 0.0)
+    exposed = sum(phases.get(n, 0.0) for n in ("exchange", *SHARD.values()))
+    if ranks[0]["silent"] is not None:  # exposed: by how much the exchange makes the passes slower
+        silent = min(compute, statistics.fmean(rank["silent"] for rank in ranks))
+        compute, exposed = silent, exposed + compute - silent
+    other = max(0.0, seconds - compute - exposed - passes)
+    return {
+        "steps": times,
+        "step_seconds": seconds,
+        "quartiles": [statistics.quantiles(times, n=4)[i] for i in (0, 2)] if len(times) > 1 else [seconds, seconds],
+        "by_phase": phases,
+        "phases": {"compute": compute, "exposed": exposed, "optimizer": passes, "other": other},
+        "peak_memory_bytes": max(rank["peak"] for rank in ranks),
+        "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
+    }
+
+
+@contextmanager
+def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
+    """Inside, the collectives of the shard axis are phases, by the kinds of their content.
+
+    gloo has no streams: FSDP2 waits for each of them. Coding belongs to the passes that contain it.
+    """
+
+    def by_kind(send: Callable[..., None]) -> Callable[..., None]:
+        def call(output: Tensor, input: Tensor, group: RankGroup, ledger: Any, kind: str) -> None:
+            with timer.phase(SHARD[kind]):
+                send(output, input, group, ledger, kind)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("all_gather", "all_to_all"):
+            stack.enter_context(replaced(shard_collectives, name, by_kind(getattr(shard_collectives, name))))
+        for hook, kind in ((CountedAllGather, WEIGHTS), (CountedReduceScatter, GRADIENTS)):
+            stack.enter_context(replaced(hook, "__call__", timer.timed(SHARD[kind], hook.__call__)))
+        yield
+
+
+class _SilentCollectives(DryRunCollectives):
+    """Replicas, all ranks of the world, whose payloads are not sent."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas=replicas)
+        if replicas != dist.get_world_size():
+            raise ValueError(
+                f"{replicas} replicas on {dist.get_world_size()} ranks; passes are measured without shards"
+            )
+        self.replica = dist.get_rank()
+        self.levels = (RankGroup("network", replicas, self.replica),)
+
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        # Masks are sent: others would not have as many entries as the layout says.
+        return Handle(all_gather_into(output, input, async_op=True).wait)
+
+
+def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
+    """Store the cost of a step of each method without compute and exchange, all ranks at once."""
+    found = {}
+    for name, one in wanted["calibrate"].items():
+        os.environ[ENVIRONMENT] = json.dumps({**wanted, **one})
+        config = parse([*arguments, *one["options"]])
+        replicas = layout_of(config).replicate
+        with replaced(optimizers, "collectives_of", lambda _, n=replicas: _SilentCollectives(n)):
+            trainer = TimedTrainer(config)
+        trainer.train()
+        trainer.close()
+        found[name] = trainer.measured
+    if dist.get_rank() == 0:
+        write(Path(wanted["output"]), found)
+
+
+def main() -> None:
+    wanted = json.loads(os.environ.get(ENVIRONMENT, "{}"))
+    if "output" not in wanted:
+        raise SystemExit(f"error: {ENVIRONMENT} is not set; start a study with python -m scripts.study run")
+    if "calibrate" in wanted:
+        calibrate(sys.argv[1:], wanted)
+        dist.barrier()
+        dist.destroy_process_group()
+        os._exit(0)  # as the trainer does
+    with replaced(train, "ScapeTrainer", TimedTrainer):
+        train.main()
+
+
+if __name__ == "__main__":
+    main()

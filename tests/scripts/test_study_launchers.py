@@ -1,0 +1,254 @@
+"""The launchers of studies: what they refuse, how a study continues after a stop, and a run of each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scripts.common import EMBEDDED, ROOT
+from scripts.emulated_cluster import Cluster, ClusterError
+from scripts.study.emulated import EmulatedSet
+from scripts.study.grid import GRIDS, Grid
+from scripts.study.launchers import process_command
+from scripts.study.queue import Queue
+from scripts.study.store import SETUP, Store
+from scripts.study.timed import timing
+from tests import server
+from tests.scripts.slurm.test_slurm import allocation, stand_ins
+from topology.links import Link, Links, scalar_stages, stage_seconds
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.config.checks import check_config
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.scape.options import ScapeOptions
+
+
+def declare(folder: Path, *sets: dict[str, Any]) -> Path:
+    """Write a grid with the methods of network_bound.toml."""
+    text = f'recipe = "{EMBEDDED}"\nmethods_of = "{GRIDS / "network_bound.toml"}"\n'
+    text += '[report]\ntables = ["step_times", "shard_steps", "shard_losses"]\n[methods]\n'
+    text += 'tagc = { label = "TAGC, 10 %", sync.method = "dense", optimizer.name = "AdamW", '
+    text += 'sharding.gradients = "tagc", sharding.tagc.sparsity = 0.9 }\n'
+    for one in sets:
+        pairs = [f"{key} = {toml(value)}" for key, value in {"name": "all", **one}.items()]
+        text += "[[sets]]\n" + "\n".join(pairs) + "\n"
+    (folder / "grid.toml").write_text(text)
+    return folder / "grid.toml"
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+def run(grid: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = ("run", str(grid), f"--output={grid.parent / 'out'}", f"--work={grid.parent / 'work'}", *arguments)
+    return server.run("scripts.study", *given, timeout=200, environment={**os.environ, **environment})
+
+
+def results(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the results by recipe and method, and size."""
+    lines = [
+        line
+        for line in Store(folder / "out").own.values()
+        if line["method"] not in (SETUP, "links", "passes", "shapes")
+    ]
+    return {(line["method"], line["options"]["launch.ranks"]): line["result"] for line in lines}
+
+
+PREDICTED = {"launcher": "predicted", "methods": ["adams", "scape-0.01"], "sizes": [4, 8]}
+
+
+def test_a_study_continues_where_it_stopped_and_a_failure_stops_nothing(tmp_path: Path) -> None:
+    large = "train_configs/llama_500m.toml"
+    grid = declare(tmp_path, PREDICTED | {"recipes": [large]}, PREDICTED | {"name": "embedded"})
+    first = run(grid)
+    assert first.returncode == 1 and "4 runs done, 4 failed" in first.stdout, first.stdout + first.stderr
+    store = Store(tmp_path / "out")
+    failed = [line for line in store.own.values() if "error" in line["result"]]
+    assert {line["set"] for line in failed} == {"embedded"}
+    assert all("the planner has no model of" in line["result"]["error"] for line in failed)
+
+    runs = [line for line in store.own.values() if line["set"] == "all" and line["method"] != SETUP]
+    changed = runs[0] | {"result": runs[0]["result"] | {"step_seconds": 123.0}}
+    (tmp_path / "out" / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (changed, *runs[1:-1])))
+    run(grid)
+    again = Store(tmp_path / "out")
+    assert again.result(changed["key"])["step_seconds"] == 123.0, "stored runs are not repeated"  # type: ignore[index]
+    expected, found = runs[-1]["result"], again.result(runs[-1]["key"])
+    assert found is not None and found["step_seconds"] == expected["step_seconds"]
+    # Another bandwidth makes other runs.
+    other = Grid(declare(tmp_path, PREDICTED | {"recipes": [large], "launch": {"network": 3.5}}))
+    assert len(Queue(other, other.sets, again, 1, tmp_path).missing()) == 4
+
+
+EMULATED = {"launcher": "emulated", "methods": ["adams"], "sizes": [2], "sequences": [16], "launch": {"compute": "0.1"}}
+
+
+@pytest.mark.parametrize(
+    "declared, message",
+    [
+        (PREDICTED | {"methods": ["sgd"]}, "there is no method 'sgd'; known are adams"),
+        (PREDICTED | {"recipe": "none.toml"}, "the recipe none.toml does not exist"),
+        (EMULATED | {"methods": ["ddp", "adams-overlap"]}, "ddp, adams-overlap exchange during the backward pass"),
+        (EMULATED | {"launch": {"compute": "fast"}}, "compute = 'fast'; give seconds, or real"),
+        (EMULATED | {"launch": {"compute": "0.1", "slowdown": 7}}, "slowdown needs a factor above 1, compute"),
+        (EMULATED | {"launch": {"ranks_per_node": 2}, "sizes": [3], "sequences": [15]}, "ranks_per_node = 2 does not"),
+        (EMULATED | {"sizes": [3]}, "a global batch of 16 sequences is no multiple of 3 ranks"),
+        (PREDICTED | {"launcher": "slurm", "launch": {"machine": "frontier"}}, "4 ranks, but a node of frontier has 8"),
+    ],
+)
+def test_wrong_sets_are_refused_in_one_line(declared: dict[str, Any], message: str, tmp_path: Path) -> None:
+    result = run(declare(tmp_path, declared))
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_trainer_accepts_all_runs_on_ranks() -> None:
+    """All methods of the grids with a shard axis: one of their runs takes minutes."""
+    grid = Grid(GRIDS / "shard_axis.toml")
+    for spec in (spec for one in grid.sets for method in one.methods for spec in grid.specs(one, method)[:1]):
+        config = parse(spec.arguments)
+        check_config(config, "cpu")
+        assert config.parallelism.data_parallel_shard_degree in (2, 4)
+    grid = Grid(GRIDS / "network_bound.toml")
+    (all_methods, _) = grid.sets
+    specs = {spec.method: spec for method in all_methods.methods for spec in grid.specs(all_methods, method)}
+    assert timing(specs["diloco-30-e2m1"]) == {"warm_up": 3, "period": 30, "steps": 33}
+    assert timing(specs["radius-0.4"]) == {"warm_up": 16, "period": 1, "steps": 24}
+    assert "--sync.scape.wire=float32" in specs["scape-0.1"].arguments, "a recipe may have another wire"
+    assert "--sync.overlap" in specs["quantized-e2m1-overlap"].arguments
+
+
+def test_local_runs_start_all_ranks_and_simulated_ones_a_process(tmp_path: Path) -> None:
+    grid = Grid(declare(tmp_path, EMULATED | {"launcher": "local", "launch": {}}))
+    command = process_command(grid.specs(grid.sets[0], "adams")[0], tmp_path)
+    assert "--nproc_per_node=2" in command and f"--job.dump_folder={tmp_path}" in command
+    simulated = Grid(GRIDS / "observations.toml")
+    dense, switched = (simulated.specs(simulated.sets[0], name)[0] for name in ("adamw", "adamw-topk"))
+    assert "WORLD_SIZE=1" in process_command(dense, tmp_path / "work" / dense.name)
+    with pytest.raises(ValueError, match="has no checkpoint of adamw in set embedded; run adamw again first"):
+        process_command(switched, tmp_path / "work" / switched.name)
+    saved = tmp_path / "work" / dense.name / "checkpoint" / "step-100"
+    saved.mkdir(parents=True)
+    (saved / "state").touch()
+    process_command(switched, tmp_path / "work" / switched.name)
+    assert (tmp_path / "work" / switched.name / "checkpoint" / "step-100" / "state").exists()
+
+
+def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path) -> None:
+    """By hand: its latency once, the masks hidden."""
+    silent = {"by_phase": {"pack": 0.1}, "phases": {"optimizer": 0.2, "compute": 0.0}, "step_seconds": 0.3}
+    links, tiers = Links({"network": Link(1e-3, 1e7)}, "by hand"), [("network", 4)]
+    grid = Grid(
+        declare(tmp_path, {"launcher": "emulated", "methods": ["scape-0.047-int4"], "sizes": [4], "sequences": [32]})
+    )
+    (spec,) = grid.specs(grid.sets[0], "scape-0.047-int4")
+    emulated = SimpleNamespace(per_node=1, real=True, links=lambda _: links)
+    emulated.passes, emulated.shapes = lambda _: silent, lambda _: [(100, 1000), (100,)]
+    measured = {"phases": {"compute": 1.0}, "payload_parts": 1}
+    found = EmulatedSet.predicted(emulated, spec, measured)  # type: ignore[arg-type]
+    model, levels = LocalModel.of_shapes([(100, 1000), (100,)]), [LevelSize(*tier) for tier in tiers]
+    payload, _ = ScapeOptions(density=0.047, wire="int4").cost().collective_calls(model, levels)
+    stages = payload.stages(levels) + scalar_stages(tiers)
+    assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
+
+
+def emulate(grid: Path) -> dict[str, Any]:
+    """Run a grid of one run on an emulated cluster; return its result."""
+    try:
+        with Cluster(1):
+            pass
+    except ClusterError as error:
+        pytest.skip(str(error))
+    # Its ranks are in their own namespaces, which a fork of the test's server cannot enter.
+    given = [str(grid), f"--output={grid.parent / 'out'}", f"--work={grid.parent / 'work'}"]
+    command = [sys.executable, "-m", "scripts.study", "run", *given]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert subprocess.run([*command[:3], "report", *given[:2]], cwd=ROOT).returncode == 0
+    (found,) = results(grid.parent).values()
+    return found
+
+
+@pytest.mark.slow
+def test_an_emulated_run_is_measured_and_predicted(tmp_path: Path) -> None:
+    launch = {"compute": "0.1", "rate": 200, "steps": 3, "warm_up": 2}
+    found = emulate(declare(tmp_path, EMULATED | {"methods": ["scape-0.1"], "launch": launch}))
+    assert len(found["steps"]) == 3 and min(found["steps"]) >= 0.1
+    assert found["phases"]["compute"] == pytest.approx(0.1, rel=0.3)
+    assert found["predicted"]["step_seconds"] > 0.1
+    assert found["counted"]["network"] == pytest.approx(2 * found["sent"]["network"] / 2, rel=0.01)
+    assert found["counted"]["network"] <= found["nic"]["network"] <= 1.05 * found["counted"]["network"]
+    assert "SCAPE 0.1" in (tmp_path / "out" / "report.md").read_text()
+
+
+SHARDED = {"launcher": "emulated", "sizes": [4], "micro_batch": 1, "launch": {"ranks_per_node": 2}}
+SHORT = {"validation.steps": 1, "validation.local_batch_size": 1, "parallelism.data_parallel_shard_degree": 4}
+
+
+@pytest.mark.slow
+def test_a_run_with_a_shard_axis_is_measured(tmp_path: Path) -> None:
+    launch = {"ranks_per_node": 2, "rate": 200, "steps": 2, "warm_up": 2}
+    grid = declare(tmp_path, SHARDED | {"methods": ["published"], "sequences": [8], "options": SHORT, "launch": launch})
+    published = (GRIDS / "shard_axis.toml").read_text().split("zeropp-published = ")[1].splitlines()[0]
+    grid.write_text(grid.read_text().replace("[methods]\n", f"[methods]\npublished = {published}\n"))
+    found = emulate(grid)
+    assert found["nic"]["network"] == pytest.approx(sum(found["by_kind"]["network"].values()), rel=0.05)
+    planned = sum(value for key, value in found["planned"].items() if key.startswith("network"))
+    assert planned == pytest.approx(sum(found["by_kind"]["network"].values()), rel=0.02), "in both forward passes"
+    assert found["by_phase"]["shard weights"] > 0 and found["phases"]["exposed"] > found["by_phase"]["shard weights"]
+
+
+@pytest.mark.slow
+def test_a_run_for_its_loss_with_a_shard_axis(tmp_path: Path) -> None:
+    launch = {"ranks_per_node": 2, "measure": "loss"}
+    budget = {"steps": 2, "seeds": [0], "sequences": [16], "micro_batch": 4}
+    found = emulate(declare(tmp_path, SHARDED | {"methods": ["tagc"], "options": SHORT, "launch": launch} | budget))
+    assert found["validation_loss"] > 0
+    assert "TAGC, 10 %" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
+    """sbatch runs the job at once. The first method fails; the next command submits it alone."""
+    programs = stand_ins(tmp_path)
+    sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\nbash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
+    for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = {
+        **allocation(ROOT),
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": server.python(),
+        "MODULES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    # DDP takes no shards: that method alone is refused, by every rank of its run.
+    options = {"training.seq_len": 32, "parallelism.data_parallel_replicate_degree": 1}
+    launch = {"machine": "vista", "steps": 2, "warm_up": 2}
+    one = {
+        "launcher": "slurm",
+        "methods": ["ddp-powersgd", "scape-0.1"],
+        "sizes": [2],
+        "sequences": [4],
+        "launch": launch,
+    }
+    grid = declare(tmp_path, one | {"options": options | {"parallelism.data_parallel_shard_degree": 2}})
+    result = run(grid, "--poll=0.1", "--sbatch=-A project", **environment)
+    assert result.returncode == 1 and "1 runs done, 1 failed" in result.stdout, result.stdout + result.stderr
+    submitted = (tmp_path / "submitted").read_text()
+    assert "-A project" in submitted and "--nodes=2" in submitted
+    made = results(tmp_path)
+    assert "exit code" in made["ddp-powersgd", 2]["error"]
+    assert len(made["scape-0.1", 2]["steps"]) == 2 and made["scape-0.1", 2]["tokens_per_step"] == 4 * 32
+    job = tmp_path / "work" / "all" / "size-2.sh"
+    assert "#SBATCH --partition=gh" in job.read_text() and job.read_text().count("vista.sbatch") == 2
+
+    run(grid, "--poll=0.1", **environment)
+    assert job.read_text().count("vista.sbatch") == 1

@@ -1,0 +1,118 @@
+"""Reports of studies that are tuned by budget, from stored lines of a stand-in for the trainer."""
+
+import pytest
+
+from scripts.study import costs
+from scripts.study.__main__ import main
+from scripts.study.costs import MACHINES, STUDY, elapsed, method_at, planned_run, step_seconds
+from scripts.study.entries import at, reached
+from scripts.study.report import percent
+from tests.scripts.study_stand_in import SMALL, Study, rows
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.run import PlannedRun
+
+
+def test_the_report_has_the_numbers_of_the_runs(study: Study) -> None:
+    study.run(SMALL, SMALL | {"name": "many", "replicas": 8})
+    text = study.report()
+    main_rows = rows(text, "gap to dense AdamS")
+    dense = ["AdamS", "0.002", "100", "100", "0, 1", "2.0000, 2.0100", "2.0050 ± 0.0071", "0"]
+    assert main_rows["AdamS, dense"] == dense
+    # Not the bytes that these runs counted: the closed form, whose warm-up has 4 steps, the first of them dense.
+    by_step = [share_of_dense(ScapeOptions(density=d), STUDY.local(1), 4) for d in (0.1, 0.178, 0.316, 1.0)]
+    sent = [percent(by_step[0]), percent((37 * by_step[0] + sum(by_step[1:])) / 40)]
+    losses = ["0, 1", "2.2000, 2.2110", "2.2055 ± 0.0078", "+10.00 ± 0.00"]
+    assert main_rows["SCAPE 0.1"] == ["AdamS", "0.002", *sent, *losses]
+    assert "| SCAPE 0.1 | 0.001: 2.3100; **0.002: 2.2000**; 0.004: 2.4200 |" in text
+    assert "(edge)" not in text.partition("##")[2]
+    times = rows(text, "Vista: s")
+    assert times["SCAPE 0.1"][0] == "not reached" and int(times["AdamS, dense"][0]) == 39
+    vista = step_seconds("Vista", PlannedRun(DenseOptions()))
+    assert times["AdamS, dense"][1:3] == [f"{1e3 * vista:,.0f}", f"{vista * (40 - 20 * 2 * 0.02005):,.0f}"]
+    assert "4 replicas" in text and "8 replicas" in text and "Nothing" not in text
+    pictures = {path.name for path in study.output.glob("*.png")}
+    assert pictures == {"gap.png", "steps-40x1024-r4.png"}, "frontier.png has coded payloads"
+    assert all((study.output / name).stat().st_size > 5000 and f"({name})" in text for name in pictures)
+
+
+def test_the_limits_have_the_best_method_for_its_bytes(study: Study) -> None:
+    """A variant that the grid leaves out is not listed; one good seed (few) is not better than two (coded)."""
+    losses = {"dense-adams": 2.0, "dense-adamw": 1.9, "scape-0.1": 1.8, "slow": 2.04, "coded": 2.02, "few": 2.019}
+    one = SMALL | {"learning_rates": [2e-3]}
+    study.run(one | {"methods": [*losses][:-1]}, one | {"name": "seed", "methods": ["few"], "seeds": [0]})
+    lines = study.lines
+    for line in lines:
+        line["result"]["validation_loss"] = losses[line["method"]] + 0.01 * line["options"]["debug.seed"]
+    study.rewrite(lines)
+    text = study.report()
+    assert "(frontier.png)" in text and (study.output / "frontier.png").stat().st_size > 5000
+    coded = next(line for line in lines if line["method"] == "coded")
+    step, whole = map(percent, costs.shares(coded["options"], coded["result"]))
+    found = "SCAPE int4, 48 of 1024"
+    assert f"| 1.2 | {found} | 2 | {step} | {whole} | +1.00 ± 0.00 | +6.30 ± 0.02 | {found} | - |" in text
+    assert "| 0.5 | few | 1 |" in text and "| 0.3 |" not in text, "nothing sends so little"
+    assert "| 12 | SCAPE 0.1 |" not in text and "| -4.99 ± 0.02 |" in text and "0.002 (edge)" in text
+
+
+def test_the_report_warns_of_an_edge_and_of_mixed_runs(study: Study) -> None:
+    study.run(SMALL | {"learning_rates": [2e-3, 4e-3], "seeds": [0]})
+    lines = study.lines
+    lines[0]["result"]["corpus"] = "other"
+    study.rewrite(lines)
+    text = study.report()
+    assert "0.002 (edge)" in text and "**The runs have different corpora.**" in text
+
+
+def test_budgets_with_equal_titles_show_the_options_that_differ(study: Study) -> None:
+    few = SMALL | {"learning_rates": [2e-3], "seeds": [0]}
+    study.run(few, few | {"name": "rounded", "options": {"training.mixed_precision_param": "bfloat16"}})
+    titles = [line for line in study.report().splitlines() if line.startswith("## ")]
+    assert titles[0].endswith(" replicas (training.mixed_precision_param = bfloat16)")
+    assert titles[1].endswith(" replicas (training.mixed_precision_param = float32)")
+
+
+def test_missing_runs_are_counted_and_runs_that_the_grid_no_longer_has_are_kept(study: Study) -> None:
+    study.run(SMALL)
+    study.rewrite(study.lines[:-1])
+    assert "1 declared run(s) have not run yet." in study.report()
+    study.grid.write_text(study.grid.read_text().replace('["dense-adams", "scape-0.1"]', '["dense-adams"]'))
+    assert "| SCAPE 0.1 |" in study.report()
+
+
+def test_a_report_without_runs_is_refused(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    study.run(SMALL)
+    (study.output / "runs.jsonl").unlink()
+    assert main(["report", *study.options]) == 2
+    assert "has no finished run; first run python -m scripts.study run grid" in capsys.readouterr().err
+
+
+def test_predicted_seconds_follow_the_density_of_every_step() -> None:
+    scape = {"sync.method": "scape", "sync.scape.density": 0.01, "sync.scape.density_warmup_steps": 3}
+    for machine in MACHINES:
+        dense = elapsed({"sync.method": "dense", "optimizer.name": "AdamS"}, machine, 5)
+        steps = [b - a for a, b in zip(elapsed(scape, machine, 5), elapsed(scape, machine, 5)[1:], strict=False)]
+        assert dense == pytest.approx([i * dense[1] for i in range(6)])
+        assert steps[0] > steps[1] > steps[2] and steps[2] == pytest.approx(steps[4])
+        assert steps[4] == pytest.approx(step_seconds(machine, PlannedRun(ScapeOptions(density=0.01))))
+    coded = scape | {"sync.scape.wire": "int4", "sync.scape.block_size": 128, "sync.scape.density_warmup_steps": 3}
+    wires = [(run.options.wire, run.options.density) for run in (method_at(coded, step) for step in (1, 2, 3))]  # type: ignore[attr-defined]
+    assert wires == [("float32", 1.0), ("int8", 0.0464), ("int4", 0.01)]
+    assert elapsed(coded, "10 Gb/s", 5)[-1] < elapsed(scape, "10 Gb/s", 5)[-1]
+    assert reached([(1, 3.0), (5, 2.0), (9, 1.0)], 1.5) == 7 and reached([(1, 3.0)], 2.0) is None
+    assert at([0.0, 2.0, 4.0], 1.5) == 3 and at([0.0, 2.0], 1.0) == 2
+
+
+def test_a_method_is_planned_by_its_options_or_by_those_of_the_grid() -> None:
+    options = {
+        "sync.method": "radius",
+        "optimizer.name": "AdamW",
+        "sync.radius.density": 0.4,
+        "sync.radius.interval": 16,
+    }
+    assert planned_run(options, {"planned": {"interval": 1000}}).options.interval == 1000  # type: ignore[attr-defined]
+    dense = {"sync.method": "dense", "optimizer.name": "AdamS"}
+    assert planned_run(dense | {"sync.overlap": True}) == PlannedRun(DenseOptions(), overlap=True)
+    peers = [{"method": "bf16", "overlap": True}, {"method": "powersgd", "rank": 1}]
+    assert [planned_run(dense, {"planned": one}).name for one in peers] == ["bf16 overlap", "powersgd 1"]

@@ -1,0 +1,110 @@
+"""Collectives over the replicas as data, which a method plans and the planner prices. Plain arithmetic: no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from topology.links import Stage, all_gather_stages, all_reduce_stages, reduce_scatter_stages
+from topology.partition import ALIGNED, CHUNK_ENTRIES
+from topology.ring_bytes import Levels, LevelSize
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective over the replicas.
+
+    The method plans it, the planner prices it, and the contract test compares it with the byte ledger. A collective
+    whose data travel in several chunks, of which one is in flight while the next is filled, is a single call.
+
+    Attributes:
+        kind: The collective.
+        count: FP32 elements of a reduction, padding included; bytes per rank of an all-gather.
+        message_bytes: Encoded size of n elements on the outermost level; None for FP32.
+        share: Fraction of the steps that contain the call.
+        hidden: The call overlaps with the next forward and backward pass.
+    """
+
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    count: int
+    message_bytes: Callable[[int], int] | None = None
+    share: float = 1.0
+    hidden: bool = False
+
+    def stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
+        """Return the stages of the call on each level, averaged over steps.
+
+        Args:
+            levels: Levels that the replicas span, innermost first. Levels of one rank send nothing.
+            flat: Use one ring over all replicas instead of the hierarchy.
+        """
+        if not self.count:
+            return []
+        tiers = [(one.level, one.size) for one in levels]
+        match self.kind:
+            case "all_reduce":
+                stages = all_reduce_stages(tiers, 4.0 * self.count, self.message_bytes, flat)
+            case "reduce_scatter":
+                stages = reduce_scatter_stages(tiers, 4.0 * self.count, self.message_bytes, flat)
+            case "all_gather":
+                stages = all_gather_stages(tiers, self.count, flat)
+        return stages if self.share == 1.0 else [stage.of_a_share(self.share) for stage in stages]
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the tensor that this rank passes to the collective; FP32 for a reduction."""
+        return self.count if self.kind == "all_gather" else 4 * self.count
+
+
+@dataclass(frozen=True)
+class ChunkedMessages:
+    """Encoded size of a share of a collective whose elements travel in several chunks.
+
+    Chunks are padded separately, so that their messages are longer than one message of all elements.
+
+    Attributes:
+        message_bytes: Encoded size of n elements of one chunk.
+        chunks: (elements of a chunk, number of such chunks).
+    """
+
+    message_bytes: Callable[[int], int]
+    chunks: tuple[tuple[int, int], ...]
+
+    def __call__(self, count: int) -> int:
+        total = sum(size * times for size, times in self.chunks)
+        return sum(times * self.message_bytes(size * count // total) for size, times in self.chunks)
+
+
+def level_sizes(levels: Levels) -> list[LevelSize]:
+    """Return level and size of each level, in the same order."""
+    return [LevelSize(one.level, one.size) for one in levels]
+
+
+def size_multiple(levels: Levels, block_size: int | None = None) -> int:
+    """Return the number of which the size of an all-reduce must be a multiple.
+
+    Every level can then divide the tensor, and every share of it begins at a multiple of 16 bytes.
+
+    Args:
+        levels: Levels that the replicas span, innermost first.
+        block_size: Elements that the codec encodes together; None for FP32.
+    """
+    replicas = 1
+    for one in levels:
+        replicas *= one.size
+    if replicas == 1:
+        return 1
+    if len(levels) < 2 and block_size is None:
+        return ALIGNED
+    return replicas * (ALIGNED if block_size is None else block_size)
+
+
+def padded_size(count: int, levels: Levels, block_size: int | None = None) -> int:
+    """Return `count` rounded up to a multiple of `size_multiple`."""
+    step = size_multiple(levels, block_size)
+    return -(-count // step) * step
+
+
+def chunked_size(count: int, levels: Levels, chunk_entries: int = CHUNK_ENTRIES) -> int:
+    """Return the FP32 elements that `ReplicaCollectives.all_reduce_chunked` sends: each chunk is padded."""
+    full, rest = divmod(count, chunk_entries)
+    return full * padded_size(chunk_entries, levels) + padded_size(rest, levels)

@@ -1,0 +1,111 @@
+"""Shared parts of the methods' cost formulas, see `methods.options.MethodCost`. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size
+from topology.partition import CHUNK_ENTRIES, chunk_sizes
+from topology.ring_bytes import LevelSize, MessageBytes
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.options import MethodOptions
+
+
+class GradientCost:
+    """Defaults for a method that synchronizes gradients before the optimizer's update.
+
+    Subclasses define `collective_calls` and `traffic_per_parameter`.
+    """
+
+    includes_optimizer: ClassVar[bool] = False
+    supports_overlap: ClassVar[bool] = False
+    scalar_reductions: ClassVar[int] = 1  # the finite flag
+    # Kinds of memory that a process with simulated replicas allocates once per replica.
+    per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages")
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        raise NotImplementedError
+
+    def traffic_per_parameter(self) -> float:
+        """Return the memory traffic of the method's passes in bytes per parameter, without the optimizer."""
+        return 0.0
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        return 0.0, self.traffic_per_parameter() * model.entries
+
+    def residual_entries(self, model: LocalModel) -> int:
+        """Return the entries of the error-feedback residual."""
+        return 0
+
+    def message_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of gathered messages and packed values: each replica stores the messages of all replicas."""
+        return replicas * gathered_bytes(self, model, replicas)
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        kinds = {"residual": 4.0 * self.residual_entries(model), "messages": self.message_memory(model, replicas)}
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return {}
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        kinds = optimizer | self.device_memory(model, replicas)
+        return {kind: (replicas if kind in self.per_replica else 1) * nbytes for kind, nbytes in kinds.items()}
+
+
+def gathered_bytes(cost: GradientCost, model: LocalModel, replicas: int) -> int:
+    """Return the bytes of one replica's messages of all all-gathers."""
+    calls = cost.collective_calls(model, [LevelSize("network", replicas)])
+    return sum(call.count for call in calls if call.kind == "all_gather")
+
+
+def all_reduce_chunked(
+    entries: int, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES, share: float = 1.0
+) -> CollectiveCall:
+    """Return the call of `ReplicaCollectives.all_reduce_chunked` on FP32 entries."""
+    return CollectiveCall("all_reduce", chunked_size(entries, levels, chunk_entries), share=share)
+
+
+def all_reduce_stream(
+    sizes: Sequence[int],
+    levels: Sequence[LevelSize],
+    chunk_entries: int = CHUNK_ENTRIES,
+    block: int = 1,
+    message_bytes: MessageBytes | None = None,
+    share: float = 1.0,
+) -> CollectiveCall:
+    """Return the all-reduce of tensors that are sent in the chunks of `topology.partition.chunks_of`.
+
+    Args:
+        sizes: Entries of the tensors.
+        block: Each tensor starts at a multiple of this size, and no chunk divides a block.
+        message_bytes: Encoded size of n elements of one chunk; None for FP32.
+    """
+    size = None if message_bytes is None else block
+    chunks = Counter(padded_size(n, levels, size) for n in chunk_sizes(sizes, chunk_entries, block))
+    count = sum(n * times for n, times in chunks.items())
+    encoded = None if message_bytes is None else ChunkedMessages(message_bytes, tuple(chunks.items()))
+    return CollectiveCall("all_reduce", count, encoded, share)
+
+
+def scaled(calls: Sequence[CollectiveCall], share: float, hidden: bool = False) -> list[CollectiveCall]:
+    """Return the calls of an exchange that runs in only a share of the steps."""
+    return [replace(call, share=share * call.share, hidden=hidden) for call in calls]
+
+
+def share_of_dense(options: MethodOptions, model: LocalModel, replicas: int) -> float:
+    """Return the bytes that a replica sends per step, masks and scales included, relative to dense FP32 gradients.
+
+    Every replica is assumed to be on its own node; a single replica is counted as one of two.
+    """
+    levels = [LevelSize("network", max(2, replicas))]
+    calls = options.cost().collective_calls(model, levels)
+    sent = sum(stage.sent for call in calls for stage in call.stages(levels))
+    dense = 2.0 * (levels[0].size - 1) / levels[0].size * 4.0 * model.entries
+    return sent / dense if dense else 0.0

@@ -1,0 +1,80 @@
+"""Options and cost of DeMo."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from topology.calls import CollectiveCall
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.cost import GradientCost
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.topk.blocks import divisor_grid, topk_message_bytes
+
+
+@dataclass
+class DemoOptions(MethodOptions):
+    """[sync.demo]: read with method = "demo"."""
+
+    section: ClassVar[str] = "sync.demo"
+    main_options = ("k", "chunk", "values")
+
+    beta: float = 0.999
+    """Decay of the momentum per step, in (0, 1]; the components that are sent are subtracted from it"""
+
+    chunk: int = 64
+    """Maximum side of the tiles of the cosine transform, from 1 to 256: the sides of a tile are the largest divisors of
+    the matrix's sides up to this value; one-dimensional parameters are divided into slices of such a length"""
+
+    k: int = 32
+    """Components of the largest magnitude that each replica sends per tile; all if a tile has fewer"""
+
+    values: Literal["float32", "sign"] = "float32"
+    """Encoding of the components: FP32, or signs and one mean magnitude per tensor"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0.0 < self.beta <= 1.0, "beta", "it must lie in (0, 1], for example 0.999")
+        self.require(1 <= self.chunk <= 256, "chunk", "it must be 1 to 256, for example 64")
+        self.require(self.k >= 1, "k", "it must be 1 or more")
+
+    @property
+    def code(self) -> str:
+        """The encoding by its name in `TopkMessages`."""
+        return "1bit" if self.values == "sign" else self.values
+
+    def label(self) -> str:
+        values = "" if self.code == "float32" else f" {self.code}"
+        return f"{self.method_name()} {self.k:g}{values}"
+
+    def cost(self) -> "DemoCost":
+        return DemoCost(self)
+
+
+@dataclass(frozen=True)
+class DemoCost(GradientCost):
+    """One all-gather of components and offsets of every tile."""
+
+    options: DemoOptions
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        grids = [divisor_grid(shape, self.options.chunk) for shape in model.shapes if math.prod(shape)]
+        if not grids:
+            return []
+        selected = [min(self.options.k, grid.size) for grid in grids]
+        return [CollectiveCall("all_gather", topk_message_bytes(grids, selected, self.options.code))]
+
+    def traffic_per_parameter(self) -> float:
+        """Return the bytes per parameter.
+
+        12 to add the momentum, 8 to form tiles, 24 for one transform and two inverse ones (small enough to be limited
+        by memory), 4 to select, 12 to subtract from the momentum, 12 to write the mean.
+        """
+        return 72.0
+
+    def residual_entries(self, model: LocalModel) -> int:
+        return model.entries

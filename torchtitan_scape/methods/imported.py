@@ -1,0 +1,146 @@
+"""The saved state of one parameter, in a form that does not depend on the method that saved it."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
+from torchtitan_scape.optimizers.registry import FIRST, SECOND
+
+
+class CheckpointReader(Protocol):
+    """A checkpoint's optimizer state by parameter, as `checkpoint.reader.StateReader` reads it. Calls are collective.
+
+    Attributes:
+        saved: the record of the run that saved, see `checkpoint.metadata`.
+        replicas: of that run.
+        same_count: whether this run has as many replicas.
+        simulated: replicas of this process, 1 for a real one.
+    """
+
+    saved: dict[str, Any]
+    replicas: int
+    same_count: bool
+    simulated: int
+
+    def __iter__(self) -> Iterator[tuple[int, Shard, dict[str, Tensor]]]: ...
+    def mean(self, own: Tensor) -> Tensor: ...
+    def mean_of_this_run(self, own: Tensor) -> Tensor: ...
+    def from_a_rank_that_has_rows(self, values: Tensor) -> None: ...
+    def fill(self, keys: dict[str, Any]) -> None: ...
+    def fill_of_this_shard(self, states: Sequence[State]) -> bool: ...
+    def model(self, shard: Shard) -> Tensor: ...
+    def applied_steps(self) -> float: ...
+    @property
+    def has_dense_state(self) -> bool: ...
+
+
+class SavedValues:
+    """One quantity of a parameter: `own` of each replica plus `shared`, which all replicas have in common.
+
+    Args:
+        reader: knows how many replicas there were and are.
+        own: FP32 (rows, n) of the replicas whose rows this rank reads; None if all replicas were equal.
+        shared: FP32 (n,); None for zeros.
+    """
+
+    def __init__(self, reader: CheckpointReader, own: Tensor | None, shared: Tensor | None = None) -> None:
+        self.reader, self.own, self.shared = reader, own, shared
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mean over the replicas that saved, FP32 (n,). Collective at the first use."""
+        if self.own is None:
+            assert self.shared is not None
+            return self.shared
+        mean = self.reader.mean(self.own)
+        return mean if self.shared is None else mean + self.shared
+
+    def of_replica(self, row: int) -> Tensor:
+        """The values of this process's replica `row`, FP32 (n,): its own if the replica counts are equal, else `mean`.
+
+        Collective if the replica counts differ.
+        """
+        if self.own is None or not self.reader.same_count:
+            return self.mean
+        return self.own[row] if self.shared is None else self.own[row] + self.shared
+
+    def __add__(self, other: "SavedValues") -> "SavedValues":
+        return SavedValues(self.reader, _sum(self.own, other.own), _sum(self.shared, other.shared))
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+class ImportedState:
+    """The saved state of one parameter on this rank's shard, on the device. None: nothing of the kind was saved.
+
+    Attributes:
+        kinds: all tensors as they were saved, flat, see `CheckpointReader`.
+        exp_avg: the first moment.
+        exp_avg_sq: the second moment, if the reader was asked for it.
+        pending: gradients in mean units that no step has applied yet, on any replica.
+        weights: of replicas that differed; None if the weights are those of the saved model.
+        displacements: by kind, pending changes of the weights, anchor minus weight, besides those in `weights`.
+        replica_copies: by kind, further optimizer state of replicas that differed.
+    """
+
+    exp_avg: SavedValues | None = None
+    exp_avg_sq: SavedValues | None = None
+    pending: SavedValues | None = None
+    weights: SavedValues | None = None
+
+    def __init__(self, kinds: dict[str, Tensor]) -> None:
+        self.kinds = kinds
+        self.displacements: dict[str, SavedValues] = {}
+        self.replica_copies: dict[str, SavedValues] = {}
+
+    def mean_weights(self) -> Tensor | None:
+        """FP32 (n,): the mean weights, with all pending displacements applied. Collective."""
+        if self.weights is None:
+            return None
+        start = self.weights.mean
+        for values in self.displacements.values():
+            start = start - values.mean
+        return start
+
+
+def import_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> ImportedState:
+    """Interpret what a method saved by the declarations of its states. Collective.
+
+    Args:
+        kinds: flat tensors by kind, (n,), or (rows, n) if saved per replica.
+    """
+    imported, states = ImportedState(kinds), reader.saved["states"]
+    for kind, tensor in kinds.items():
+        described = states.get(kind, {"per_replica": False, "on_migration": "copy"})
+        values = tensor.to(device)
+        saved = SavedValues(reader, values) if described["per_replica"] else SavedValues(reader, None, values)
+        if kind == FIRST:
+            imported.exp_avg = saved
+        elif kind == SECOND:
+            imported.exp_avg_sq = saved
+        elif kind == REPLICA_WEIGHTS:
+            imported.weights = saved
+        elif described["on_migration"] == "gradient":
+            imported.pending = saved if imported.pending is None else imported.pending + saved
+        elif described["on_migration"] == "displacement":
+            imported.displacements[kind] = saved
+        elif described["per_replica"]:
+            imported.replica_copies[kind] = saved
+    return imported
+
+
+def for_moment(pending: Tensor, beta1: float) -> Tensor:
+    """Return what to add to a first moment so that it contains pending gradients in mean units. Zeros if beta1 is 0.
+
+    The next step multiplies the moment by beta1, and a gradient by 1 - beta1.
+    """
+    return pending * ((1.0 - beta1) / beta1) if beta1 > 0.0 else torch.zeros_like(pending)

@@ -1,0 +1,186 @@
+"""Options and cost of local updates: several local steps, then an exchange of displacements. Imports no torch.
+
+A displacement is the difference between the shared anchor and the parameters of one replica.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+from topology.calls import CollectiveCall
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import FREE
+from torchtitan_scape.core.workloads import LocalModel, layer_of
+from torchtitan_scape.methods.cost import GradientCost, gathered_bytes, scaled
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+
+Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
+
+
+@dataclass(frozen=True)
+class FragmentSchedule:
+    """The steps at which each fragment of the parameters is exchanged. Steps are attempted ones, from 1.
+
+    Attributes:
+        inner_steps: Steps per round. Every parameter is exchanged once per round.
+        fragments: Number of fragments, which are exchanged one after the other.
+        delay: Steps from the start of an exchange to the use of its result.
+        mix: Weight of the replica's own parameter when a result is applied, in [0, 1).
+    """
+
+    inner_steps: int
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+
+    def is_due(self, fragment: int, step: int) -> bool:
+        """Return whether the exchange of the fragment starts at this step."""
+        return self.last_due(fragment, step) == step
+
+    def last_due(self, fragment: int, step: int) -> int:
+        """Return the last step up to `step` with an exchange of the fragment; 0 or less if there was none."""
+        first = round((fragment + 1) * self.inner_steps / self.fragments)
+        return step - (step - first) % self.inner_steps
+
+    def fragment_of(self, name: str) -> int:
+        """Return the fragment of a parameter.
+
+        Layers are distributed over all fragments but the first; the first contains the other parameters.
+        """
+        layer = layer_of(name)
+        return 0 if self.fragments == 1 or layer is None else 1 + layer % (self.fragments - 1)
+
+
+@dataclass
+class LocalOptions(MethodOptions):
+    """Options of all methods with local updates; each section has its own defaults."""
+
+    inner_steps: int = 30
+    """Local steps between two exchanges of a parameter"""
+
+    outer_lr: float = 0.7
+    """Constant learning rate of the outer step, which updates the shared anchor by the mean displacement"""
+
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step, in [0, 1); 0 for none"""
+
+    host: bool = field(default=False, metadata=FREE)
+    """Keep anchor and outer momentum in host memory: 8 bytes per parameter less on the device, 4 without momentum. They
+    are read and written only at exchanges"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.inner_steps >= 1, "inner_steps", "it must be 1 or more")
+        self.require(self.outer_lr > 0.0, "outer_lr", "it must be positive")
+        self.require(0.0 <= self.outer_momentum < 1.0, "outer_momentum", "it must lie in [0, 1)")
+
+    def schedule(self) -> FragmentSchedule:
+        """Return the steps at which parameters are exchanged."""
+        return FragmentSchedule(self.inner_steps)
+
+    def averaging(self) -> MethodOptions:
+        """Return the options of the gradient method that averages the displacements."""
+        raise NotImplementedError
+
+    def label(self) -> str:
+        code = getattr(self, "code", "float32")
+        return f"{self.method_name()} {self.inner_steps:g}" + ("" if code == "float32" else f" {code}")
+
+    def steps_per_round(self) -> int:
+        return self.schedule().inner_steps + self.schedule().delay
+
+    def needs_comm_streams(self) -> bool:
+        return self.averaging().needs_comm_streams()
+
+    def offloaded(self) -> tuple[str, ...]:
+        return ("anchor",) if self.host else ()
+
+    def without_memory_savings(self) -> Self:
+        return replace(self, host=False)
+
+    def cost(self) -> "LocalCost":
+        return LocalCost(self)
+
+
+def whole_displacements(code: Code) -> MethodOptions:
+    """Return the options that average all entries of the displacements in this encoding, without error feedback."""
+    if code == "float32":
+        return DenseOptions()
+    return QuantizedOptions(code=code, error_feedback=False)
+
+
+@dataclass(frozen=True)
+class LocalCost(GradientCost):
+    """Cost of local updates. The exchange of a fragment is weighted by its share of the steps."""
+
+    options: LocalOptions
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        schedule, averaging = self.options.schedule(), self.options.averaging().cost()
+        calls: list[CollectiveCall] = []
+        for number in range(schedule.fragments):
+            fragment = model.select({name for name in model.names if schedule.fragment_of(name) == number})
+            if fragment.names:  # a model may have fewer layers
+                calls += averaging.collective_calls(fragment, levels, chunk_entries)
+        return scaled(calls, 1.0 / schedule.inner_steps, hidden=schedule.delay > 0)
+
+    def traffic_per_parameter(self) -> float:
+        """Return the mean bytes per parameter and step over a round.
+
+        Displacement: 12 to read anchor and parameter and write it, 16 to fill and empty chunks, 16 to encode and
+        decode. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to write the parameter.
+        """
+        options = self.options
+        coded = 16.0 if isinstance(options.averaging(), QuantizedOptions) else 0.0
+        momentum = 8.0 if options.outer_momentum else 0.0
+        return (12.0 + 16.0 + coded + 4.0 + 8.0 + momentum + 4.0) / options.inner_steps
+
+    def shared_states(self, model: LocalModel) -> dict[str, float]:
+        """Return the bytes of anchor and outer momentum, on the device or on the host."""
+        n = 4.0 * model.entries
+        return {"anchor": n} | ({"outer momentum": n} if self.options.outer_momentum else {})
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory by kind.
+
+        Displacements exist only during an exchange; with a delay there are also chunks in flight. Fragments are assumed
+        to be of equal size.
+        """
+        schedule = self.options.schedule()
+        displacements = 4.0 * model.entries / schedule.fragments
+        states = {} if self.options.host else self.shared_states(model)
+        return states | {"displacements": (2.0 if schedule.delay else 1.0) * displacements}
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return self.shared_states(model) if self.options.host else {}
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the mean traffic over a round.
+
+        The displacement reads the anchor; the outer step reads and writes all states on the host.
+        """
+        host = self.host_memory(model, replicas)
+        return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / self.options.inner_steps
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        kinds = optimizer | self.device_memory(model, replicas)
+        return {kind: replicas * nbytes for kind, nbytes in kinds.items()}
+
+
+@dataclass(frozen=True)
+class SparseLocalCost(LocalCost):
+    """Cost of local updates that send the largest entries of the displacements, with error feedback."""
+
+    def traffic_per_parameter(self) -> float:
+        averaging = self.options.averaging().cost()
+        assert isinstance(averaging, GradientCost)
+        return super().traffic_per_parameter() + averaging.traffic_per_parameter() / self.options.inner_steps
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        kinds = {"residual": 4.0 * model.entries, "messages": replicas * gathered_bytes(self, model, replicas)}
+        return super().device_memory(model, replicas) | kinds

@@ -1,0 +1,94 @@
+"""Options and cost of PowerSGD."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from topology.calls import CollectiveCall, padded_size
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import LAYOUT
+from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
+from torchtitan_scape.methods.cost import GradientCost
+from torchtitan_scape.methods.options import MethodOptions
+
+
+@dataclass
+class PowersgdOptions(MethodOptions):
+    """[sync.powersgd]: read with method = "powersgd"."""
+
+    section: ClassVar[str] = "sync.powersgd"
+    main_options = ("rank",)
+
+    rank: int = field(default=4, metadata=LAYOUT)
+    """Columns of the factors. A matrix is exchanged uncompressed if its two factors are not smaller than half of it"""
+
+    start: int = -1
+    """Number of dense steps at the start; -1 for a tenth of training.steps"""
+
+    warm_start: bool = True
+    """Start each step from the factor of the previous step, otherwise from random numbers"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.rank >= 1, "rank", "it must be 1 or more")
+        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a tenth of training.steps")
+
+    def label(self) -> str:
+        return f"{self.method_name()} {self.rank:g}"
+
+    def cost(self) -> "PowersgdCost":
+        return PowersgdCost(self)
+
+
+@dataclass(frozen=True)
+class PowersgdCost(GradientCost):
+    """Two all-reduces: one of all P and the parameters that are not factored, one of all Q."""
+
+    options: PowersgdOptions
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        whole, ps, qs = factor_entries(model.shapes, self.options.rank)
+        return [CollectiveCall("all_reduce", padded_size(count, levels)) for count in (ps + whole, qs)]
+
+    def traffic_per_parameter(self) -> float:
+        """Return the bytes per parameter: residual, two products, approximation and new residual.
+
+        The products are small enough to be limited by memory.
+        """
+        return 36.0
+
+    def residual_entries(self, model: LocalModel) -> int:
+        return count_entries(model.matrices())
+
+
+def factor_rank(shape: Shape, rank: int) -> int:
+    """Return the columns of the factors of a shard; 0 if it is exchanged uncompressed."""
+    if len(shape) < 2 or not math.prod(shape):
+        return 0
+    rows, columns = shape[0], math.prod(shape[1:])
+    least = min(rows, columns, rank)
+    return least if 2 * least * (rows + columns) < rows * columns else 0
+
+
+def factor_entries(shapes: Sequence[Shape], rank: int) -> tuple[int, int, int]:
+    """Return the entries of (the parameters that are not factored, all P, all Q)."""
+    whole = ps = qs = 0
+    for shape in shapes:
+        if least := factor_rank(shape, rank):
+            ps += least * shape[0]
+            qs += least * math.prod(shape[1:])
+        else:
+            whole += math.prod(shape)
+    return whole, ps, qs
+
+
+def largest_rank(shapes: Sequence[Shape], nbytes: float) -> int:
+    """Return the largest rank whose messages have at most `nbytes`; at least 1."""
+    rank = 1
+    while rank < 1024 and 4.0 * sum(factor_entries(shapes, rank + 1)) <= nbytes:
+        rank += 1
+    return rank

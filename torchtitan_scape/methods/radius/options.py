@@ -1,0 +1,113 @@
+"""Options and cost of Radius."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from kernels.scape.blocks import BlockLayout
+from topology.calls import CollectiveCall
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import LAYOUT
+from torchtitan_scape.core.workloads import LocalModel, count_entries
+from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
+from torchtitan_scape.methods.options import MethodOptions
+
+BLOCK = 1024  # entries of a block if the largest of every block are selected
+
+
+@dataclass
+class RadiusOptions(MethodOptions):
+    """[sync.radius]: read with method = "radius"."""
+
+    section: ClassVar[str] = "sync.radius"
+    main_options = ("density", "interval", "selection")
+
+    density: float = 0.4
+    """Share of the entries in the mask, in (0, 1]"""
+
+    interval: int = 200
+    """Steps between two refreshes. A refresh sends all gradients and residuals, and selects the next mask"""
+
+    start: int = -1
+    """Steps are dense until the first refresh at or after this step; -1 for one fifth of training.steps"""
+
+    selection: Literal["tensor", "block"] = "tensor"
+    """Select the largest updates of every tensor, or of every block of 1024 entries"""
+
+    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
+    """Parameters exchanged uncompressed although they have two or more dimensions"""
+
+    clip_refresh: Literal["literal", "fresh"] = "literal"
+    """Clip a refresh by the norm of everything that it applies, up to `interval` steps' gradients at once ("literal"),
+    or by the norm of the step's own mean gradient ("fresh"); the latter sends the residuals separately, one more
+    message per refresh"""
+
+    release_scale: float = 1.0
+    """Factor on the optimizer's step of entries outside the mask, applied at a refresh: such an entry has accumulated
+    up to `interval` gradients, but receives a single optimizer step. The paper uses 1; interval x (1 - beta1)
+    compensates for the accumulation"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.4")
+        self.require(self.interval >= 1, "interval", "it must be 1 or more")
+        self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for one fifth of training.steps")
+        self.require(self.release_scale >= 1.0, "release_scale", "it must be 1 (the paper's) or more")
+
+    def label(self) -> str:
+        return f"{self.method_name()} {self.density:g}"
+
+    def cost(self) -> "RadiusCost":
+        return RadiusCost(self)
+
+
+@dataclass(frozen=True)
+class RadiusCost(GradientCost):
+    """An all-reduce of the entries in the mask; at a refresh, of all entries."""
+
+    options: RadiusOptions
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        exchanges = self.exchanges(model)
+        return [all_reduce_chunked(entries, levels, chunk_entries, share) for entries, share in exchanges]
+
+    def exchanges(self, model: LocalModel) -> list[tuple[int, float]]:
+        """Return (entries, share of the steps) of each exchange."""
+        options, compressed = self.options, self.residual_entries(model)
+        selected = sum(mask_counts(self.sizes(model), options.density, options.selection))
+        whole, share = model.entries - compressed, 1.0 / options.interval
+        found = [(selected + whole, 1.0 - share), (model.entries, share)]
+        return found + ([(compressed, share)] if options.clip_refresh == "fresh" else [])
+
+    def sizes(self, model: LocalModel) -> list[int]:
+        """Return the entries of the parameters that are compressed."""
+        return [count_entries([shape]) for shape in model.matrices(self.options.dense_names)]
+
+    def traffic_per_parameter(self) -> float:
+        """Return the mean bytes per parameter and step.
+
+        Every step reads and writes gradient and residual, reads the mask, and writes and reads the payload. A refresh
+        has no payload, but reads moments and parameters to select the next mask.
+        """
+        options = self.options
+        return 16.125 + 8.0 * options.density * (1.0 - 1.0 / options.interval) + 12.0 / options.interval
+
+    def residual_entries(self, model: LocalModel) -> int:
+        return sum(self.sizes(model))
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        masks = self.residual_entries(model) / 8
+        return super().device_memory(model, replicas) | ({"masks": masks} if masks else {})
+
+
+def mask_counts(sizes: Sequence[int], density: float, selection: str) -> list[int]:
+    """Return the number of mask entries of each tensor.
+
+    Args:
+        selection: "block" for k entries of every block, fewer if the last block is shorter; or "tensor".
+    """
+    layout = BlockLayout(tuple(sizes), BLOCK, 1)
+    return [layout.nnz(i, density, selection) for i in range(len(sizes))]

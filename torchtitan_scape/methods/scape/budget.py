@@ -1,0 +1,53 @@
+"""SCAPE's options for a budget of bytes. Imports no torch.
+
+The rule comes from docs/benchmarks/quality_study.md: for the same bytes, fewer bits per entry give a lower loss than a
+lower density, down to four bits; below about 1 % of the dense bytes, down to two bits.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.options import MethodOptions
+
+BLOCK = 1024
+# Largest number of entries per block: with 192 and 320 the study's loss was 2 and 7 % higher
+# (results/quality_study/report.md).
+MAX_ENTRIES = 112
+# (minimum budget, wire), tried in this order.
+WIRES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
+
+Scape = TypeVar("Scape", bound=MethodOptions)
+
+
+def fit_to_budget(options: Scape, budget: float, model: LocalModel, replicas: int) -> Scape:
+    """Return the options that the study found best among those that send at most `budget`.
+
+    Only density, block size, wire and values are chosen.
+
+    Args:
+        options: `ScapeOptions`.
+        budget: Bytes of a step at the target density relative to dense FP32, masks and scales included.
+
+    Raises:
+        ValueError: No options fit; the message states the smallest possible budget.
+    """
+
+    def with_entries(wire: str, k: int) -> Scape:
+        update, weights = (getattr(options, name) for name in ("update", "weights_dtype"))
+        # New values use the wire of the payload; BF16 weights receive BF16 values.
+        values = "float32" if update == "replicated" else wire if weights == "float32" else "bfloat16"
+        chosen: dict[str, Any] = {"density": k / BLOCK, "block_size": BLOCK, "wire": wire, "values": values}
+        return replace(options, bytes=0.0, **chosen)  # type: ignore[call-arg]
+
+    def share(wire: str, k: int) -> float:
+        return share_of_dense(with_entries(wire, k), model, replicas)
+
+    for wire in (wire for least, wire in WIRES if budget >= least):
+        for k in range(MAX_ENTRIES, 0, -1):
+            if share(wire, k) <= budget:
+                return with_entries(wire, k)
+    least = min(share(wire, 1) for _, wire in WIRES)
+    raise ValueError(f"a step of this model sends at least {math.ceil(1e5 * least) / 1e5:g} of the dense bytes")

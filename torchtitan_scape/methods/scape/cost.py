@@ -1,0 +1,232 @@
+"""Cost of SCAPE, computed by the kernels' size functions. Imports no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kernels.codec.formats import BLOCK as CODED_BLOCK
+from kernels.codec.formats import FORMATS
+from topology.calls import CollectiveCall, padded_size
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
+from torchtitan_scape.methods.scape.payload import (
+    block_layout,
+    dense_sizes,
+    mask_bytes,
+    owned_entries,
+    payload_entries,
+    row_entries,
+)
+from torchtitan_scape.methods.wire import dtype_bytes, encoded_size
+
+BFLOAT16_BLOCK = 8  # entries; the size of the codec's messages is a multiple of 16 bytes
+
+
+class CostOptions(Protocol):
+    """The options of `ScapeOptions` that determine the cost."""
+
+    @property
+    def density(self) -> float: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def selection(self) -> str: ...
+    @property
+    def wire(self) -> str: ...
+    @property
+    def update(self) -> str: ...
+    @property
+    def values(self) -> str: ...
+    @property
+    def weights_dtype(self) -> str: ...
+    @property
+    def offload(self) -> list[str]: ...
+    @property
+    def dense_names(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class ScapeCost:
+    """An all-reduce of the payload, and an all-gather of masks that overlaps with the next step.
+
+    With `update = "sharded"` the payload is reduce-scattered to the owners of its entries, and the new values are
+    all-gathered.
+    """
+
+    options: CostOptions
+    includes_optimizer = True
+    supports_overlap = False
+
+    # ------------------------------------------------------------------------------- derived options
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each entry's owner updates it for all replicas."""
+        return self.options.update == "sharded"
+
+    @property
+    def wires(self) -> tuple[str, str]:
+        """Encodings of (the payload, new values) at the target density; a dense payload is in FP32."""
+        dense = self.options.density >= 1.0
+        values = self.options.values if self.sharded and not dense else "float32"
+        return "float32" if dense else self.options.wire, values
+
+    @property
+    def scalar_reductions(self) -> int:
+        """Number of scalar all-reduces: the finite flag and, with a sharded update, the norm."""
+        return 2 if self.sharded else 1
+
+    def has_master(self, replicas: int) -> bool:
+        """Return whether there is an FP32 master copy of the weights."""
+        rounds = self.wires[1] != "float32"
+        return self.options.weights_dtype == "bfloat16" or (rounds and replicas > 1)
+
+    def shapes(self, model: LocalModel) -> Shapes:
+        """Return the shapes with `dense_names` flattened: tensors of one dimension have no mask."""
+        pairs = zip(model.names, model.shapes, strict=True)
+        return [(math.prod(s),) if name in self.options.dense_names else s for name, s in pairs]
+
+    # --------------------------------------------------------------------------------------- exchange
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        """Return the collectives of a step. The payload counts as one chunk: the chunk size depends on the machine."""
+        options, shapes = self.options, self.shapes(model)
+        replicas = math.prod(level.size for level in levels)
+        wire, values = self.wires
+        block = CODED_BLOCK if wire in FORMATS else BFLOAT16_BLOCK if wire == "bfloat16" else None
+        multiple = max(block or 1, CODED_BLOCK if values in FORMATS else 1)
+        own_mask = mask_bytes(shapes, options.density, replicas, options.block_size, options.selection)
+        masks = CollectiveCall("all_gather", own_mask, hidden=True)
+        if not self.sharded:
+            entries = payload_entries(
+                shapes, options.density, options.block_size, multiple, options.selection, replicas
+            )
+            return [CollectiveCall("all_reduce", padded_size(entries, levels, block), encoded_size(wire)), masks]
+        own = row_entries(shapes, options.density, replicas, options.block_size, multiple, options.selection)
+        encoded = encoded_size(values)
+        gathered = 4 * own if encoded is None else encoded(own)
+        payload = CollectiveCall("reduce_scatter", own * replicas, encoded_size(wire))
+        return [payload, CollectiveCall("all_gather", gathered), masks]
+
+    # ----------------------------------------------------------------------------------------- passes
+
+    def pass_bytes(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the minimum memory traffic of each pass in bytes: every input read once, every output written once."""
+        options, shapes = self.options, self.shapes(model)
+        n, k = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
+        masks = 2 * block_layout(shapes, replicas, options.block_size).mask_bytes()
+        bf16_weights = options.weights_dtype == "bfloat16"
+        if not self.sharded:
+            return {
+                "finite": 4.0 * n,
+                "pack": 12.0 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
+                "squares": 8.0 * k,
+                # Read and write the parameter; with a master, read and write the master, read it again and write the
+                # rounded parameter. Payload, last moment and new moment of the mask's entries; the masks again, to
+                # count the entries that enter each row and column.
+                "update": (14.0 if bf16_weights else 8.0) * n + 2 * masks + 12 * k,
+            } | self._coding_bytes(k, replicas)
+        # In the packing pass the owner reads and writes the replicated part of the state. For norm and update it reads
+        # payload, replicated state and parameter of the mask's entries. All ranks write the new values. BF16 weights
+        # decay by their scale, without a pass over the entries.
+        owned, sent = owned_entries(shapes, replicas, options.block_size), k / replicas
+        update = 24 * sent + masks + 4 * k + (0 if bf16_weights else 8 * n)
+        update += 8 * owned if self.has_master(replicas) else 0.0
+        passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
+        return passes | self._coding_bytes(k, replicas)
+
+    def _coding_bytes(self, sent: float, replicas: int) -> dict[str, float]:
+        """Return the memory traffic of encoding and decoding in bytes.
+
+        Payload: read the error, add it to the gradient of the next step, and store it if this step is applied; write
+        the message, read all received messages, encode the owner's mean, read and decode the means. Values of a sharded
+        update: the owner reads its copy for the difference, and all replicas add the decoded difference.
+        """
+        (payload, values), own = map(encoded_size, self.wires), sent / replicas
+        total = 0.0
+        if payload is not None:
+            message = payload(int(sent)) / max(1.0, sent)
+            total += (12 + 12 + 4 + message + 4 + message) * sent + (4 + 8) * own
+            total += 0.0 if self.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
+        if values is not None and self.options.values != "bfloat16":
+            message = values(int(sent)) / max(1.0, sent)
+            total += (4 + 4 + message) * own + (message + 4 + 4) * sent
+        return {"coding": total} if total else {}
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        passes = self.pass_bytes(model, replicas)
+        return passes.pop("pack"), sum(passes.values())
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic of (the packing pass, the other passes) in bytes.
+
+        A replicated update copies the state to the device and back twice, because the new moment is stored after the
+        exchange; a sharded update does so once.
+        """
+        host = self.host_memory(model, replicas)
+        state = host.get("state", 0.0)
+        rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if self.sharded else state)
+        return 2 * state, 2 * rest
+
+    # ----------------------------------------------------------------------------------------- memory
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        options, shapes = self.options, self.shapes(model)
+        n, entries = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
+        layout = block_layout(shapes, replicas, options.block_size)
+        # The payload and the previous moment of its entries; with a code also the quantization errors of two steps.
+        payload = (4.0 if self.sharded else 8.0) * entries
+        offloaded = self.host_memory(model, replicas)
+        kinds = {"parameters": float(dtype_bytes(options.weights_dtype)) * n, "gradients": 4.0 * n}
+        kinds |= {kind: value for kind, value in self._states(shapes, replicas).items() if kind not in offloaded}
+        kinds |= {
+            "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"),
+            "payload": payload + (0.0 if self.wires[0] == "float32" else 8.0 * entries),
+            "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
+        }
+        if offloaded:
+            kinds["offload buffers"] = len(offloaded) * self._buffer_bytes(shapes, replicas)
+        return kinds
+
+    def _states(self, shapes: Shapes, replicas: int) -> dict[str, float]:
+        """Return the bytes of the states by kind, on the device or on the host."""
+        n, has_master = 4.0 * count_entries(shapes), self.has_master(replicas)
+        if not self.sharded:
+            return {"state": n} | ({"master": n} if has_master else {})
+        owned = 4.0 * owned_entries(shapes, replicas, self.options.block_size)
+        states = {"state": n - 4.0 * sum(dense_sizes(shapes)), "owned moments": owned}
+        return states | ({"owned master": owned} if has_master else {})
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the offloaded states in bytes; a state that is not larger than its buffers stays on the device."""
+        shapes, kinds_of = self.shapes(model), {"state": ("state",), "master": ("master", "owned master")}
+        kinds = {kind for name in self.options.offload for kind in kinds_of[name]}
+        states, buffers = self._states(shapes, replicas), self._buffer_bytes(shapes, replicas)
+        return {kind: value for kind, value in states.items() if kind in kinds and value > buffers}
+
+    def _buffer_bytes(self, shapes: Shapes, replicas: int) -> float:
+        """Return the bytes of two buffers of the largest tensor, or of an owner's largest slice in a sharded update."""
+        largest = max(map(math.prod, shapes))
+        if self.sharded:
+            largest = min(largest, owned_entries(shapes, replicas, self.options.block_size))
+        return 8.0 * largest
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        """Return the memory by kind. Every replica has its own gradient, state, masks, payload and previous moment."""
+        options, shapes = self.options, self.shapes(model)
+        n, layout = 4.0 * count_entries(shapes), block_layout(shapes, replicas, options.block_size)
+        masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"))
+        entries = payload_entries(shapes, options.density, options.block_size) if options.density < 1.0 else 0
+        # With a code also the quantization errors of two steps.
+        rows = (2 if options.wire == "float32" else 4) * replicas
+        return {
+            "parameters": n,
+            "gradients": replicas * n,
+            "state": replicas * n,
+            "masks": masks,
+            "payload": 4.0 * rows * entries,
+        }

@@ -1,0 +1,66 @@
+"""Sizes of SCAPE's payload and masks, computed by the kernels' size functions. Imports no torch.
+
+`shapes` are the shapes of a rank's shards. Tensors of one dimension have no mask: all their entries are sent.
+"""
+
+import math
+
+from kernels.scape.blocks import BlockLayout
+from kernels.scape.ownership import Ownership
+from torchtitan_scape.core.workloads import Shapes
+from torchtitan_scape.methods.wire import encoded_size
+
+
+def dense_sizes(shapes: Shapes) -> list[int]:
+    """Return the number of entries of each tensor without a mask."""
+    return [math.prod(shape) for shape in shapes if len(shape) < 2]
+
+
+def block_layout(shapes: Shapes, replicas: int, block: int) -> BlockLayout:
+    """Return the blocks of the tensors that have a mask."""
+    return BlockLayout(tuple(math.prod(shape) for shape in shapes if len(shape) > 1), block, replicas)
+
+
+def payload_entries(
+    shapes: Shapes,
+    density: float,
+    block: int = 1024,
+    size_multiple: int = 1,
+    selection: str = "block",
+    replicas: int = 1,
+) -> int:
+    """Return the number of entries that a step sends.
+
+    Args:
+        size_multiple: Tensors without a mask start at a multiple of this number of entries.
+        replicas: Number of replicas; matters only if selection is "tensor".
+    """
+    layout = block_layout(shapes, replicas, block)
+    masked = sum(layout.nnz(i, density, selection) for i in range(len(layout.sizes)))
+    return -(-masked // size_multiple) * size_multiple + sum(dense_sizes(shapes))
+
+
+def row_entries(
+    shapes: Shapes, density: float, replicas: int, block: int, size_multiple: int = 1, selection: str = "block"
+) -> int:
+    """Return the entries, padding included, of the part of the payload that each owner receives."""
+    ownership = Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes))
+    counts = [ownership.layout.nnz(i, density, selection) for i in range(len(ownership.sparse))]
+    counts += [piece.end - piece.start for piece in ownership.whole]
+    return ownership.rows(counts, size_multiple)[0]
+
+
+def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:
+    """Return the bytes of the encoded payload, in one direction."""
+    entries, encoded = payload_entries(shapes, density, block), encoded_size(wire)
+    return 4 * entries if encoded is None else encoded(entries)
+
+
+def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024, selection: str = "block") -> int:
+    """Return the encoded bytes of the part of the mask that one replica selects."""
+    return block_layout(shapes, replicas, block).wire_bytes(density, selection)
+
+
+def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
+    """Return the entries of the buffers that hold what a replica owns."""
+    return Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes)).share

@@ -1,0 +1,118 @@
+"""Options and cost of SPARTA."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from topology.calls import CollectiveCall
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.wire import encoded_size
+
+BLOCK = 128  # entries that are exchanged together and share a scale
+OWNER_ERROR_ABOVE = 4  # with more replicas the owner's error is a separate state, not part of its parameters
+
+
+@dataclass
+class SpartaOptions(MethodOptions):
+    """[sync.sparta]: read with method = "sparta"."""
+
+    section: ClassVar[str] = "sync.sparta"
+    main_options = ("interval", "code")
+
+    interval: int = 3
+    """Steps in which every parameter is averaged once: each step averages one of `interval` blocks of 128 entries"""
+
+    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
+    """Encoding of the displacements, in both directions: FP32, or a code with blocks of 128. The quantization error
+    stays in the replica's parameters until the block's next exchange"""
+
+    warmup_steps: int = -1
+    """Steps at the start that average more blocks: all in the first one, then exponentially fewer; 0 for none, -1 for
+    5 % of training.steps"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = "it must be 0 or more, or -1 for 5 % of training.steps"
+        self.require(self.warmup_steps >= -1, "warmup_steps", rule)
+        self.require(self.interval >= 1, "interval", "it must be 1 or more")
+
+    def needs_comm_streams(self) -> bool:
+        return self.code != "float32"
+
+    def steps_per_round(self) -> int:
+        return self.interval
+
+    def label(self) -> str:
+        return f"{self.method_name()} {self.interval:g}" + ("" if self.code == "float32" else f" {self.code}")
+
+    def cost(self) -> "SpartaCost":
+        return SpartaCost(self)
+
+
+class GroupSlice(NamedTuple):
+    """The blocks `first`, `first` + interval, ... of a shard with `entries` in total; the last may be shorter."""
+
+    shard: int
+    first: int
+    entries: int
+
+
+def slices_of_group(sizes: Sequence[int], interval: int, group: int) -> list[GroupSlice]:
+    """Return the slice of each shard that a block group contains.
+
+    The blocks of all shards are numbered consecutively. Block i belongs to group i modulo `interval`.
+    """
+    found, begin = [], 0
+    for shard, size in enumerate(sizes):
+        blocks = -(-size // BLOCK)
+        first = (group - begin) % interval
+        if own := len(range(first, blocks, interval)):
+            ends_short = (blocks - 1 - first) % interval == 0
+            found.append(GroupSlice(shard, first, own * BLOCK - (blocks * BLOCK - size if ends_short else 0)))
+        begin += blocks
+    return found
+
+
+@dataclass(frozen=True)
+class SpartaCost(GradientCost):
+    """One all-reduce of a block group per step."""
+
+    options: SpartaOptions
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        interval, encoded = self.options.interval, encoded_size(self.options.code, BLOCK)
+        calls = []
+        for group in range(interval):
+            sizes = [one.entries for one in slices_of_group(model.sizes, interval, group)]
+            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, 1.0 / interval))
+        return calls
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic in bytes per step.
+
+        Per entry: 12 to read anchor and parameter and write the displacement, 16 to fill and empty chunks, 16 to encode
+        and decode, 4 to read the mean, 8 to read and write the anchor, 4 to write the parameter, 28 to gather, add and
+        store the owner's error.
+        """
+        coded = 0.0 if self.options.code == "float32" else 16.0
+        owner_error = 28.0 if self.keeps_owner_error(replicas) else 0.0
+        moved = (12.0 + 16.0 + coded + 4.0 + 8.0 + 4.0 + owner_error) / self.options.interval
+        return 0.0, moved * model.entries
+
+    def keeps_owner_error(self, replicas: int) -> bool:
+        """Return whether the owner's error is a separate state."""
+        return self.options.code != "float32" and replicas > OWNER_ERROR_ABOVE
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        n = 4.0 * model.entries
+        return {"anchor": n} | ({"owner_error": n} if self.keeps_owner_error(replicas) else {})
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        kinds = optimizer | self.device_memory(model, replicas)
+        return {kind: replicas * nbytes for kind, nbytes in kinds.items()}

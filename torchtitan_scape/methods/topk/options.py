@@ -1,0 +1,105 @@
+"""Options and cost of top-k gradients with error feedback."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from topology.calls import CollectiveCall
+from topology.partition import CHUNK_ENTRIES
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import LAYOUT
+from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
+from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
+
+# Memory traffic in bytes per parameter: add the residual 12, select 4, store the residual 8, write the mean 4.
+TRAFFIC = 28.0
+
+
+@dataclass
+class TopkOptions(MethodOptions):
+    """[sync.topk]: read with method = "topk"."""
+
+    section: ClassVar[str] = "sync.topk"
+    main_options = ("density", "selection", "block_size", "values")
+
+    density: float = 0.01
+    """Share of the entries that each replica sends, in (0, 1]. Every replica receives the entries of all others: with N
+    replicas a step sends less than dense training only if density x N is below 1.5"""
+
+    density_warmup_steps: int = 0
+    """Steps over which the density falls exponentially from 1 to its value. A step of the warm-up is dense if its
+    messages would be larger than the dense gradients"""
+
+    start: int = 0
+    """Number of dense steps at the start"""
+
+    selection: Literal["block", "tensor", "tile"] = field(default="block", metadata=LAYOUT)
+    """Select the largest entries of every block (9 bits per offset at density 0.01 and blocks of 1024), of every tensor
+    (32 bits), or of every 64 x 64 tile, with slices of 4096 entries for one-dimensional parameters (8 bits at 64 of
+    4096)"""
+
+    block_size: int = 1024
+    """Entries per block, a multiple of 8 up to 32768"""
+
+    values: Literal["float32", "e2m1", "2bit"] = "float32"
+    """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
+    four means of the tensor. The quantization error is added to the residual"""
+
+    decay: float = 1.0
+    """Factor on the residual in every step, in (0, 1]; below 1, part of the gradient is never applied"""
+
+    divisor: Literal["replicas", "senders"] = "replicas"
+    """Divide sums by the number of replicas, or by the number of replicas that sent the entry"""
+
+    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
+    """Parameters exchanged uncompressed although they would be compressed by default"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.01")
+        self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
+        self.require(self.start >= 0, "start", "it must be 0 or more")
+        whole_bytes = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
+        self.require(whole_bytes, "block_size", "it must be a multiple of 8 from 8 to 32768")
+        self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
+
+    def label(self) -> str:
+        values = "" if self.values == "float32" else f" {self.values}"
+        return f"{self.method_name()} {self.density:g}{values}"
+
+    def cost(self) -> "TopkCost":
+        return TopkCost(self)
+
+
+@dataclass(frozen=True)
+class TopkCost(GradientCost):
+    """One all-gather of values and offsets, one all-reduce of the uncompressed parameters."""
+
+    options: TopkOptions
+
+    def compressed(self, model: LocalModel) -> list[Shape]:
+        """Return the shapes of the parameters that are compressed."""
+        if self.options.selection != "tile":
+            return model.matrices(self.options.dense_names)
+        pairs = zip(model.names, model.shapes, strict=True)
+        return [shape for name, shape in pairs if name not in self.options.dense_names]
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[CollectiveCall]:
+        options, shapes = self.options, [shape for shape in self.compressed(model) if math.prod(shape)]
+        if options.density >= 1.0 or not shapes:
+            return [all_reduce_chunked(model.entries, levels, chunk_entries)]
+        grids = [block_grid(shape, options.selection, options.block_size) for shape in shapes]
+        nbytes = topk_message_bytes(grids, selected_per_block(grids, options.density), options.values)
+        whole = model.entries - count_entries(shapes)
+        return [CollectiveCall("all_gather", nbytes), all_reduce_chunked(whole, levels, chunk_entries)]
+
+    def traffic_per_parameter(self) -> float:
+        return TRAFFIC
+
+    def residual_entries(self, model: LocalModel) -> int:
+        return count_entries(self.compressed(model))

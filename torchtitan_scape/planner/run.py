@@ -1,0 +1,103 @@
+"""A training run as the planner sees it: method, optimizer, and their cost together. Plain arithmetic: no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topology.calls import CollectiveCall
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload
+from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.optimizers.cost import get_optimizer_cost
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A method with its options, the optimizer behind it, and the overlap of its exchange.
+
+    Attributes:
+        optimizer: `[optimizer] name`.
+        overlap: The exchange runs during the last backward pass of a step, `[sync] overlap`.
+
+    Raises:
+        ValueError: The optimizer is unknown, or the method does not support overlap.
+    """
+
+    options: MethodOptions
+    optimizer: str = "AdamS"
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        get_optimizer_cost(self.optimizer)
+        if self.overlap and not self.options.cost().supports_overlap:
+            raise ValueError(f"{self.options.method_name()} does not support overlap; overlap must be False")
+
+    def __hash__(self) -> int:
+        return hash((repr(self.options), self.optimizer, self.overlap))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the method is the dense FP32 baseline."""
+        return isinstance(self.options, DenseOptions)
+
+    @property
+    def name(self) -> str:
+        """Name in tables and log lines: of dense training, the optimizer."""
+        if self.is_dense:
+            name = self.optimizer.lower()
+        else:
+            name = self.options.label() + ("" if self.optimizer == "AdamS" else f" with {self.optimizer.lower()}")
+        name += " overlap" if self.overlap else ""
+        offloaded = self.options.offloaded()
+        return name + (f" offload {'+'.join(offloaded)}" if offloaded else "")
+
+    def collective_calls(self, model: LocalModel, levels: Sequence[LevelSize]) -> list[CollectiveCall]:
+        """Return the collectives of a step over the replicas."""
+        return self.options.cost().collective_calls(model, levels)
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the bytes that (the packing pass, the other passes) move, the optimizer's included."""
+        cost = self.options.cost()
+        pack, rest = cost.memory_traffic(model, replicas)
+        optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
+        return pack, rest + optimizer
+
+    def optimizer_flops(self, shapes: Shapes, ranks: int) -> float:
+        """Return the optimizer's matrix products on one rank, in floating-point operations.
+
+        Args:
+            shapes: Shapes of whole parameters.
+            ranks: Ranks of a replica.
+        """
+        flops = get_optimizer_cost(self.optimizer).flops
+        return 0.0 if flops is None or self.options.cost().includes_optimizer else flops(shapes, ranks)
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the bytes of parameters, gradients and all states on a rank's device, by kind."""
+        kinds = self._optimizer_memory(model) | self.options.cost().device_memory(model, replicas)
+        if self.overlap and replicas > 1:
+            # All chunks are in flight at once: the gradients, and the quantization errors if these are kept.
+            kinds["chunks in flight"] = (8.0 if "residual" in kinds else 4.0) * model.entries
+        return kinds
+
+    def total_memory(self, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
+        """Return the estimated bytes on a rank's device, by kind: `device_memory`, FSDP's copy and activations."""
+        kinds = self.device_memory(workload.local(shard), replicas)
+        return kinds | {"working copy": workload.working_bytes(), "activations": workload.activation_bytes(micro_batch)}
+
+    def simulated_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the bytes of a process that simulates all replicas, by kind, without activations and FSDP's copy."""
+        return self.options.cost().simulated_memory(model, replicas, self._optimizer_memory(model))
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the bytes in host memory, by kind."""
+        return self.options.cost().host_memory(model, replicas)
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the bytes that (the packing pass, the other passes) copy between device and host."""
+        return self.options.cost().host_link_traffic(model, replicas)
+
+    def _optimizer_memory(self, model: LocalModel) -> dict[str, float]:
+        if self.options.cost().includes_optimizer:
+            return {}
+        return get_optimizer_cost(self.optimizer).device_memory(model.shapes)

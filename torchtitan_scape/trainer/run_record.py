@@ -1,0 +1,37 @@
+"""The record of a trainer's run for its checkpoints."""
+
+from dataclasses import asdict
+
+from topology.layout import Layout
+from torchtitan_scape.checkpoint.metadata import RunMetadata
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+
+def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -> RunMetadata:
+    """Return the record that the checkpoints of a run contain."""
+    simulated, levels = config.topology.simulate_replicas, config.sharding.levels
+    facts = {
+        "ranks": layout.world_size,
+        "replicate": layout.replicate,
+        "shard": layout.shard,
+        "context": layout.context,
+        "tensor": layout.tensor,
+        "simulate_replicas": simulated,
+        "replicas": layout.replicate * simulated,
+        "model": f"{config.model.name} {config.model.flavor}",
+        "optimizer": config.optimizer.name,
+        "lr": config.optimizer.lr,
+        "betas": [config.optimizer.beta1, config.optimizer.beta2],
+        "eps": config.optimizer.eps,
+        "weight_decay": config.optimizer.weight_decay,
+        "border": config.data.border,
+        "sharding": asdict(config.sharding),
+        # Levels over which weights, masters and states are sharded; 0 without three-level partitioning.
+        "levels_weights": levels.weights,
+        "levels_block": config.sharding.cut_block if levels.active else 0,
+        # These determine the ranks of each replica.
+        "exchange": config.topology.exchange,
+        "ranks_per_node": layout.ranks_per_node,
+    }
+    return RunMetadata(optimizer, config.checkpoint.residual, facts)
