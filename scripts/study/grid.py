@@ -20,7 +20,7 @@ CURVE_POINTS = 60  # points of a stored training curve
 LOGS_PER_POINT = 4  # logged steps per stored point, which is their mean
 MAX_MICRO_BATCH = 32  # sequences
 # Options that do not change a result are not part of a run's identity.
-_WITHOUT_EFFECT = ("job.", "metrics.")
+_WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
 # Fields of a method's section that a run's identity contains only where a grid or recipe sets them.
 _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes")
 _TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
