@@ -16,6 +16,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # an explicit argument, since a sourced script otherwise gets those of this one
 
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
+for argument in "$@"; do
+    if [ "$argument" = --help ] || [ "$argument" = -h ]; then
+        exec "$PYTHON" -m torchtitan_scape.train "$@"
+    fi
+done
+
 CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
 LOG_RANK="${LOG_RANK:-0}"
 NNODES="${NNODES:-1}"
@@ -31,7 +38,6 @@ if [ -z "${NGPU:-}" ]; then
     gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
     NGPU=$((gpus > 0 ? gpus : 2))
 fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
 # Log only errors of C++: the warnings about a lost store have 30 lines each and hide the name of the lost rank.
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
@@ -40,11 +46,6 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 arguments=(--job.config_file "$CONFIG_FILE" "$@")
 
-for argument in "$@"; do
-    if [ "$argument" = --help ] || [ "$argument" = -h ]; then
-        exec "$PYTHON" -m torchtitan_scape.train "${arguments[@]}"
-    fi
-done
 if [ -n "$COMM_MODE" ]; then
     # One process acts as rank 0 of NGPU. --training.steps=N runs N steps; by default the run is only built.
     export NGPU LOCAL_RANK=0

@@ -1,4 +1,6 @@
-"""The reference pages of methods and of the shard axis: options, defaults, bytes and memory equal those of the code."""
+"""The reference pages of the configuration, of methods and of the shard axis equal the code: options, defaults, bytes
+and memory.
+"""
 
 import re
 import tomllib
@@ -10,6 +12,7 @@ import pytest
 from tests.docs.pages import blocks, read
 from topology.layout import Layout
 from topology.machines import get_machine
+from torchtitan_scape.config.reference import page, sections
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
@@ -32,6 +35,15 @@ def value_of(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return None
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    """`python -m torchtitan_scape.config.reference > docs/reference/configuration.md` writes it."""
+    assert read("docs/reference/configuration.md") == page()
+
+
+def test_every_key_has_a_description() -> None:
+    assert [f"{one.name}.{key.name}" for one in sections() for key in one.keys if not key.description] == []
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:

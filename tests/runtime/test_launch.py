@@ -149,9 +149,13 @@ def test_a_dry_run_of_simulated_replicas(tmp_path: Path) -> None:
 def test_help_shows_our_sections() -> None:
     result, _ = launch({}, "--help")
     assert result.returncode == 0
-    assert all(f"  {section} " in result.stdout for section in ("sync", "sync.scape", "topology"))
-    result, _ = launch({}, "--help", "sync.scape")
-    assert result.returncode == 0 and "--sync.scape.density" in result.stdout
+    for section in ("sync.scape", "topology", "training"):
+        assert f"\n  {section} " in result.stdout
+    result, _ = launch({"CONFIG_FILE": "none.toml"}, "--help", "sync.scape")
+    assert result.returncode == 0 and "\n  --sync.scape.density: number, default 0.1\n" in result.stdout
+    result, _ = launch({}, "--help", "sync.scope")
+    assert result.returncode == 2 and "--help sync.scope: the section is unknown; known are sync, " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_arguments_are_passed_to_the_trainer_only(tmp_path: Path) -> None:

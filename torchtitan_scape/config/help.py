@@ -1,60 +1,75 @@
-"""The help of the command line: sections on one screen, and the keys of one section."""
+"""The help of the command line: all sections on one screen, and the keys of one section."""
 
 import textwrap
 
-from torchtitan_scape.config.reference import ConfigSection, sections
+from torchtitan_scape.config.reference import ConfigSection, group_summary, sections
 
-WIDTH = 100
-USAGE = """\
+WIDTH = 80
+_NAME_WIDTH = 24
+_USAGE = """\
 usage: ./run_train.sh [--SECTION.KEY=VALUE ...]
-       ./run_train.sh --help SECTION       keys of a section, for example sync.scape; "all" for all sections
-
-Variables in front of it: CONFIG_FILE (recipe, or several with commas), NGPU (processes on this node).
-Boolean keys take no value: --checkpoint.enable, --checkpoint.no-enable.
-
+       ./run_train.sh --help SECTION   keys of a section; "all" for all sections
+A boolean key takes no value: --checkpoint.enable or --checkpoint.no-enable.
 examples:
   ./run_train.sh --sync.method=sparta --optimizer.name=Muon
-  CONFIG_FILE=train_configs/llama_500m.toml NGPU=4 ./run_train.sh --training.steps=1000
-"""
+  CONFIG_FILE=train_configs/llama_500m.toml NGPU=4 ./run_train.sh
+  ./run_train.sh --help sync.scape"""
 
 
 def help_text(topic: str = "") -> str:
-    """Return the help of all sections, of one section and those below it, or of "all".
+    """Return the help.
+
+    Args:
+        topic: a section, "all", or "" for the list of sections. A section that has only subsections prints these.
 
     Raises:
         ValueError: there is no such section.
     """
     found = sections()
     if not topic:
-        return f"{USAGE}\n{_overview(found)}"
-    chosen = [one for one in found if topic == "all" or one.name == topic or one.name.startswith(f"{topic}.")]
+        return _overview(found)
+    below = [one for one in found if one.name.startswith(f"{topic}.")]
+    chosen = found if topic == "all" else [one for one in found if one.name == topic] or below
     if not chosen:
-        raise ValueError(
-            f"--help {topic}: there is no such section; the sections are {', '.join(s.name for s in found)}"
-        )
-    return "\n".join(_section(one) for one in chosen)
+        raise ValueError(f"--help {topic}: the section is unknown; known are {', '.join(one.name for one in found)}")
+    text = "\n\n".join(map(_section, chosen))
+    if below and chosen != below:
+        text += "\n\n" + _wrapped(f"Subsections: {', '.join(one.name for one in below)}", "")
+    return text
 
 
 def _overview(found: list[ConfigSection]) -> str:
-    lines = []
-    for title, own in (("sections of this project", True), ("sections of TorchTitan", False)):
-        lines.append(f"{title}:")
-        chosen = [one for one in found if one.is_own == own]
-        if own:
-            lines += [
-                f"  {one.name:24}{textwrap.shorten(one.summary, WIDTH - 28, placeholder=' ...')}" for one in chosen
-            ]
-        else:
-            names = ", ".join(one.name for one in chosen)
-            lines += textwrap.wrap(names, WIDTH, initial_indent="  ", subsequent_indent="  ")
-        lines.append("")
+    methods = [one for one in found if one.name.split(".")[0] == "sync"]
+    own = [one for one in found if one.is_own and one not in methods]
+    names = dict.fromkeys(one.name.split(".")[0] for one in found if not one.is_own)
+    groups = {
+        "synchronization of the replicas:": [(one.name, one.summary) for one in methods],
+        "other sections of this project:": [(one.name, one.summary) for one in own],
+        "sections of TorchTitan:": [(name, group_summary(name)) for name in names],
+    }
+    lines = [_USAGE]
+    for title, rows in groups.items():
+        lines += [title, *(f"  {name:{_NAME_WIDTH}}{_shortened(summary)}" for name, summary in rows)]
     return "\n".join(lines)
 
 
+def _shortened(summary: str) -> str:
+    """Return the first sentence, as far as it fits into the line."""
+    return textwrap.shorten(summary.partition(". ")[0], WIDTH - _NAME_WIDTH - 2, placeholder=" ...")
+
+
 def _section(section: ConfigSection) -> str:
-    lines = [f"[{section.name}] {section.summary}"]
+    lines = [_wrapped(f"[{section.name}] {section.summary}.", "")]
     for key in section.keys:
-        default = f" (default {key.default})" if key.default else ""
-        lines.append(f"  --{section.name}.{key.name}: {key.type}{default}")
-        lines += textwrap.wrap(key.description, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines) + "\n"
+        default = f"default {key.default}" if key.default else "not set"
+        lines.append(_wrapped(f"--{section.name}.{key.name}: {key.type}, {default}", "  ", "      "))
+        if key.description:
+            lines.append(_wrapped(f"{key.description}.", "      "))
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, first: str, others: str | None = None) -> str:
+    indent = first if others is None else others
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -20,7 +20,7 @@ from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
 
 @dataclass
 class _Sync(Options):
-    """[sync]: the method that synchronizes the replicas."""
+    """[sync]: choice of the method, and checks of the replicas."""
 
     section: ClassVar[str] = "sync"
 
@@ -110,7 +110,7 @@ class Topology(Options):
 
 @dataclass
 class Checkpoint(TitanCheckpoint):
-    """[checkpoint]: TorchTitan's section, extended by the treatment of residuals and of damaged checkpoints."""
+    """[checkpoint]: checkpoints, with the residuals of replicas. TorchTitan's keys, `residual` and `fallback`."""
 
     residual: Literal["exact", "mean", "drop"] = "exact"
     """Residuals in a checkpoint: those of every replica ("exact": 4 bytes per parameter and replica, bitwise resume),
@@ -126,7 +126,7 @@ class Checkpoint(TitanCheckpoint):
 
 @dataclass
 class Data(Options):
-    """[data]: separation of documents, and number of passes over the training data."""
+    """[data]: document separators and passes over the data."""
 
     section: ClassVar[str] = "data"
 
@@ -145,7 +145,7 @@ class Data(Options):
 
 @dataclass
 class Sample(Options):
-    """[sample]: text that the model generates at the end of a run."""
+    """[sample]: text that the model generates at the end."""
 
     section: ClassVar[str] = "sample"
 
@@ -160,7 +160,7 @@ class Sample(Options):
 
 @dataclass
 class Observe(Options):
-    """[observe]: statistics of gradients and first moments of a few tensors, as in Section III of the SCAPE paper."""
+    """[observe]: statistics of gradients and first moments. They are those of Section III of the SCAPE paper."""
 
     section: ClassVar[str] = "observe"
 

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -121,7 +122,11 @@ def _print_help(arguments: list[str]) -> None:
     for i, argument in enumerate(arguments):
         if argument in ("-h", "--help"):
             following = arguments[i + 1] if i + 1 < len(arguments) else ""
-            print(help_text("" if following.startswith("-") else following))
+            text = help_text("" if following.startswith("-") else following)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # the reader has ended, as `head` does
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
             raise SystemExit(0)
 
 

@@ -15,20 +15,59 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.methods.registry import METHODS
 
 # Sections of this project; the others are TorchTitan's.
 OWN = ("sync", "topology", "sharding", "checkpoint", "data", "sample", "observe")
+_METHOD = "Method that synchronizes the replicas; its options are in the section [sync.METHOD]"
+# TorchTitan's dataclasses have no summaries,
+_TITAN = {
+    "job": "Output folder, recipe and description of a run",
+    "profiling": "Traces of the PyTorch profiler and memory snapshots",
+    "metrics": "Log interval, TensorBoard and Weights & Biases",
+    "model": "Model, its size and its tokenizer",
+    "optimizer": "Optimizer and its hyperparameters",
+    "lr_scheduler": "Warm-up and decay of the learning rate",
+    "training": "Data, batch sizes, sequence length, steps, dtypes",
+    "training.dataloader": "PyTorch DataLoader of the training data",
+    "parallelism": "Degrees of the parallelism axes",
+    "activation_checkpoint": "Activation checkpointing",
+    "compile": "torch.compile",
+    "quantize": "Low-precision matrix multiplication (FP8, MXFP8)",
+    "quantize.linear.float8": "FP8 for nn.Linear",
+    "quantize.linear.mx": "MXFP8 for nn.Linear",
+    "quantize.grouped_mm.float8": "FP8 for the grouped matrix multiplications of MoE layers",
+    "quantize.grouped_mm.mx": "MXFP8 for the grouped matrix multiplications of MoE layers",
+    "comm": "Timeouts of collectives, flight recorder and dry runs",
+    "memory_estimation": "TorchTitan's memory estimate, not used here",
+    "fault_tolerance": "TorchFT, not supported here",
+    "experimental": "Import of external modules",
+    "validation": "Validation data and interval",
+    "validation.dataloader": "PyTorch DataLoader of the validation data",
+    "debug": "Seed and deterministic algorithms",
+}
+# and these keys no descriptions.
+_TITAN_KEYS = {
+    "optimizer.beta1": "Decay of the first moment",
+    "optimizer.beta2": "Decay of the second moment",
+    "compile.backend": "Backend of torch.compile",
+}
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section; `default` is a TOML value, "" for none."""
+    """One key of a section.
+
+    Attributes:
+        type: in words, for example "list of strings", or the allowed values.
+        default: a TOML value; "" for none.
+        marks: "layout" or "free", see `core.options`.
+    """
 
     name: str
     type: str
     default: str
     description: str
+    marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,38 +84,43 @@ class ConfigSection:
 
 
 def sections() -> list[ConfigSection]:
-    """Return all sections, those of this project first."""
-    found = list(_sections(JobConfig, ""))
+    """Return all sections, those of this project first. Sections with subsections only are omitted."""
     order = {name: number for number, name in enumerate(OWN)}
-    return sorted(found, key=lambda section: order.get(section.name.split(".")[0], len(order)))
+    found = sorted(_sections(JobConfig, ""), key=lambda one: order.get(one.name.split(".")[0], len(order)))
+    return [one for one in found if one.keys or one.is_own]
 
 
 def _sections(section: Any, path: str) -> Iterator[ConfigSection]:
     described = _descriptions(section)
-    keys = [f for f in fields(section) if not is_dataclass(f.type)]
+    described |= {key.rpartition(".")[2]: text for key, text in _TITAN_KEYS.items() if key.rpartition(".")[0] == path}
+    keys = [_key(f, described.get(f.name, "")) for f in fields(section) if not is_dataclass(f.type)]
     if path:
-        yield ConfigSection(path, _summary(section, path), tuple(_key(f, described.get(f.name, "")) for f in keys))
+        yield ConfigSection(path, _summary(section, path), tuple(sorted(keys, key=lambda key: key.name != "method")))
     for field in fields(section):
         if is_dataclass(field.type):
             yield from _sections(field.type, f"{path}.{field.name}".lstrip("."))
 
 
 def _key(field: "Field[Any]", description: str) -> Key:
-    if field.name == "method":
-        description = description or f"Synchronization method: {', '.join(METHODS)}"
     default = field.default if field.default is not MISSING else None
     if field.default_factory is not MISSING:
         default = field.default_factory()
-    return Key(field.name, _type_text(field.type), "" if default is None else json.dumps(default), description)
+    if field.name == "method":  # declared at run time
+        description = _METHOD
+    marks = tuple(mark for mark in ("layout", "free") if field.metadata.get(mark))
+    return Key(field.name, _type_text(field.type), "" if default is None else json.dumps(default), description, marks)
 
 
 def _summary(section: Any, path: str) -> str:
-    """The first sentence of the class's docstring, without the name of the section."""
-    text = inspect.cleandoc(section.__doc__ or "")
-    if text.startswith(f"{section.__name__}("):  # generated by dataclass
-        return f"TorchTitan's [{path}]."
-    text = " ".join(text.split("\n\n")[0].split())
-    return re.sub(r"^\[[\w.]+\]: ?", "", text)
+    """Return the first paragraph of the class's docstring without the name of the section, as sentences."""
+    text = _TITAN.get(path) or inspect.cleandoc(section.__doc__ or "").split("\n\n")[0]
+    text = re.sub(r"^\[[\w.]+\]: ?", "", " ".join(text.split())).rstrip(".")
+    return text if text.startswith("torch.") else f"{text[:1].upper()}{text[1:]}"
+
+
+def group_summary(name: str) -> str:
+    """Return the summary of a section of TorchTitan that may have subsections only."""
+    return _TITAN[name]
 
 
 def _descriptions(section: Any) -> dict[str, str]:
@@ -87,7 +131,7 @@ def _descriptions(section: Any) -> dict[str, str]:
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(cast(type, one)))).body[0]
-        except (OSError, TypeError, IndentationError):  # made at run time
+        except (OSError, TypeError, IndentationError):  # declared at run time
             continue
         assert isinstance(tree, ast.ClassDef)
         for statement, after in zip(tree.body, tree.body[1:], strict=False):
@@ -98,44 +142,62 @@ def _descriptions(section: Any) -> dict[str, str]:
                 and isinstance(after.value, ast.Constant)
                 and isinstance(after.value.value, str)
             ):
-                found[statement.target.id] = " ".join(after.value.value.split())
+                found[statement.target.id] = " ".join(after.value.value.split()).rstrip(".")
     return found
 
 
 def _type_text(declared: Any) -> str:
-    origin = get_origin(declared)
+    origin, arguments = get_origin(declared), get_args(declared)
     if origin is Literal:
-        return " or ".join(json.dumps(value) for value in get_args(declared))
+        return " or ".join(json.dumps(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_type_text(one) for one in get_args(declared) if one is not type(None))
-    if origin in (list, tuple, dict):
-        return f"{origin.__name__} of {' to '.join(_type_text(one) for one in get_args(declared) if one is not ...)}s"
-    return {"int": "integer", "str": "string", "bool": "boolean"}.get(
-        getattr(declared, "__name__", ""), getattr(declared, "__name__", str(declared))
-    )
+        return " or ".join(dict.fromkeys(_type_text(one) for one in arguments if one is not types.NoneType))
+    if origin is list:
+        return f"list of {_plural(arguments[0])}"
+    return {int: "integer", float: "number", str: "string", bool: "boolean"}[declared]
+
+
+def _plural(declared: Any) -> str:
+    if get_origin(declared) is list:
+        return f"lists of {_plural(get_args(declared)[0])}"
+    return f"{_type_text(declared)}s"
+
+
+_HEAD = """\
+# Configuration
+
+This page lists all keys of a recipe with their types, defaults and meanings. A recipe is a TOML file; the key `density`
+of `[sync.scape]` is `--sync.scape.density=VALUE` on the command line. A boolean takes no value there:
+`--checkpoint.enable` or `--checkpoint.no-enable`. `./run_train.sh --help sync.scape` prints one section.
+
+Two marks describe the effect of a key on [loading a checkpoint](checkpoint_format.md#loading):
+
+- *layout*: a checkpoint with another value is loaded by the rules for another layout. In `[sharding.tagc]`, residuals
+  that were saved as `"exact"` are refused.
+- *free*: a checkpoint does not record the value, and a run may resume with any other.
+
+This page is generated: `python -m torchtitan_scape.config.reference > docs/reference/configuration.md`.
+"""
 
 
 def page() -> str:
     """Return docs/reference/configuration.md."""
-    lines = [
-        "# Configuration",
-        "",
-        "All keys of a recipe (TOML) and of the command line: `density` of `[sync.scape]` is `--sync.scape.density`.",
-        "`python -m torchtitan_scape.config.reference` generates this page. `./run_train.sh --help SECTION` shows the",
-        "same text.",
-    ]
-    title = ""
+    parts, title = [_HEAD], ""
     for section in sections():
         now = "Sections of this project" if section.is_own else "Sections of TorchTitan"
         if now != title:
-            lines += ["", f"## {now}"]
+            parts.append(f"## {now}\n")
             title = now
-        lines += ["", f"### {section.name}", "", f"{section.summary[:1].upper()}{section.summary[1:]}", ""]
-        for key in section.keys:
-            default = f", default `{key.default}`" if key.default else ""
-            described = f": {key.description.rstrip('.')}." if key.description else "."
-            lines.append(f"- `{key.name}` ({key.type}{default}){described}")
-    return "\n".join(lines) + "\n"
+        parts.append(f"### {section.name}\n\n{section.summary}.\n")
+        if section.keys:
+            parts.append("".join(map(_entry, section.keys)))
+    return "\n".join(parts)
+
+
+def _entry(key: Key) -> str:
+    allowed = re.sub(r'"[^"]*"', lambda value: f"`{value[0]}`", key.type)
+    facts = [allowed, f"default `{key.default}`" if key.default else "not set", *(f"*{one}*" for one in key.marks)]
+    return f"- `{key.name}` ({', '.join(facts)})" + (f": {key.description}.\n" if key.description else "\n")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ STEP_BLOCK = 256  # Entries that share a scale in the messages sent once per ste
 
 @dataclass
 class LevelsOptions(Options):
-    """[sharding.levels]: the low-bandwidth partition of Frontier (arXiv:2501.04266). Weights are sharded over a few
-    ranks with the fastest links, gradients over those of a node, FP32 masters and optimizer states over all.
+    """[sharding.levels]: sharding over three levels of links (arXiv:2501.04266). Weights are sharded over a few ranks
+    with the fastest links, gradients over those of a node, FP32 masters and optimizer states over all.
     """
 
     section: ClassVar[str] = "sharding.levels"

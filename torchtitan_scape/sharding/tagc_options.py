@@ -18,7 +18,7 @@ MIN_BLOCKS = 512  # Blocks of a sketch: peeling may fail in a smaller sketch eve
 
 @dataclass
 class TagcShardingOptions(Options):
-    """[sharding.tagc]: options of gradients = "tagc" (arXiv:2504.05638)."""
+    """[sharding.tagc]: options of [sharding] gradients = "tagc". The method is TAGC (arXiv:2504.05638)."""
 
     section: ClassVar[str] = "sharding.tagc"
 

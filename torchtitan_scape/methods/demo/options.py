@@ -16,7 +16,7 @@ from torchtitan_scape.methods.topk.blocks import divisor_grid, topk_message_byte
 
 @dataclass
 class DemoOptions(MethodOptions):
-    """[sync.demo]: read with method = "demo"."""
+    """[sync.demo]: largest cosine components of the momentum (DeMo)."""
 
     section: ClassVar[str] = "sync.demo"
     main_options = ("k", "chunk", "values")

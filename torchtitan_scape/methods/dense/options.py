@@ -14,7 +14,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 @dataclass
 class DenseOptions(MethodOptions):
-    """[sync.dense]: has no options."""
+    """[sync.dense]: gradients in FP32, uncompressed (the baseline). It has no options."""
 
     section: ClassVar[str] = "sync.dense"
 

@@ -9,7 +9,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 @dataclass
 class DilocoOptions(LocalOptions):
-    """[sync.diloco]: read with method = "diloco"."""
+    """[sync.diloco]: local steps, then an average of displacements."""
 
     section: ClassVar[str] = "sync.diloco"
     main_options = ("inner_steps", "code")

@@ -16,7 +16,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 @dataclass
 class PowersgdOptions(MethodOptions):
-    """[sync.powersgd]: read with method = "powersgd"."""
+    """[sync.powersgd]: gradients as products of thin factors (PowerSGD)."""
 
     section: ClassVar[str] = "sync.powersgd"
     main_options = ("rank",)

@@ -16,7 +16,7 @@ from torchtitan_scape.methods.wire import encoded_size
 
 @dataclass
 class QuantizedOptions(MethodOptions):
-    """[sync.quantized]: read with method = "quantized"."""
+    """[sync.quantized]: gradients in a code of 4 or 8 bits."""
 
     section: ClassVar[str] = "sync.quantized"
     main_options = ("code",)

@@ -18,7 +18,7 @@ BLOCK = 1024  # entries of a block if the largest of every block are selected
 
 @dataclass
 class RadiusOptions(MethodOptions):
-    """[sync.radius]: read with method = "radius"."""
+    """[sync.radius]: gradients on a mask that is kept for many steps."""
 
     section: ClassVar[str] = "sync.radius"
     main_options = ("density", "interval", "selection")

@@ -22,7 +22,7 @@ Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "e3m0", "2bit", "1
 
 @dataclass
 class ScapeOptions(MethodOptions):
-    """[sync.scape]: read with method = "scape", which requires [optimizer] name = "AdamS"."""
+    """[sync.scape]: sparse first moments with a shared mask (SCAPE). It requires [optimizer] name = "AdamS"."""
 
     section: ClassVar[str] = "sync.scape"
     main_options = ("density", "wire")

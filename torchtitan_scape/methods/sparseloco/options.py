@@ -10,7 +10,7 @@ from torchtitan_scape.methods.topk.options import TopkOptions
 
 @dataclass
 class SparselocoOptions(LocalOptions):
-    """[sync.sparseloco]: read with method = "sparseloco"."""
+    """[sync.sparseloco]: local steps, then the largest displacements."""
 
     section: ClassVar[str] = "sync.sparseloco"
     main_options = ("inner_steps", "density", "values")

@@ -18,7 +18,7 @@ OWNER_ERROR_ABOVE = 4  # with more replicas the owner's error is a separate stat
 
 @dataclass
 class SpartaOptions(MethodOptions):
-    """[sync.sparta]: read with method = "sparta"."""
+    """[sync.sparta]: local steps and an average of a few entries per step."""
 
     section: ClassVar[str] = "sync.sparta"
     main_options = ("interval", "code")

@@ -9,7 +9,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 @dataclass
 class StreamingDilocoOptions(LocalOptions):
-    """[sync.streaming_diloco]: read with method = "streaming_diloco"."""
+    """[sync.streaming_diloco]: DiLoCo, one fragment of the model at a time."""
 
     section: ClassVar[str] = "sync.streaming_diloco"
     main_options = ("inner_steps", "fragments", "delay", "code")

@@ -17,7 +17,7 @@ from torchtitan_scape.methods.options import MethodOptions
 
 @dataclass
 class TagcOptions(MethodOptions):
-    """[sync.tagc]: read with method = "tagc"."""
+    """[sync.tagc]: gradients at the union of all top-k indices (TAGC)."""
 
     section: ClassVar[str] = "sync.tagc"
     main_options = ("density",)

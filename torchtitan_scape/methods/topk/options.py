@@ -20,7 +20,7 @@ TRAFFIC = 28.0
 
 @dataclass
 class TopkOptions(MethodOptions):
-    """[sync.topk]: read with method = "topk"."""
+    """[sync.topk]: largest gradient entries of every replica."""
 
     section: ClassVar[str] = "sync.topk"
     main_options = ("density", "selection", "block_size", "values")
