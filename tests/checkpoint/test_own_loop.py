@@ -187,3 +187,17 @@ def test_mistakes_end_in_one_message(pool2: Pool, tmp_path: Path) -> None:
     assert residual == "residual is 'all'; it must be one of exact, mean, drop"
     assert missing.endswith(".metadata is missing")
     assert foreign.endswith("has no states of checkpoint_states(); save these, or load it with dcp.load")
+
+
+def counters_of_scape(folder: str) -> tuple[int, int]:
+    from torchtitan_scape import load_checkpoint
+
+    save(folder, "dense", 1, 8)
+    model, optimizer = build("scape", 1)
+    load_checkpoint(folder, model, optimizer)
+    return optimizer.attempted_steps, optimizer.methods[0].attempted_steps
+
+
+def test_scape_continues_the_step_counter_of_another_method(pool2: Pool, tmp_path: Path) -> None:
+    """Else its density warm-up, and the start of its master weights, would be repeated."""
+    assert pool2(counters_of_scape, str(tmp_path)) == [(8, 8), (8, 8)]

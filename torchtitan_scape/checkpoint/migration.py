@@ -47,7 +47,7 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     summary = MigrationSummary(reader, exact, optimizer)
     if optimizer.methods[0].holds_optimizer_state:
         summary.copied = not same_layout
-        imports = [method.begin_import(reader, same_layout, step) for method in optimizer.methods]
+        imports = [method.begin_import(reader, same_layout, optimizer.attempted_steps) for method in optimizer.methods]
         for shard, imported in _parameters(optimizer, reader):
             summary.count(shard, imported)
             for row, one in enumerate(imports):
@@ -153,12 +153,15 @@ class _Receiver:
         pending, reader = imported.pending, self.reader
         # Several kinds keep what they had if every replica does.
         each_its_own = len(targets) > 1 and pending is not None and pending.shared is None and reader.same_count
+        if each_its_own and any(state.kind in imported.kinds for state in targets):
+            for state in targets:
+                target = state.tensors[shard.name]
+                saved = imported.kinds.get(state.kind)
+                target.zero_() if saved is None else target.copy_(saved[row].view(target.shape))
+            return True
         first = True
         for state in targets:
             target = state.tensors[shard.name]
-            if each_its_own and state.kind in imported.kinds:
-                target.copy_(imported.kinds[state.kind][row].view(target.shape))
-                continue
             if first and pending is not None:
                 target.copy_(pending.of_replica(row).view(target.shape))
             else:

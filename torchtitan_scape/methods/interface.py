@@ -256,7 +256,7 @@ class Method(ABC):
         found = []
         for shard in self.context.shards:
             parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
-            state = self.context.optimizer.state[shard.parameter]
+            state = self.context.optimizer.state.get(shard.parameter, {})  # `[]` would insert an empty state
             parts += ((key, local(value)) for key, value in sorted(state.items()) if isinstance(value, Tensor))
             parts += ((s.kind, s.tensors[shard.name]) for s in shared if shard.name in s.tensors)
             found.append(ReplicatedTensors(shard.name, parts))
