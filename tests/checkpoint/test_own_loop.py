@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.pool import Pool
-from tests.replica.own_loop import make_model, make_optimizer, shard, shared, train, weights
+from tests.replica.own_loop import OPTIONS, loss_of, make_model, make_optimizer, shard, shared, train, weights
 from torchtitan_scape.methods.registry import METHODS
 
 
@@ -186,7 +186,7 @@ def test_mistakes_end_in_one_message(pool2: Pool, tmp_path: Path) -> None:
     assert "holds the model '6,922 parameters in 6 tensors', this run has '12 parameters in 2 tensors'" in another
     assert residual == "residual is 'all'; it must be one of exact, mean, drop"
     assert missing.endswith(".metadata is missing")
-    assert foreign.endswith("has no states of checkpoint_states(); save these, or load it with dcp.load")
+    assert "lacks 'model', which checkpoint_states() saves" in foreign
 
 
 def counters_of_scape(folder: str) -> tuple[int, int]:
@@ -201,3 +201,169 @@ def counters_of_scape(folder: str) -> tuple[int, int]:
 def test_scape_continues_the_step_counter_of_another_method(pool2: Pool, tmp_path: Path) -> None:
     """Else its density warm-up, and the start of its master weights, would be repeated."""
     assert pool2(counters_of_scape, str(tmp_path)) == [(8, 8), (8, 8)]
+
+
+# --------------------------------------------------------------------------------------- layouts and meshes
+
+
+def build_sharded(kind: str, method: str) -> tuple[Any, Any]:
+    """One replica on all ranks with FSDP2 on a mesh without names, with tensor parallelism, or two simulated ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from topology.groups import ReplicaGroups
+    from topology.in_process import SimulatedReplicas
+    from torchtitan_scape import replicate
+
+    model, replicas = make_model(), None
+    if kind == "tensor":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        parallelize_module(
+            model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())}
+        )
+        for layer in (model[0], model[2], model[4]):
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        replicas = ReplicaGroups(None, dist.group.WORLD)
+    else:
+        fully_shard(model)
+        if kind == "simulated":
+            replicas = SimulatedReplicas(2, ReplicaGroups(None, dist.group.WORLD))
+    make = partial(torch.optim.AdamW, lr=1e-2)
+    optimizer = make if kind == "simulated" else make(model.parameters())
+    return model, replicate(model, optimizer, {"method": method, **OPTIONS.get(method, {})}, replicas, max_norm=1.0)
+
+
+def resumes(folder: str, kind: str, method: str) -> tuple[bool, str]:
+    from torchtitan_scape import checkpoint_states, load_checkpoint
+
+    def train_some(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            for replica in range(len(optimizer.replicas.endpoints)):
+                loss_of(model, step, replica).backward()
+                optimizer.stash_replica_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    path = f"{folder}/{kind}-{method}"
+    model, optimizer = build_sharded(kind, method)
+    train_some(model, optimizer, range(6))
+    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=path)
+    train_some(model, optimizer, range(6, 10))
+    torch.manual_seed(1)
+    again, resumed = build_sharded(kind, method)
+    text = load_checkpoint(path, again, resumed)
+    train_some(again, resumed, range(6, 10))
+    return torch.equal(shared(model, optimizer), shared(again, resumed)), text
+
+
+@pytest.mark.parametrize("kind", ["unnamed", "simulated"])
+@pytest.mark.parametrize("method", ["topk", "sparta"])
+def test_meshes_without_names_resume(kind: str, method: str, pool2: Pool, tmp_path: Path) -> None:
+    for equal, text in pool2(resumes, str(tmp_path), kind, method):
+        assert equal and "as it was saved" in text
+
+
+def test_tensor_parallel_shards_resume(pool4: Pool, tmp_path: Path) -> None:
+    for equal, text in pool4(resumes, str(tmp_path), "tensor", "topk"):
+        assert equal and "as it was saved" in text
+
+
+# --------------------------------------------------------------------------------------- what a load replaces
+
+
+def fresh_and_used(folder: str, methods: list[str]) -> list[str]:
+    """Return the methods for which a load into an optimizer that has trained differs from one into a new optimizer."""
+    from torchtitan_scape import load_checkpoint
+
+    save(folder, "dense", 1, 4)
+    different = []
+    for method in methods:
+        found = []
+        for steps in (0, 5):
+            model, optimizer = build(method, 1)
+            train(model, optimizer, range(100, 100 + steps))
+            load_checkpoint(folder, model, optimizer)
+            train(model, optimizer, range(4, 9))
+            found.append((shared(model, optimizer), optimizer.stats()))
+        if not torch.equal(found[0][0], found[1][0]) or found[0][1] != found[1][1]:
+            different.append(method)
+    return different
+
+
+def test_a_load_replaces_all_state(pool2: Pool, tmp_path: Path) -> None:
+    """Also what the checkpoint lacks: outer momenta, masks, errors."""
+    assert pool2(fresh_and_used, str(tmp_path), list(METHODS), timeout=300) == [[], []]
+
+
+def bytes_after_loading(folder: str) -> tuple[float, float]:
+    save(folder, "dense", 1, 8)
+    from torchtitan_scape import load_checkpoint
+
+    model, optimizer = build("dense", 1)
+    load_checkpoint(folder, model, optimizer)
+    train(model, optimizer, range(8, 10))
+    stats = optimizer.stats()
+    return stats["sent_bytes"], stats["dense_bytes"]
+
+
+def test_bytes_are_counted_from_the_load(pool2: Pool, tmp_path: Path) -> None:
+    for sent, dense in pool2(bytes_after_loading, str(tmp_path)):
+        assert sent == pytest.approx(dense, rel=1e-2)
+
+
+# -------------------------------------------------------------------------------- before the first step
+
+
+OTHERS: dict[str, Any] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2, weight_decay=0.1),
+}
+
+
+def saved_before_the_first_step(folder: str, name: str) -> bool:
+    from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
+
+    results = []
+    for case in ("undisturbed", "saved", "loaded"):
+        model = make_model()
+        optimizer = replicate(model, OTHERS[name](model.parameters()), "dense", dist.group.WORLD)
+        if case == "saved":
+            dcp.save(checkpoint_states(model, optimizer), checkpoint_id=folder)
+        if case == "loaded":
+            load_checkpoint(folder, model, optimizer)
+        train(model, optimizer, range(3))
+        results.append(weights(model))
+    return torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_save_before_the_first_step_changes_nothing(name: str, pool2: Pool, tmp_path: Path) -> None:
+    assert pool2(saved_before_the_first_step, str(tmp_path), name) == [True, True]
+
+
+def options_with_a_budget(folder: str) -> tuple[Any, Any]:
+    from torchtitan_scape import checkpoint_states
+
+    model = make_model()
+    section = {"method": "scape", "bytes": 0.3}
+    optimizer = replicate_scape(model, section)
+    train(model, optimizer, range(2))
+    states = checkpoint_states(model, optimizer)
+    dcp.save(states, checkpoint_id=folder)
+    return optimizer.settings["density"], states["run_metadata"].values["density"]  # type: ignore[attr-defined]
+
+
+def replicate_scape(model: Any, section: dict[str, Any]) -> Any:
+    from torchtitan_scape import replicate
+    from torchtitan_scape.optimizers.adams import AdamS
+
+    return replicate(model, AdamS(model.parameters(), lr=1e-2), section, dist.group.WORLD)
+
+
+def test_a_budget_of_bytes_is_recorded_as_what_it_chose(pool2: Pool, tmp_path: Path) -> None:
+    for compared, recorded in pool2(options_with_a_budget, str(tmp_path)):
+        assert compared == recorded != 0.1

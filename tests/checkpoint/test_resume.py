@@ -232,3 +232,25 @@ def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) ->
             assert torch.equal(results[0]["parameters"], results[1]["parameters"])
         norm = json.loads((tmp_path / folder / "summary.json").read_text())["residual_norm"]
         assert (norm == 0.0) == bool(more)
+
+
+def masters_or_weights(trainer: Any) -> dict[str, Any]:
+    """Return the FP32 masters if the method keeps any, else the weights."""
+    optimizer = trainer.replica_optimizer
+    states = {state.kind: state.tensors for state in optimizer.methods[0].states()}
+    weights = {shard.name: shard.parameter.detach().clone() for shard in optimizer.shards()}
+    return states["master"] if "master" in states else weights
+
+
+def masters(folder: str, arguments: list[str]) -> Any:
+    return run(folder, arguments, 6, masters_or_weights)["after"]
+
+
+def loaded_weights(folder: str, arguments: list[str]) -> Any:
+    return run(folder, arguments, 7, masters_or_weights)["loaded"]
+
+
+def test_another_method_continues_from_the_masters(pool2: Pool, tmp_path: Path) -> None:
+    saved = pool2(masters, str(tmp_path), [*METHODS["scape-gather-bf16"], *LAYOUTS["1x2"]])
+    loaded = pool2(loaded_weights, str(tmp_path), [*METHODS["adams"], *LAYOUTS["1x2"]])
+    assert largest(saved[0], loaded[0]) == 0.0 == largest(saved[0], loaded[1])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from tests.sharding.test_levels_training import on
 from tests.sharding.test_tagc_training import TAGC
 from tests.test_training import LAYOUTS, METHODS, train
 from torchtitan_scape.observe.observation import Observation
-from torchtitan_scape.observe.record import FILE, Record, Row, facts_of, read
+from torchtitan_scape.observe.record import FILE, Record, Row, read
 from torchtitan_scape.observe.tensors import Observed
 
 WO, EMBEDDING = "layers.1.attention.wo", "tok_embeddings"
@@ -136,7 +137,7 @@ def test_recorded_figures_equal_the_tensors(pool1: Pool, tmp_path: Path) -> None
     (after,) = pool1(watched, str(tmp_path), arguments, nan_at=3)
     rows = seen(tmp_path)
     assert sorted(rows) == [(step, name) for step in range(1, 6) for name in (WO, EMBEDDING)]
-    assert read(tmp_path / FILE)[1] == [] and facts_of(tmp_path / FILE)["method"] == "topk"
+    assert read(tmp_path / FILE)[1] == [] and np.load(tmp_path / FILE)["fact.method"] == "topk"
 
     def top(moment: Tensor) -> set[int]:
         return set(moment.abs().topk(round(0.2 * moment.numel())).indices.tolist()) & set(

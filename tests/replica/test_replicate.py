@@ -216,6 +216,14 @@ def refuse(case: str) -> None:
             replicate(model, adamw, "scape", world)
         case "sgd":
             replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), "scape", world)
+        case "factory":
+            replicate(model, partial(torch.optim.AdamW, lr=0.1), "scape", world)
+        case "radius":
+            replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), "radius", world)
+        case "scalar state":
+            replicate(model, torch.optim.NAdam(model.parameters()), "sparta", world)
+        case "start of the state":
+            replicate(model, torch.optim.Rprop(model.parameters()), "sparta", world)
         case "overlap":
             replicate(model, adamw, "diloco", world, overlap=True)
         case "norm":
@@ -236,6 +244,12 @@ def refuse(case: str) -> None:
             optimizer = make_optimizer(model, "topk")
             dist.all_gather_object(states, optimizer.state_dict())
             optimizer.load_state_dict(states[1 - rank])
+        case "state of one rank":
+            optimizer = make_optimizer(model, "topk")
+            state = optimizer.state_dict()
+            if rank == 1:
+                state["replica"]["layout"]["density"] = 0.5
+            optimizer.load_state_dict(state)
         case "state of the wrapped optimizer":
             make_optimizer(model, "topk").load_state_dict(adamw.state_dict())
         case "group":
@@ -252,6 +266,10 @@ REFUSALS = {
     "mesh": r"a mesh of 2 dimensions; pass one of them: mesh\['replicate'\]",
     "optimizer": "method 'scape' works with AdamS, not with AdamW",
     "sgd": "method 'scape' works with AdamS, not with SGD",
+    "factory": "method 'scape' works with AdamS, not with AdamW",
+    "radius": "method 'radius' needs an optimizer with betas, such as AdamW; SGD has none",
+    "scalar state": "NAdam keeps 'mu_product' of shape",
+    "start of the state": "Rprop keeps state that does not start from zeros",
     "overlap": "overlap = True does not go with method 'diloco'",
     "norm": "max_norm is 0.0; it must be positive",
     "reduction": "reduction is 'average'; it must be 'mean' or 'sum'",
@@ -260,6 +278,7 @@ REFUSALS = {
     "models": "parameters=.*every replica needs the same model",
     "state of another method": "the saved state has method='quantized', this run has 'topk'",
     "state of another replica": "the saved state has replica=[01], this run has [01]",
+    "state of one rank": "the saved state has density=0.5, this run has 0.1",
     "state of the wrapped optimizer": "the state has no 'replica' entry",
     "group": "all parameters must be passed at construction",
 }
@@ -346,3 +365,18 @@ def test_simulated_replicas_with_own_weights_need_an_optimizer_factory() -> None
     model = make_model()
     with pytest.raises(ValueError, match="pass a function that builds one"):
         replicate(model, torch.optim.AdamW(model.parameters()), "sparta", SimulatedReplicas(2))
+
+
+def test_a_missing_stash_leaves_the_weights_of_the_first_replica() -> None:
+    model = make_model()
+    optimizer = replicate(model, partial(torch.optim.AdamW, lr=1e-2), "sparta", SimulatedReplicas(2))
+    for replica in range(2):
+        loss_of(model, 0, replica).backward()
+        optimizer.stash_replica_gradients()
+    optimizer.step()
+    before = weights(model)
+    loss_of(model, 1, 0).backward()
+    optimizer.stash_replica_gradients()
+    with pytest.raises(ValueError, match="the gradients of 1 replicas were stashed, and 2 replicas are simulated"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)

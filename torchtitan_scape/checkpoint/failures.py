@@ -1,4 +1,4 @@
-"""One line for a checkpoint that could not be written or read."""
+"""Error messages for checkpoints that cannot be written or read."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ _ADVICE = {
 
 
 def failure_text(error: BaseException, folder: str | os.PathLike[str]) -> str:
-    """One line for a save or load of `folder` that failed: reasons, ranks, free bytes and what to do, where known."""
+    """Return one line for a failed save or load of `folder`: reasons, ranks, free bytes and, if known, the fix."""
     failures = error.failures if isinstance(error, CheckpointException) else {-1: (error, None)}
     ranks: dict[str, list[int]] = {}
     advice = ""

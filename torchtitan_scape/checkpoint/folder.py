@@ -1,4 +1,4 @@
-"""What lies in checkpoint folders, as all ranks see it."""
+"""Contents of checkpoint folders, the same on all ranks."""
 
 import json
 import os
@@ -27,13 +27,13 @@ def read_record(path: str) -> dict[str, Any]:
 
 
 def names_in(path: str) -> set[str]:
-    """Names of everything in a checkpoint, such as "train_state.step", and the first parts of these."""
+    """Return the names of all entries of a checkpoint, such as "train_state.step", and their first parts."""
     names = set(CheckedReader(path).read_metadata().state_dict_metadata)
     return names | {name.split(".")[0] for name in names}
 
 
 def steps_in(folder: str) -> list[int]:
-    """Steps that have a folder, ascending."""
+    """Return the steps that have a folder, in ascending order."""
     if not os.path.isdir(folder):
         return []
     found = [re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder)]
@@ -41,9 +41,10 @@ def steps_in(folder: str) -> list[int]:
 
 
 def as_rank_0_sees(look: Callable[[], Any]) -> Any:
-    """What rank 0 sees: file systems of several nodes may show different things for a while. A collective call.
+    """Return the result of `look` on rank 0, because nodes may see a shared file system differently. Collective.
 
-    Raises on every rank what `look` raises there.
+    Raises:
+        OSError, ValueError: on every rank, if `look` raises it on rank 0.
     """
     seen: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -58,7 +59,7 @@ def as_rank_0_sees(look: Callable[[], Any]) -> Any:
 
 
 def first_damage(path: str) -> str | None:
-    """What is wrong with a checkpoint, of whose files every rank reads a share. A collective call."""
+    """Return a description of the first damage, or None. Collective: each rank reads some of the files."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, find_damage(path, dist.get_rank(), dist.get_world_size()))
     return next((text for text in found if text is not None), None)

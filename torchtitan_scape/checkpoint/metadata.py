@@ -57,8 +57,8 @@ class RunMetadata(Stateful):
         """
         if saved["model"] != self.values["model"]:
             raise ValueError(
-                f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; start it in "
-                "another --job.dump_folder, or with the model of the checkpoint"
+                f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; build the model "
+                "of the checkpoint, or start in another folder (--job.dump_folder of the trainer)"
             )
         saved = {"levels_weights": 0, "levels_block": 0} | saved
         keys = [

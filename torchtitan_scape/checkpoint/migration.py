@@ -37,7 +37,7 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
         same_layout: method, optimizer and layout are those of the run that saved.
         step: of the checkpoint.
     """
-    optimizer.discard_exchanges()
+    optimizer.prepare_to_load()
     shard_residuals = optimizer.sharding.unsent.loading(reader, optimizer.shards())
     # Format 1 stored the counter among the values of a method that performs the update itself.
     records = [reader.saved, *(value for value in reader.saved.values() if isinstance(value, dict))]

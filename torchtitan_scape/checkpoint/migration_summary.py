@@ -57,6 +57,8 @@ class MigrationSummary:
                 return "moments as they were saved"
             holds = self._optimizer.methods[0].holds_optimizer_state
             return "the first moment was copied" if holds or self.moments_continue else "no moments continue"
+        if reader.saved["residual"] == "drop":
+            return "all replicas start from the saved model and the mean of the moments"
         if reader.saved["residual"] != "exact":
             return "all replicas start from the mean of weights and moments, as it was saved"
         if self._optimizer.weights and reader.same_count:
@@ -66,7 +68,7 @@ class MigrationSummary:
     def _pending(self) -> str:
         residual = self._reader.saved["residual"]
         if residual == "drop":
-            return "pending gradients were not saved and are lost"
+            return "pending updates were not saved and are lost"
         if not self._has_pending:
             return ""
         norm = f"(norm {float(self._optimizer.collectives.sum_over_model(self._squares.float()).sqrt()):.3g})"

@@ -5,7 +5,9 @@ another method can load them.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -23,11 +25,11 @@ from torchtitan_scape.checkpoint.reader import (
     StateReader,
     load_into,
 )
-from torchtitan_scape.checkpoint.state import load_counters
+from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 MODEL, OPTIMIZER = "model", "optimizer"
-RESIDUALS = ("exact", "mean", "drop")
+_LAYOUTS: "WeakKeyDictionary[ReplicaOptimizer, GlobalLayout]" = WeakKeyDictionary()
 
 
 def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: str = "exact") -> dict[str, Stateful]:
@@ -69,7 +71,10 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
         ValueError: the checkpoint is damaged, or of another model.
     """
     if not {MODEL, OPTIMIZER, RUN_METADATA} <= names_in(path):
-        raise ValueError(f"{path} has no states of checkpoint_states(); save these, or load it with dcp.load")
+        raise ValueError(
+            f"{path} lacks {sorted({MODEL, OPTIMIZER, RUN_METADATA} - names_in(path))[0]!r}, which checkpoint_states() "
+            "saves; checkpoints of the trainer have another form: export their model, or resume with the trainer"
+        )
     saved = read_record(path)
     record = _record(optimizer, saved["residual"])
     same_layout, different = record.compare(saved, path)
@@ -81,6 +86,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     reader = StateReader(path, saved, optimizer, layout, prefix=f"{MODEL}.")
     text = migrate(optimizer, reader, same_layout, step=0).text()
     load_counters(optimizer, saved["counters"])
+    optimizer.count_bytes_from_here()
     listed = ", ".join(f"{key} {change}" for key, change in different.items())
     return f"{text}; differs from the run that saved: {listed}" if listed else text
 
@@ -105,16 +111,28 @@ def _record(optimizer: ReplicaOptimizer, residual: str) -> RunMetadata:
 
 
 def _layout_of(optimizer: ReplicaOptimizer) -> GlobalLayout:
-    """Return the position of this rank's tensors. Collective over all ranks."""
+    """Return the position of this rank's tensors. Collective over all ranks at the first call of an optimizer."""
+    if optimizer not in _LAYOUTS:  # every mesh creates process groups, so it is made once
+        _LAYOUTS[optimizer] = _find_layout(optimizer)
+    return _LAYOUTS[optimizer]
+
+
+def _find_layout(optimizer: ReplicaOptimizer) -> GlobalLayout:
     simulated, collectives = len(optimizer.replicas.endpoints), optimizer.collectives
-    if simulated > 1 or not dist.is_initialized():
+    meshes = [s.parameter.device_mesh for s in optimizer.shards() if isinstance(s.parameter, DTensor)]
+    if not dist.is_initialized() or (simulated > 1 and not meshes):
         return GlobalLayout(None, simulated)
-    here = (collectives.replica, collectives.model_rank)
+    # With tensor parallelism some parameters are on one dimension of the mesh only.
+    sharded = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    shape = (1,) if sharded is None else tuple(sharded.shape)
+    names = None if sharded is None else sharded.mesh_dim_names
+    inner = (0,) if sharded is None else tuple(sharded.get_coordinate() or ())
+    replicas, replica = (1, 0) if simulated > 1 else (collectives.replicas, collectives.replica)
     positions: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(positions, here)
-    ranks = {position: rank for rank, position in enumerate(positions)}
-    rows = [[ranks[replica, k] for k in range(collectives.model_ranks)] for replica in range(collectives.replicas)]
-    sharded = next((s.parameter for s in optimizer.shards() if isinstance(s.parameter, DTensor)), None)
-    names = sharded.device_mesh.mesh_dim_names if sharded is not None else None
+    dist.all_gather_object(positions, (replica, *inner))
+    ranks = torch.empty((replicas, *shape), dtype=torch.int)
+    for rank, position in enumerate(positions):
+        ranks[position] = rank
+    names = ("dp_replicate", *(names or (f"shard{i}" for i in range(len(shape)))))
     device = optimizer.shards()[0].device.type
-    return GlobalLayout(DeviceMesh(device, rows, mesh_dim_names=("dp_replicate", *(names or ("shard",)))), simulated)
+    return GlobalLayout(DeviceMesh(device, ranks, mesh_dim_names=names), simulated)

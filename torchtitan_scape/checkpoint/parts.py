@@ -1,20 +1,19 @@
-"""What a checkpoint holds beside the model and TorchTitan's own states."""
+"""The random state in a checkpoint, and the line about its size."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_scape.checkpoint.state import sizes
+from torchtitan_scape.checkpoint.state import RESIDUALS, sizes
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
-RANDOM = "random"  # name of the random number generators' states
-RESIDUALS = ("exact", "mean", "drop")
+RANDOM = "random"  # name of the random state in a checkpoint
 
 
 class RandomState(Stateful):
-    """Every rank's random numbers; what is loaded is taken by `restore`."""
+    """The states of every rank's random number generators. `restore` applies the loaded states."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._name = device, f"rank{dist.get_rank()}"
@@ -31,7 +30,7 @@ class RandomState(Stateful):
         self._loaded = dict(state_dict)
 
     def restore(self) -> None:
-        """To be called before the first forward pass: data loaders draw a number when they begin."""
+        """Apply the loaded states, before the first forward pass: data loaders draw a number when they begin."""
         loaded, self._loaded = self._loaded, {}
         if loaded:
             torch.set_rng_state(loaded[f"{self._name}.cpu"])
@@ -40,7 +39,7 @@ class RandomState(Stateful):
 
 
 def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
-    """What a checkpoint takes, and would take with other residuals."""
+    """Return the size of a checkpoint, and its size with other values of `residual`, as one line for the log."""
     model = 4 * sum(shard.entries for shard in optimizers.shards())
 
     def total(choice: str) -> str:

@@ -1,8 +1,9 @@
-"""The optimizer's and the method's state in a checkpoint: written as it is, read by the same layout or by another one.
+"""Saving the state of optimizer and method with DCP, and reading it into the same layout or another one.
 
-Names follow the parameters, shapes are the global ones, so that any shard degree can read them. A replica's own state
-has one row more in front, for each replica: written as a plain tensor it would be taken for copies of one, and all but
-one dropped. What a checkpoint has, and what each kind of it is, stands in its record: see `methods.interface.State`.
+Tensors have the parameters' names and global shapes, so that every shard degree can read them. State that differs
+between replicas has a leading dimension with one row per replica: as a plain tensor, DCP would take the replicas'
+values for copies of one tensor and keep a single one. The record of a checkpoint describes its kinds of state, see
+`methods.interface.State`.
 """
 
 import math
@@ -36,9 +37,9 @@ from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
-# Of weights beside their masters, in names.
+# First part of the names of weights that are stored besides their masters.
 _WEIGHTS = "weights"
-# Bytes that are read at a time, of this rank.
+# Bytes that a rank reads at a time.
 _AT_A_TIME = 1 << 29
 
 
@@ -46,10 +47,15 @@ class GlobalLayout:
     """The position of this rank's local tensors in the global ones.
 
     Args:
-        mesh: its dimension "dp_replicate" first, then those over which parameters are sharded; None in a process
-            without a process group.
-        simulated: replicas of this process, 1 for a real one.
-        replicas: (how many, which of them this rank is of), if parameters are slices and the mesh does not tell.
+        mesh: dimension "dp_replicate" first, then those over which parameters are sharded; None in a process without
+            a process group.
+        simulated: number of replicas in this process, 1 for a real one.
+        replicas: (number of replicas, index of this rank's), for slices, where the mesh does not determine them.
+
+    Attributes:
+        replicas: number of real replicas.
+        replica: index of this rank's replica.
+        ways: number of ranks over which one replica is sharded.
     """
 
     def __init__(self, mesh: DeviceMesh | None, simulated: int, replicas: tuple[int, int] | None = None) -> None:
@@ -58,10 +64,10 @@ class GlobalLayout:
             axis: DeviceMesh | None = None if mesh is None else mesh["dp_replicate"]
             replicas = (1, 0) if axis is None else (axis.size(), axis.get_local_rank())
         self.replicas, self.replica = replicas
-        self.ways = 1 if mesh is None else mesh.size() // self.replicas  # over which a replica is sharded
+        self.ways = 1 if mesh is None else mesh.size() // self.replicas
 
     def whole(self, parameter: Tensor, values: Tensor) -> Any:
-        """`values`, of the parameter's local shape, as a tensor sharded like it, or what DCP takes for one."""
+        """Return `values` (local shape) as a tensor for DCP that is sharded like the parameter."""
         if is_slice(parameter):
             return FlatSlices(parameter.whole, values.dtype, [(parameter.start, values)])
         if not isinstance(parameter, DTensor):
@@ -69,27 +75,31 @@ class GlobalLayout:
         return _dtensor(values, parameter.device_mesh, parameter.placements, parameter.shape)
 
     def rows(self, parameter: Tensor, values: Tensor, count: int) -> Any:
-        """`values` (rows of this rank, *local shape) as (count, *global shape)."""
+        """Return `values` (rows of this rank, *local shape) as a tensor for DCP, (count, *global shape)."""
         if is_slice(parameter):
             first, size = self.replica * self.share_at_most(count), parameter.whole.numel()
             slices = [((first + i) * size + parameter.start, row) for i, row in enumerate(values)]
             return FlatSlices((count, *parameter.whole), values.dtype, slices)
-        names: tuple[str, ...] = ()
         placements: list[Any] = []
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
             placements = [_after_rows(p) for p in parameter.placements]
-        if self.simulated > 1:  # a row of every replica, on each shard
-            if not names:
-                return values
-            return _dtensor(values, parameter.device_mesh, placements, (count, *parameter.shape))  # type: ignore
-        if self._mesh is None:
+            if self.simulated > 1:  # a row of every replica, on each shard
+                return _dtensor(values, parameter.device_mesh, placements, (count, *parameter.shape))
+        if self.simulated > 1 or self._mesh is None:
             return values
-        mesh = self._mesh[("dp_replicate", *names)]
+        mesh = self._mesh[("dp_replicate", *self._sharded_dims(parameter))]
         return _dtensor(values, mesh, [Shard(0), *placements], (count, *parameter.shape))
 
+    def _sharded_dims(self, parameter: Tensor) -> tuple[str, ...]:
+        """Return the names of the mesh dimensions over which a parameter is sharded."""
+        if not isinstance(parameter, DTensor):
+            return ()
+        assert self._mesh is not None and self._mesh.mesh_dim_names is not None
+        # A mesh without names (`fully_shard(model)`) has all dimensions but the replicas'.
+        return parameter.device_mesh.mesh_dim_names or self._mesh.mesh_dim_names[1:]
+
     def of_optimizer(self, found: dict[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """An optimizer's state by TorchTitan's names, of slices as `whole` has them; the same memory."""
+        """Return an optimizer's state (flat, "state.NAME.KIND") with slices as in `whole`. Memory is shared."""
         loaded = dict(found)
         for key, values in found.items():
             name, _, _ = key.removeprefix("state.").rpartition(".")
@@ -99,12 +109,12 @@ class GlobalLayout:
         return loaded
 
     def share(self, count: int) -> int:
-        """Rows of `count` that this rank reads: its own where there are as many replicas, else dealt out."""
+        """Return how many of `count` rows this rank reads: its own if replica counts are equal, else its part."""
         most = self.share_at_most(count)
         return count if self.simulated > 1 else max(0, min(most, count - self.replica * most))
 
     def share_at_most(self, count: int) -> int:
-        """Of all ranks."""
+        """Return the largest `share` of all ranks."""
         return count if self.simulated > 1 else -(-count // self.replicas)
 
 
@@ -117,25 +127,29 @@ def _after_rows(placement: Any) -> Any:
 
 
 def _dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
-    """A DTensor around these values, on whatever device they are: `from_local` would move them to the mesh's."""
+    """Return a DTensor of these values on their own device; `from_local` would move them to the mesh's."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     meta = TensorMeta(torch.Size(shape), tuple(strides), values.dtype)
     return DTensor(values.detach(), DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 class OptimizerCheckpoint(Stateful):
-    """The optimizer's state and the method's for `dcp.save`; `checkpoint.migration.migrate` loads them."""
+    """State of the optimizer and the method for `dcp.save`. `checkpoint.migration.migrate` loads it.
 
-    def __init__(self, optimizers: ReplicaOptimizer, frame: GlobalLayout, residual: str) -> None:
-        self._optimizers, self._frame, self._residual = optimizers, frame, residual
+    Args:
+        residual: "exact", "mean" or "drop", as in `[checkpoint] residual`.
+    """
+
+    def __init__(self, optimizers: ReplicaOptimizer, layout: GlobalLayout, residual: str) -> None:
+        self._optimizers, self._layout, self._residual = optimizers, layout, residual
 
     def state_dict(self) -> dict[str, Any]:
         self._optimizers.finish_previous_step()
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
-        found = self._frame.of_optimizer(dense_state(self._optimizers), parameters)
+        found = self._layout.of_optimizer(dense_state(self._optimizers), parameters)
         for name, (parameter, bits) in saved_weights(self._optimizers).items():
-            found[f"{_WEIGHTS}.{name}"] = self._frame.whole(parameter, _own_storage(bits))
-        total = self._frame.replicas * self._frame.simulated
+            found[f"{_WEIGHTS}.{name}"] = self._layout.whole(parameter, _own_storage(bits))
+        total = self._layout.replicas * self._layout.simulated
         for state in states(self._optimizers, self._residual):
             for name, values in state.tensors.items():
                 if state.packed:
@@ -144,9 +158,9 @@ class OptimizerCheckpoint(Stateful):
                 if not state.by_parameter:
                     found[shard_key(self._optimizers, key)] = values
                 elif state.per_replica:
-                    found[key] = self._frame.rows(parameters[name], values, total)
+                    found[key] = self._layout.rows(parameters[name], values, total)
                 else:
-                    found[key] = self._frame.whole(parameters[name], values)
+                    found[key] = self._layout.whole(parameters[name], values)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,35 +168,36 @@ class OptimizerCheckpoint(Stateful):
 
 
 def _own_storage(values: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which begins where `values` does.
+    """Return the same memory as a storage of its own that begins at `values`.
 
-    Asynchronous saves stage whole storages, which may be flat buffers, and take a DTensor of a view with an
-    offset for one that has memory of its own (PyTorch 2.13).
+    Asynchronous saves copy whole storages, which may be flat buffers, and ignore the offset of a view in a DTensor
+    (PyTorch 2.13).
     """
     return torch.from_dlpack(values.detach())
 
 
 class ModelCheckpoint(Stateful):
-    """The model for a checkpoint or an export: what replicas share, where that is not their parameters.
+    """The model for a checkpoint or an export: the weights that all replicas share.
 
-    own: the model as TorchTitan saves it; what is loaded goes into it.
+    Args:
+        own: state of the model itself, with `state_dict` and `load_state_dict`. Loading goes into it.
     """
 
-    def __init__(self, own: Any, optimizers: ReplicaOptimizer, frame: GlobalLayout) -> None:
-        self.own, self._optimizers, self._frame = own, optimizers, frame
+    def __init__(self, own: Any, optimizers: ReplicaOptimizer, layout: GlobalLayout) -> None:
+        self.own, self._optimizers, self._layout = own, optimizers, layout
 
     def state_dict(self) -> dict[str, Any]:
         shared = self._optimizers.saved_model()
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
         found: dict[str, Any] = dict(self.own.state_dict())
-        return found | {name: self._frame.whole(parameters[name], _own_storage(shared[name])) for name in shared}
+        return found | {name: self._layout.whole(parameters[name], _own_storage(shared[name])) for name in shared}
 
     def room(self) -> dict[str, Any]:
-        """What a checkpoint's model is read into: the model's tensors, or the masters that its weights are made of."""
+        """Return the tensors to read a checkpoint's model into: the model's own, or its FP32 masters."""
         found = dict(self.own.state_dict())
         for shard in self._optimizers.shards():
             if is_slice(shard.parameter):
-                found[shard.name] = self._frame.whole(shard.parameter, shard.parameter.detach())
+                found[shard.name] = self._layout.whole(shard.parameter, shard.parameter.detach())
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -191,14 +206,15 @@ class ModelCheckpoint(Stateful):
 
 
 class StateReader:
-    """Reads a checkpoint's optimizer state parameter by parameter, some at a time. All calls are collective.
+    """A checkpoint's optimizer state, read in batches of parameters. All calls are collective.
 
     Args:
-        saved: the record of the run that saved, see `metadata.py`.
-        prefix: of the model's tensors in the checkpoint.
+        saved: the record of the run that saved, see `checkpoint.metadata`.
+        prefix: of the names of the model's tensors in the checkpoint.
 
     Attributes:
-        replicas: of the run that saved.
+        replicas: number of replicas of the run that saved.
+        same_count: whether this run has as many.
     """
 
     def __init__(
@@ -206,20 +222,21 @@ class StateReader:
         path: str,
         saved: dict[str, Any],
         optimizers: ReplicaOptimizer,
-        frame: GlobalLayout,
+        layout: GlobalLayout,
         prefix: str = "",
     ) -> None:
-        self.path, self.saved, self.frame, self._prefix = path, saved, frame, prefix
+        self.path, self.saved, self.layout, self._prefix = path, saved, layout, prefix
         self._optimizers, self._shards = optimizers, optimizers.shards()
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
         self.replicas: int = saved["replicas"]
-        self.simulated = frame.simulated
-        self.same_count = self.replicas == frame.replicas * frame.simulated
+        self.simulated = layout.simulated
+        self.same_count = self.replicas == layout.replicas * layout.simulated
 
     def __iter__(self) -> Iterator[tuple[int, LocalShard, dict[str, Tensor]]]:
-        """Every parameter with its number, and what was saved of it by kind, on this rank's shard and the CPU: flat
-        (n,), of own states (rows, n) of the replicas whose rows this rank reads. "exp_avg" is a dense optimizer's first
-        moment, "exp_avg_sq" its second where this run asks for it.
+        """Yield each parameter with its number and its saved tensors by kind, on the CPU.
+
+        Tensors are flat (n,), or (rows, n) for the replicas whose rows this rank reads if the kind is saved per
+        replica. "exp_avg" is a dense optimizer's first moment, "exp_avg_sq" its second, if this run needs it.
         """
         number = 0
         for shards in self._batches():
@@ -228,34 +245,34 @@ class StateReader:
                 number += 1
 
     def mean(self, own: Tensor) -> Tensor:
-        """(n,): the mean over replicas that saved of rows (r, n), of which every rank has some. A collective call."""
+        """Return the mean (n,) over the replicas that saved, from the rows (r, n) that each rank has read."""
         total = own.sum(0)
-        if self.frame.simulated == 1:
+        if self.layout.simulated == 1:
             self._optimizers.collectives.sum_over_replicas(total)
         return total.div_(self.replicas)
 
     def fill(self, keys: dict[str, Tensor]) -> None:
-        """Reads into the tensors, named as in the optimizer's part of the checkpoint."""
-        loaded = self.frame.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
+        """Read into the tensors, by their names in the optimizer's part of the checkpoint."""
+        loaded = self.layout.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
         load_into(self.path, {"optimizer": loaded})
         keys.update({key: value for key, value in loaded.items() if not isinstance(value, FlatSlices)})
 
     def fill_weights(self) -> None:
-        """Reads weights that do not follow from their masters, as far as there are such here and they were saved."""
+        """Read the weights that masters do not determine, if this run has such weights and they were saved."""
         saved = saved_weights(self._optimizers)
-        keys = {f"{_WEIGHTS}.{name}": self.frame.whole(parameter, bits) for name, (parameter, bits) in saved.items()}
+        keys = {f"{_WEIGHTS}.{name}": self.layout.whole(parameter, bits) for name, (parameter, bits) in saved.items()}
         if keys and all(self.has(key) for key in keys):
             load_into(self.path, {"optimizer": keys})
             self._optimizers.sharding.version.changed()
 
     def model(self, shard: LocalShard) -> Tensor:
-        """The parameter itself, FP32 (n,)."""
+        """Return the parameter's saved value, FP32 (n,)."""
         room = torch.empty(local(shard.parameter).shape)
-        load_into(self.path, {self._prefix + shard.name: self.frame.whole(shard.parameter, room)})
+        load_into(self.path, {self._prefix + shard.name: self.layout.whole(shard.parameter, room)})
         return room.view(-1)
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
-        """Reads what is of this shard alone, as far as it was saved; whether all of it was."""
+        """Read the tensors that belong to this shard alone, if they were saved. Return whether all were."""
         of_shard = [state for state in states if not state.by_parameter]
         if not of_shard:
             return True
@@ -266,14 +283,14 @@ class StateReader:
         return len(there) == len(named)
 
     def mean_of_this_run(self, own: Tensor) -> Tensor:
-        """(n,): the mean over this run's replicas, of rows (r, n) of those of this process. A collective call."""
+        """Return the mean (n,) over this run's replicas, from the rows (r, n) of those in this process."""
         mean = own.mean(0)
         self._optimizers.collectives.sum_over_replicas(mean)
         return mean.div_(self._optimizers.collectives.replicas)
 
     def from_a_rank_that_has_rows(self, values: Tensor) -> None:
-        """Gives `values` of the first replica to all, where some ranks read no rows. A collective call."""
-        if not self.same_count and self.frame.simulated == 1:
+        """Broadcast `values` from the first replica if replica counts differ, as some ranks may have read no rows."""
+        if not self.same_count and self.layout.simulated == 1:
             self._optimizers.collectives.broadcast_from_first([values])
 
     @property
@@ -295,7 +312,7 @@ class StateReader:
         return float(steps)
 
     def has(self, key: str) -> bool:
-        """Whether the optimizer's part of the checkpoint has something of this name."""
+        """Return whether the optimizer's part of the checkpoint contains this name."""
         return f"optimizer.{key}" in self._kinds
 
     def _read(self, shards: Sequence[LocalShard]) -> list[dict[str, Tensor]]:
@@ -308,15 +325,15 @@ class StateReader:
                 key = f"{stored_kind(kind, self.saved)}.{shard.name}"
                 if not what["by_parameter"] or not self.has(key):
                     continue
-                rows = (self.frame.share(self.replicas),) if what["per_replica"] else ()
+                rows = (self.layout.share(self.replicas),) if what["per_replica"] else ()
                 stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
                 room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
-                put = self.frame.rows(shard.parameter, room[kind], self.replicas) if rows else None
-                keys[key] = self.frame.whole(shard.parameter, room[kind]) if put is None else put
+                put = self.layout.rows(shard.parameter, room[kind], self.replicas) if rows else None
+                keys[key] = self.layout.whole(shard.parameter, room[kind]) if put is None else put
             for kind in moments:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
                     room[kind] = torch.empty(shard.local_shape)
-                    keys[moment] = self.frame.whole(shard.parameter, room[kind])
+                    keys[moment] = self.layout.whole(shard.parameter, room[kind])
             entry = OPTIMIZERS.get(self.saved["optimizer"])
             if not room and entry is not None and entry.moments(shard):
                 raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
@@ -329,13 +346,13 @@ class StateReader:
         ]
 
     def _batches(self) -> Iterator[list[LocalShard]]:
-        """The parameters, so many at a time that what is read of them is about `_AT_A_TIME` bytes; as on all ranks."""
-        rows = self.frame.share_at_most(self.replicas)
+        """Yield batches of parameters with about `_AT_A_TIME` bytes of state to read, the same on all ranks."""
+        rows = self.layout.share_at_most(self.replicas)
         batch: list[LocalShard] = []
         taken = 0
         for shard in self._shards:
             batch.append(shard)
-            taken += shard.entries // self.frame.ways * 4 * (rows + 3)
+            taken += shard.entries // self.layout.ways * 4 * (rows + 3)
             if taken >= _AT_A_TIME:
                 yield batch
                 batch, taken = [], 0
@@ -344,9 +361,10 @@ class StateReader:
 
 
 def load_into(path: str, state: dict[str, Any]) -> None:
-    """Reads what `state` asks for, in place. A collective call.
+    """Read the entries of `state` from a checkpoint, in place. Collective.
 
-    Raises ValueError where the checkpoint has not what is asked for, or cannot be read.
+    Raises:
+        ValueError: an entry is missing or has another shape, or the checkpoint cannot be read.
     """
     try:
         dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())

@@ -33,7 +33,7 @@ def to_present_format(saved: dict[str, Any], path: str) -> dict[str, Any]:
     if version not in range(1, FORMAT + 1):
         raise ValueError(
             f"{path} has format {version!r}, and this version reads formats 1 and {FORMAT}; resume with the version "
-            "that saved it, or start from its model with checkpoint.initial_load_path"
+            "that saved it, or start from its model alone (--checkpoint.initial_load_path of the trainer)"
         )
     if version == FORMAT:
         return saved

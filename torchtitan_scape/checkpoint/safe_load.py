@@ -1,14 +1,13 @@
-"""Loading a checkpoint of torch.distributed.checkpoint (DCP) runs nothing that is in it.
+"""Loading checkpoints of torch.distributed.checkpoint (DCP) without executing code from them.
 
-DCP unpickles `.metadata`, and every value that is no tensor, with all that pickle can do. Here the first may name only
-the classes that such a file is made of, and the others go through torch.load with weights_only.
+DCP unpickles `.metadata` and every value that is not a tensor, without restrictions. Here `.metadata` may contain only
+the classes that DCP itself writes, and other values are loaded by `torch.load` with `weights_only`.
 """
 
 import io
 import os
 import pickle
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_scape.checkpoint.slices import FlatSlices
 
-# All that FileSystemWriter of torch 2.11 to 2.13 puts into a `.metadata`; torch.dtype is dealt with below.
+# All classes that FileSystemWriter of torch 2.11 to 2.13 writes into `.metadata`, except torch.dtype (see below).
 _ADMITTED = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -68,13 +67,18 @@ def _member(kind: Any, name: str) -> Any:
 
 
 class CheckedReader(FileSystemReader):
-    """DCP's reader. A `.metadata` that could run code, is damaged, or points out of its folder is a ValueError.
+    """DCP's reader with a checked `.metadata`.
 
-    Within dcp.load that becomes DCP's CheckpointException, after a warning in the log: call `read_metadata` before.
+    Inside `dcp.load` its ValueError becomes DCP's CheckpointException, after a warning in the log: call `read_metadata`
+    first.
     """
 
     def read_metadata(self) -> Metadata:
-        """Raises ValueError in one line, which names the class that a `.metadata` should not have."""
+        """Return the metadata.
+
+        Raises:
+            ValueError: `.metadata` is missing or damaged, could run code, or names a file outside its folder.
+        """
         path = Path(self.path) / ".metadata"
         try:
             with open(path, "rb") as stream:
@@ -88,7 +92,7 @@ class CheckedReader(FileSystemReader):
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except _RefusedError as error:
             raise ValueError(f"{path} is refused: it {error}") from None
-        except Exception as error:  # whatever a few wrong bytes lead to
+        except Exception as error:  # damaged bytes can raise anything
             raise ValueError(f"{path} is damaged ({type(error).__name__})") from None
         for name in names:
             if name != os.path.basename(name) or name in ("", ".", ".."):
@@ -100,12 +104,12 @@ class CheckedReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """DCP's load planner; a value that is no tensor must be plain data: numbers, text, bytes, containers of them."""
+    """DCP's load planner for tensors and plain data: numbers, text, bytes, and containers of these."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """DCP's makes None of what is neither tensor nor plain data, in place: slices are kept out of its way."""
+        """Hide slices from DCP's planner, which replaces values of unknown classes by None."""
         found, paths = flatten_state_dict(state_dict)
         slices = {name: value for name, value in found.items() if isinstance(value, FlatSlices)}
         for name in slices:
@@ -120,7 +124,11 @@ class SafePlanner(DefaultLoadPlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, FlatSlices) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises ValueError that names the value, and the class that it should not have."""
+        """Load a value that is not a tensor.
+
+        Raises:
+            ValueError: it is damaged, or not plain data.
+        """
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)
@@ -139,17 +147,3 @@ def _refused(error: pickle.UnpicklingError) -> str:
     if found is None:
         return "it is no plain data"
     return f"it holds {found[1]}, which is no plain data; loading it could run code"
-
-
-def size_of(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Bytes on the disk by kind, "model" first: a checkpoint's data without `.metadata`. Raises ValueError.
-
-    The model's entries lie at the top of what TorchTitan saves, every other kind in a dict of its own name, such as
-    "optimizer" or "train_state".
-    """
-    metadata = CheckedReader(path).read_metadata()
-    sizes: Counter[str] = Counter(model=0)
-    for index, info in metadata.storage_data.items():
-        place = (metadata.planner_data or {}).get(index.fqn, (index.fqn,))
-        sizes[str(place[0]) if len(place) > 1 else "model"] += info.length
-    return dict(sizes)

@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.simulation import mean_of_rows, rows_of
+from torchtitan_scape.replica.simulation import create_state, mean_of_rows, rows_of
 
+# Values of `[checkpoint] residual`.
+RESIDUALS = ("exact", "mean", "drop")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -25,10 +27,15 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     """Return the wrapped optimizer's state by parameter name ("state.NAME.exp_avg"); empty if `states` contains it.
 
     This makes an optimizer create its state if it has not taken a step yet.
+
+    Raises:
+        ValueError: the optimizer has no state yet, and it does not start from zeros.
     """
     if not has_dense_state(optimizer):
         return {}
     assert optimizer.model is not None
+    if not optimizer.inner.state:
+        create_state(optimizer.inner)  # PyTorch would create it, too, but as that after one step
     return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
 
 

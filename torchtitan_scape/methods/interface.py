@@ -212,8 +212,11 @@ class Method(ABC):
             sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
         return sizes
 
-    def discard_exchanges(self) -> None:
-        """Forget exchanges that are in flight, and requests: another state is about to be loaded. Collective."""
+    def prepare_to_load(self) -> None:
+        """Drop what a checkpoint may lack: exchanges in flight, requests, and state that starts from zero. Collective.
+
+        Every load begins with this call, so that nothing of the present state survives beside the loaded one.
+        """
         self._full_exchange_requested = False
 
     def allocate(self, kind: str, name: str) -> None:
@@ -225,7 +228,7 @@ class Method(ABC):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the result of `state_dict` into the present tensors. Collective."""
-        self.discard_exchanges()
+        self.prepare_to_load()
         for kind, tensors in saved.items():
             for name in tensors:
                 self.allocate(kind, name)

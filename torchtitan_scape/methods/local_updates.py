@@ -145,13 +145,15 @@ class LocalUpdates(LocalMethod):
             *self._averaging_states(),
         ]
 
-    def discard_exchanges(self) -> None:
-        super().discard_exchanges()
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
         for exchange in self._in_flight:
             exchange.wait()
         self._in_flight.clear()
+        for momentum in self._momenta.values():
+            momentum.zero_()
         for fragment in self._fragments:
-            fragment.averaging.discard_exchanges()
+            fragment.averaging.prepare_to_load()
 
     def allocate(self, kind: str, name: str) -> None:
         if kind != "in_flight":

@@ -129,11 +129,5 @@ def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
     ]
 
 
-def facts_of(path: Path) -> dict[str, str]:
-    """Return the properties of the run that wrote a file."""
-    with np.load(path, allow_pickle=False) as file:
-        return {key.removeprefix("fact."): str(file[key]) for key in file.files if key.startswith("fact.")}
-
-
 def _plain(value: Any) -> Any:
     return value if getattr(value, "shape", ()) else value.item()

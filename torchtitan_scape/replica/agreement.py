@@ -1,13 +1,34 @@
-"""The check, when a replica optimizer is built, that all replicas have the same model, options and rates."""
+"""Checks when a replica optimizer is built: its optimizer fits the method, and all replicas have the same settings."""
 
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.methods.registry import MethodEntry
+from torchtitan_scape.optimizers.registry import OPTIMIZERS
 
 _RATES = ("lr", "betas", "momentum", "eps", "weight_decay")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEntry) -> None:
+    """Refuse one of this project's optimizers, or AdamW, with a method that does not work with it.
+
+    Args:
+        name: of the method.
+
+    Raises:
+        ValueError: with the optimizers that the method works with.
+    """
+    given = type(optimizer).__name__
+    if given not in entry.optimizers and (given in OPTIMIZERS or entry.method.holds_optimizer_state):
+        raise ValueError(
+            f"method {name!r} works with {' or '.join(entry.optimizers)}, not with {given}; pass one of these as "
+            "optimizer"
+        )
 
 
 def describe_parameters(shards: Sequence[Shard]) -> int:

@@ -1,6 +1,7 @@
-"""One flag decides for all ranks whether a step is applied: a NaN that entered a residual would stay.
+"""The check for non-finite gradients, agreed over all ranks, before a step changes any state.
 
-A second one rides along: whether all may go on, or some rank was asked to stop.
+A NaN in a residual would stay there, so every write of a step depends on this flag. Requests to stop the run are part
+of the same collective.
 """
 
 import logging
@@ -18,16 +19,28 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class FiniteGuard:
-    """Checks gradients, agrees on the verdict over all ranks, and stops a run that cannot recover.
+    """Checks gradients on all ranks, and raises an error after too many skipped steps in a row.
 
-    The verdict gates the step's writes on the device. The host reads it one step later, in
-    `finish_previous_step`, so that it never waits for the device inside a step.
+    On the device the flag gates the step's writes. The host reads it one step later, in `finish_previous_step`, so that
+    it never waits for the device within a step.
+
+    Args:
+        names: of the gradients, for messages.
+        finite: returns bool (n,): whether each gradient is finite.
+        all_true: combines flags over all ranks.
+        gather_objects: gathers an object from all ranks, for messages.
+        rank: of this process.
+        max_skipped_steps: the limit.
 
     Attributes:
-        asked_to_stop: whether this rank wants all to stop; asked at every check.
-        stop_agreed: whether some rank did at the last settled check: the same on all ranks, at the same place.
-        agreed: of what else was asked at that check, what is true on every rank.
-        summed_over: the ranks of whose gradients those that are checked are sums, in words; "" for this rank's own.
+        applied: bool () on the device: the flag of the last check. The same tensor after every check.
+        skipped: number of skipped steps.
+        skipped_in_a_row: of them, the last ones without an applied step in between.
+        asked_to_stop: whether this rank requests a stop; called at every check.
+        stop_agreed: whether any rank requested one at the last check that `finish_previous_step` has read.
+        agreed: the `also` of that check, each true if it was on every rank.
+        summed_over: description of the ranks over which the checked gradients were summed; "" if they are this rank's
+            own.
     """
 
     def __init__(
@@ -58,13 +71,14 @@ class FiniteGuard:
         self._was_applied = True
 
     def check(self, gradients: list[Tensor], also: Sequence[bool] = ()) -> Tensor:
-        """bool () on the device: whether every gradient of every rank is finite. A collective call.
+        """Return `applied`: whether every gradient of every rank is finite. Collective.
 
-        The tensor is `applied`, the same at every call. also: as many on all ranks, for `agreed`.
+        Args:
+            also: further flags to combine over ranks, see `agreed`; as many on all ranks.
         """
         self._each = self._finite(gradients)
         finite = self._each.all()
-        if not self._may_go_on:  # on the device already: the host copies nothing in a step
+        if not self._may_go_on:  # both values are kept on the device, so that a step copies nothing from the host
             self._may_go_on = [torch.ones_like(finite), torch.zeros_like(finite)]
         asked = [self._may_go_on[no] for no in (self.asked_to_stop(), *(not yes for yes in also))]
         flags = self._all_true(torch.stack([finite, *asked]))
@@ -76,12 +90,12 @@ class FiniteGuard:
         else:
             on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
             on_host.copy_(flags, non_blocking=True)
-            # Of the stream that copies: the current device may be another one.
+            # The event belongs to the stream of the copy, because the current device may be another one.
             self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())
         return self.applied
 
     def last_applied(self) -> bool:
-        """Whether the last step was applied. Waits for its check, and not for what follows that on the device."""
+        """Return whether the last step was applied. Waits for its check, not for later work on the device."""
         if self._pending is not None:
             flags, event = self._pending
             if event is not None:
@@ -90,9 +104,10 @@ class FiniteGuard:
         return self._was_applied
 
     def finish_previous_step(self) -> bool | None:
-        """Whether the last checked step was applied; None where it was asked before.
+        """Return whether the last checked step was applied; None if this was read before. Collective if it raises.
 
-        Raises NonFiniteGradientError, on every rank, after `max_skipped_steps` skipped steps in a row.
+        Raises:
+            NonFiniteGradientError: on every rank, after `max_skipped_steps` skipped steps in a row.
         """
         if self._pending is None:
             return None

@@ -17,13 +17,16 @@ from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import rank_state
-from torchtitan_scape.replica.agreement import check_replicas_agree, describe_parameters
+from torchtitan_scape.replica.agreement import check_optimizer, check_replicas_agree, describe_parameters
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
 from torchtitan_scape.replica.simulation import Named, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
@@ -60,7 +63,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     Attributes:
         inner: the wrapped optimizer.
-        options: the method's options, as they were passed.
+        options: the method's options, with values chosen for this model (`MethodOptions.resolve`).
         methods: one per replica of this process.
         collectives: act for all replicas of this process.
         guard: the check for non-finite gradients.
@@ -97,9 +100,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 raise ValueError("a function that builds the optimizer needs `model`, whose parameters it receives")
             make_optimizer = optimizer
             optimizer = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+        check_optimizer(optimizer, options.method_name(), METHODS[options.method_name()])
+        if method.holds_optimizer_state and isinstance(optimizer, AdamS):
+            optimizer.release_state()
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.options, self.sharding, self.repairs = options, Sharding(), False
+        self.sharding, self.repairs = Sharding(), False
         self.levels: ThreeLevelState | None = None
         self._stashed: list[list[Tensor]] = []
         self._shards = collect_shards(optimizer.param_groups)
@@ -108,10 +114,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
         self.timer = PhaseTimer(device)
         self.attempted_steps = 0
+        self._counted_from = 0  # the step from which the ledger counts
         self._full_exchange_next = self._full_exchange_in_flight = False  # requested for the next, the last step
         collectives = self.collectives
+        # The shapes of the first rank's shards on all ranks, so that all choose the same options.
+        shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], collectives.model_ranks)
+        self.options = options = options.resolve(shapes, collectives.replicas)
         settings = {
-            "method": options.section.rpartition(".")[2],
+            "method": options.method_name(),
             "parameters": describe_parameters(self._shards),
             "max_norm": max_norm,
             "reduction": reduction,
@@ -246,6 +256,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if len(self.replicas.endpoints) == 1:
             rows = [[flat_gradient(shard) for shard in self._shards]]
         elif len(rows) != len(self.replicas.endpoints):
+            if self._active_replica:
+                self._activate(0)
             raise ValueError(
                 f"the gradients of {len(rows)} replicas were stashed, and {len(self.replicas.endpoints)} replicas are "
                 "simulated; call stash_replica_gradients() after the backward pass of each of them, then step()"
@@ -279,11 +291,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _finish(self, applied: bool) -> None:
         self.replicas.run(lambda i: self.methods[i].finish_previous_step(applied))
 
-    def discard_exchanges(self) -> None:
-        """Forget exchanges that are in flight, and requests: another state is about to be loaded. Collective."""
+    def prepare_to_load(self) -> None:
+        """Drop exchanges in flight, requests, and state that a checkpoint may lack, before a load. Collective."""
         self.finish_previous_step()
         self._full_exchange_next = self._full_exchange_in_flight = False
-        self.replicas.run(lambda i: self.methods[i].discard_exchanges())
+        self.replicas.run(lambda i: self.methods[i].prepare_to_load())
 
     def request_full_exchange(self) -> None:
         """Make the next exchange complete, so that nothing stays pending after it. Collective."""
@@ -422,13 +434,21 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Return the bytes that this rank would send per step with an FP32 all-reduce of all gradients."""
         return self.collectives.reduced_bytes(sum(shard.size for shard in self._shards))
 
+    def count_bytes_from_here(self) -> None:
+        """Let `stats` count from the present step on: a checkpoint was loaded."""
+        self.collectives.ledger.sent.clear()
+        self._counted_from = self.attempted_steps
+
     def stats(self) -> dict[str, float]:
-        """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective."""
+        """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective.
+
+        Bytes are counted from the start, or from the last `load_checkpoint`.
+        """
         sent = sum(self.collectives.ledger.sent.values())
         return self.metrics() | {
             "grad_norm": self.grad_norm.item(),
             "steps": float(self.attempted_steps),
-            "sent_bytes": sent / max(1, self.attempted_steps),
+            "sent_bytes": sent / max(1, self.attempted_steps - self._counted_from),
             "dense_bytes": self.dense_bytes(),
         }
 

@@ -1,7 +1,7 @@
 """The state of one rank as a plain dictionary, for training loops that save with `torch.save`.
 
-Replicas differ: every rank has to save its own. `checkpoint.state` gives tensors for `torch.distributed.checkpoint`
-instead, which another layout or method can read.
+Replicas differ: every rank has to save its own. `checkpoint.own_loop.checkpoint_states` returns states for
+`torch.distributed.checkpoint` instead, which another layout or method can load.
 """
 
 from typing import Any
@@ -42,26 +42,35 @@ def _layout(optimizer: Any) -> dict[str, Any]:
     return optimizer.settings | {"replicas": collectives.replicas, "replica": collectives.replica}
 
 
-@torch.no_grad()
-def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load the result of `save`. Collective.
-
-    Raises:
-        ValueError: if the state is of another layout, replica or method, or of other options.
-    """
-    saved = state_dict.get("replica")
+def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
+    """Return why a saved state cannot be loaded on this rank, or an empty string."""
     if saved is None:
-        raise ValueError(
+        return (
             "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
             "(helpers that gather optimizer state by parameter drop the method's state)"
         )
     for key, value in _layout(optimizer).items():
         if saved["layout"].get(key) != value:
-            raise ValueError(
+            return (
                 f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
-                "needs the same layout and options, a checkpoint of the trainer does not"
+                "needs the same layout and options; torchtitan_scape.load_checkpoint loads into others"
             )
-    optimizer.discard_exchanges()
+    return ""
+
+
+@torch.no_grad()
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Load the result of `save`. Collective.
+
+    Raises:
+        ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
+    """
+    saved = state_dict.get("replica")
+    for error in optimizer.collectives.gather_objects(_mismatch(optimizer, saved)):
+        if error:
+            raise ValueError(error)
+    assert saved is not None
+    optimizer.prepare_to_load()
     optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
     if optimizer.weights:
         optimizer.weights[0] = ReplicaWeights.of(optimizer.shards(), optimizer.inner)

@@ -18,8 +18,6 @@ from topology.process_groups import collectives_of
 from torchtitan_scape.core.parameters import collect_shards, model_group_of
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS, MethodEntry
-from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import Named
 
@@ -81,12 +79,8 @@ def replicate(
     options, entry = _method(method)
     if isinstance(optimizer, torch.optim.Optimizer):
         _name_parameters(model, optimizer)
-        _check_optimizer(type(optimizer).__name__, options, entry)
-        if entry.method.holds_optimizer_state:
-            assert isinstance(optimizer, AdamS)
-            optimizer.release_state()
     if overlap and not entry.method.supports_overlap:
-        raise ValueError(f"overlap = True does not go with method {_name(options)!r}; leave it out")
+        raise ValueError(f"overlap = True does not go with method {options.method_name()!r}; leave it out")
     return ReplicaOptimizer(
         optimizer,
         entry.method,
@@ -102,14 +96,10 @@ def replicate(
     )
 
 
-def _name(options: MethodOptions) -> str:
-    return options.section.rpartition(".")[2]
-
-
 def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
     """Return the options and the registry's entry. Raises ValueError for an unknown name or option."""
     if isinstance(method, MethodOptions):
-        return method, METHODS[_name(method)]
+        return method, METHODS[method.method_name()]
     section = {"method": method} if isinstance(method, str) else dict(method)
     name = section.pop("method", None)
     if name not in METHODS:
@@ -119,15 +109,6 @@ def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
     if unknown := sorted(section.keys() - set(known)):
         raise ValueError(f"method {name!r} has no option {unknown[0]!r}; its options are {', '.join(known) or 'none'}")
     return entry.options(**section), entry
-
-
-def _check_optimizer(optimizer: str, options: MethodOptions, entry: MethodEntry) -> None:
-    """Refuse one of this project's optimizers, or AdamW, with a method that does not work with it."""
-    if optimizer not in entry.optimizers and (optimizer in OPTIMIZERS or entry.method.holds_optimizer_state):
-        raise ValueError(
-            f"method {_name(options)!r} works with {' or '.join(entry.optimizers)}, not with {optimizer}; pass one of "
-            "these as optimizer"
-        )
 
 
 def _name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ from torchtitan_scape.core.parameters import Shard, collect_shards, local, store
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 
 Named = list[tuple[str, nn.Parameter]]
+_NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,29 @@ class ReplicaWeights:
 
     @classmethod
     def of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
-        """Create the optimizer's state if it has none yet: checkpoints read and write it in place."""
+        """Create the optimizer's state if it has none yet: checkpoints read and write it in place.
+
+        Raises:
+            ValueError: the optimizer keeps state that checkpoints of per-replica weights cannot store.
+        """
         if not all(optimizer.state.get(shard.parameter) for shard in shards):
             create_state(optimizer)
+        for shard in shards:
+            for kind, values in optimizer.state[shard.parameter].items():
+                if isinstance(values, Tensor) and values.shape != shard.parameter.shape and kind != "step":
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {kind!r} of shape {tuple(values.shape)} for {shard.name!r}; "
+                        "methods with per-replica weights need state of the parameters' shapes: use AdamW, for example"
+                    )
         return cls.with_state_of(shards, optimizer)
 
     @classmethod
     def with_state_of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
-        """As `of`, with the state that the optimizer has."""
+        """As `of`, with the state that the optimizer has; other values than the parameters' shapes are left out."""
         moments: dict[str, dict[str, Tensor]] = {}
         for shard in shards:
             for kind, values in optimizer.state[shard.parameter].items():
-                if kind != "step" and isinstance(values, Tensor):
+                if isinstance(values, Tensor) and values.shape == shard.parameter.shape and kind != "step":
                     moments.setdefault(kind, {})[shard.name] = local(values)
         return cls(shards, optimizer, moments)
 
@@ -99,20 +111,35 @@ def weights_of_replicas(
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer create its state: a step of length 0 with zero gradients, then zeros."""
-    kept = [{key: group[key] for key in group.keys() & {"lr", "eps"}} for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group |= {"lr": 0.0} | ({"eps": 1.0} if "eps" in group else {})  # with eps = 0 it would compute 0 / 0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    """Make an optimizer create its state as it is before the first step. The weights do not change.
+
+    PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
+
+    Raises:
+        ValueError: the state of this class does not start from zeros.
+    """
+    if isinstance(optimizer, _NOT_FROM_ZEROS):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps state that does not start from zeros, which checkpoints and methods "
+            "with per-replica weights need; use another optimizer, such as AdamW"
+        )
+    neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}  # with eps = 0 the step would compute 0 / 0
+    kept = [{key: group[key] for key in neutral if key in group} for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    for group, rates in zip(optimizer.param_groups, kept, strict=True):
+        group.update({key: neutral[key] for key in rates})
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
     for state in optimizer.state.values():
-        for values in state.values():
+        for key, values in state.items():
             if isinstance(values, Tensor):
-                values.zero_()
+                values.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of momenta
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
         group.update(rates)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def rows_of(each: Sequence[list[State]]) -> list[State]:

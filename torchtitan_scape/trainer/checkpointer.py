@@ -23,7 +23,7 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
-from torchtitan_scape.checkpoint.parts import RANDOM, RESIDUALS, RandomState, sizes_line
+from torchtitan_scape.checkpoint.parts import RANDOM, RandomState, sizes_line
 from torchtitan_scape.checkpoint.reader import (
     GlobalLayout,
     ModelCheckpoint,
@@ -32,7 +32,7 @@ from torchtitan_scape.checkpoint.reader import (
     load_into,
 )
 from torchtitan_scape.checkpoint.slices import SlicePlanner
-from torchtitan_scape.checkpoint.state import load_counters, sizes
+from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters, sizes
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.titan.components import (
@@ -57,7 +57,7 @@ class ReplicaCheckpointer(CheckpointManager):
     record: RunMetadata
     folder: str
     stager: Any
-    _frame: GlobalLayout
+    _layout: GlobalLayout
     # The step of the checkpoint with the lowest validation loss, which is never deleted.
     spared: Callable[[], int | None] = staticmethod(lambda: None)
     _fallback: bool
@@ -67,22 +67,22 @@ class ReplicaCheckpointer(CheckpointManager):
     _not_counted: set[int]
     _saving_group: dist.ProcessGroup | None
 
-    def attach(self, record: RunMetadata, frame: GlobalLayout, fallback: bool, device: torch.device) -> None:
+    def attach(self, record: RunMetadata, layout: GlobalLayout, fallback: bool, device: torch.device) -> None:
         """Set the values that TorchTitan's constructor does not receive.
 
         Args:
             record: the metadata of this run.
-            frame: the global layout of the parameters.
+            layout: the global layout of the parameters.
             fallback: load the newest intact checkpoint if newer ones are damaged.
             device: the device of the random state.
         """
-        self.record, self._frame, self._fallback, self._not_counted = record, frame, fallback, set()
+        self.record, self._layout, self._fallback, self._not_counted = record, layout, fallback, set()
         self._optimizers = self.states[OPTIMIZER].replica
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the timeout of the default group is meant for steps, and writing may take longer.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
-        self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, frame, record.values["residual"])
-        self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, frame)
+        self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, layout, record.values["residual"])
+        self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, layout)
         if len({sum(sizes(self._optimizers, choice).values()) for choice in RESIDUALS}) > 1:
             logger.info(sizes_line(self._optimizers, record.values["residual"]))
 
@@ -334,7 +334,7 @@ class ReplicaCheckpointer(CheckpointManager):
             self.states[MODEL].load_state_dict(states)
         messages = []
         if OPTIMIZER not in excluded:
-            reader = StateReader(path, saved, self._optimizers, self._frame)
+            reader = StateReader(path, saved, self._optimizers, self._layout)
             step = self.states["train_state"].step
             messages.append(migrate(self._optimizers, reader, same_layout, step).text())
             if same_layout and MODEL not in excluded:

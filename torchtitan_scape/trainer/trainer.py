@@ -186,8 +186,8 @@ class ScapeTrainer(Trainer):
         if self.replica_optimizer.levels is not None:
             own = self.layout.coordinates(dist.get_rank())["replicate"]
             replicas = (1, 0) if self.replica_optimizer.collectives.replicas == 1 else (self.layout.replicate, own)
-        frame = GlobalLayout(mesh, self.simulated, replicas)
-        self.checkpointer.attach(record, frame, options.fallback, self.device)
+        layout = GlobalLayout(mesh, self.simulated, replicas)
+        self.checkpointer.attach(record, layout, options.fallback, self.device)
 
     # ------------------------------------------------------------------------------------------ training
 

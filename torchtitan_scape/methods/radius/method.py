@@ -40,6 +40,9 @@ class Radius(GradientMethod):
     def __init__(self, context: MethodContext, options: RadiusOptions) -> None:
         super().__init__(context, options)
         for group in context.optimizer.param_groups:
+            if "betas" not in group:
+                name = type(context.optimizer).__name__
+                raise ValueError(f"method 'radius' needs an optimizer with betas, such as AdamW; {name} has none")
             _check_betas(*group["betas"])
         if any("exp_avg" in s and "exp_avg_sq" not in s for s in context.optimizer.state.values()):
             _check_beta1(context.optimizer)
@@ -49,7 +52,7 @@ class Radius(GradientMethod):
         self._shards = [context.shards[i] for i in self._sparse]
         self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shard.name].view(-1) for shard in self._shards]
-        self._masks = {s.name: packed_bits(torch.ones(s.size, dtype=torch.bool, device=s.device)) for s in sparse}
+        self._masks = {shard.name: _all_ones(shard) for shard in sparse}
         self._bits = [self._masks[shard.name] for shard in self._shards]
         sizes = [shard.size for shard in self._shards]
         self._selected = mask_counts(sizes, options.density, options.selection)
@@ -90,6 +93,13 @@ class Radius(GradientMethod):
 
     def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
         return super().gradient_norms(gradients) if self._step_norms is None else self._step_norms
+
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        for shard in self.context.shards:
+            if shard.name in self._masks:
+                self._masks[shard.name].copy_(_all_ones(shard))
+        self._mask_counts = None
 
     def states(self) -> list[State]:
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
@@ -198,6 +208,11 @@ class Radius(GradientMethod):
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         return self.context.optimizer.param_groups[shard.group]
+
+
+def _all_ones(shard: Shard) -> Tensor:
+    """Return a mask of all entries, packed."""
+    return packed_bits(torch.ones(shard.size, dtype=torch.bool, device=shard.device))
 
 
 def _check_betas(beta1: float, beta2: float) -> None:

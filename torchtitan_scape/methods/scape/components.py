@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from kernels import choose_backend
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.parameters import Shard, local, split
-from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.interface import Method, MethodContext
 from torchtitan_scape.methods.scape.checks import (
     backend_for,
@@ -39,9 +38,6 @@ class ScapeComponents(Method):
     def __init__(self, context: MethodContext, options: ScapeOptions) -> None:
         super().__init__(context, options)
         shards, replicas = list(context.shards), context.collectives
-        # Use the shapes of the first rank's shards on all ranks, so that all choose the same options.
-        shapes = local_shapes([tuple(shard.parameter.shape) for shard in shards], replicas.model_ranks)
-        options = self.options = options.resolve(shapes, replicas.replicas)
         check_one_device(shards)
         check_weights(shards, options.weights_dtype)
         self.bf16_weights = options.weights_dtype == "bfloat16"

@@ -176,8 +176,9 @@ class ScapeCost:
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         options, shapes = self.options, self.shapes(model)
-        n, entries = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
-        layout = block_layout(shapes, replicas, options.block_size)
+        n, layout = count_entries(shapes), block_layout(shapes, replicas, options.block_size)
+        # At density 1 the payload replaces the gradients in place.
+        entries = payload_entries(shapes, options.density, options.block_size) if options.density < 1.0 else 0
         # The payload and the previous moment of its entries; with a code also the quantization errors of two steps.
         payload = (4.0 if self.sharded else 8.0) * entries
         offloaded = self.host_memory(model, replicas)

@@ -40,6 +40,8 @@ class ImportedScapeState(ImportedState):
             reader.from_a_rank_that_has_rows(moment)
             own = off_mask(own, self.held)
         self.moment, self.own = moment, own
+        if "master" in kinds:  # the saved model is in BF16
+            self.weights = SavedValues(reader, None, kinds["master"].to(device))
 
     @cached_property
     def exp_avg(self) -> SavedValues:  # type: ignore[override]

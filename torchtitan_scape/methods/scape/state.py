@@ -29,8 +29,11 @@ from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
-def for_moment(residual: Tensor, beta1: float) -> Tensor:
-    """Return the increment of the first moment for a residual: the next step multiplies it by b1. Zeros if b1 is 0."""
+def before_decay(residual: Tensor, beta1: float) -> Tensor:
+    """Return the increment of the first moment that the next step, which multiplies by b1, turns into `residual`.
+
+    Zeros if b1 is 0.
+    """
     return residual / beta1 if beta1 > 0.0 else torch.zeros_like(residual)
 
 
@@ -168,7 +171,7 @@ class StateByParameter:
         On P the residual is divided by b1, because the next step multiplies the moment by b1: pending = b1 * moment +
         residual does not change.
         """
-        into = for_moment(residual, self.beta1(i))
+        into = before_decay(residual, self.beta1(i))
         return moment + (into if held is None else torch.where(held, into, residual))
 
     def beta1(self, i: int) -> float:
@@ -361,7 +364,7 @@ class StateByParameter:
             held = self._held(i)
             for number, start, end in self.slices[i]:
                 where = self._where(held, start, end)
-                increment = for_moment(self.passes.wire_residual_of(number), self.beta1(i))
+                increment = before_decay(self.passes.wire_residual_of(number), self.beta1(i))
                 if self.owner is None:
                     state = kept[number]  # on the host if it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where

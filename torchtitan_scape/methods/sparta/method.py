@@ -103,6 +103,11 @@ class Sparta(LocalMethod):
         )
         return [State("anchor", self._anchors, per_replica=False, on_migration="model"), *owner_error]
 
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        for error in self._owner_error.values():
+            error.zero_()
+
     def density(self) -> float:
         return 1.0 / self.options.interval
 
