@@ -220,9 +220,7 @@ def build_sharded(kind: str, method: str) -> tuple[Any, Any]:
     model, replicas = make_model(), None
     if kind == "tensor":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        parallelize_module(
-            model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())}
-        )
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=Replicate())})
         for layer in (model[0], model[2], model[4]):
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])

@@ -239,7 +239,7 @@ def masters_or_weights(trainer: Any) -> dict[str, Any]:
     optimizer = trainer.replica_optimizer
     states = {state.kind: state.tensors for state in optimizer.methods[0].states()}
     weights = {shard.name: shard.parameter.detach().clone() for shard in optimizer.shards()}
-    return states["master"] if "master" in states else weights
+    return states.get("master", weights)
 
 
 def masters(folder: str, arguments: list[str]) -> Any:
