@@ -150,8 +150,8 @@ class LocalUpdates(LocalMethod):
         for exchange in self._in_flight:
             exchange.wait()
         self._in_flight.clear()
-        for momentum in self._momenta.values():
-            momentum.zero_()
+        for values in (*self._momenta.values(), *(t for s in self._averaging_states() for t in s.tensors.values())):
+            values.zero_()
         for fragment in self._fragments:
             fragment.averaging.prepare_to_load()
 

@@ -79,6 +79,11 @@ class Powersgd(GradientMethod):
         parts = flat[:length].split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        for i, q in enumerate(self._q.values()):
+            q.copy_(_initial_q(q.cpu(), i))  # the generator of the CPU, as in `__init__`
+
     def states(self) -> list[State]:
         q = State("q", self._q, per_replica=False, on_migration="rebuild", by_parameter=False)
         return [self._pending.state(), q]

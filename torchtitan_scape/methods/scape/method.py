@@ -136,6 +136,12 @@ class ScapeMethod(ScapeComponents):
         StateByParameter(self).release_wire_residual()
         self.masks.in_use.density = 1.0
 
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        if self.passes.visits is not None:
+            self.passes.visits.rates.zero_()
+            self.passes.visits.relative.fill_(1.0)
+
     # --------------------------------------------------------------------------------- state and reports
 
     def states(self) -> list[State]:
