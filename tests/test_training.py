@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.marks import slow
 from tests.pool import Pool, attempts
 
 # A model on bytes with 0.2 million parameters: a step takes a tenth of the embedded model's time.
@@ -199,10 +200,17 @@ def run_of_12(
 
 @pytest.mark.parametrize(
     "method, layout",
-    [("embedded", "1x2")]
-    + [(m, where) for m in ("adamw", "scape") for where in LAYOUTS if where != "nodes"]
-    + [("topk-adams", "nodes"), ("powersgd", "2x1"), ("radius-adams", "nodes")]
-    + [("adams", "1x2"), ("scape", "nodes"), ("scape-gather-int4", "nodes"), ("scape-gather-bf16", "2x2")],
+    [
+        ("embedded", "1x2"),
+        ("adams", "1x2"),
+        ("adamw", "2x2"),
+        ("powersgd", "2x1"),
+        ("topk-adams", "nodes"),
+        *(("scape", layout) for layout in ("1x2", "2x1", "2x2")),
+        *(slow("adamw", layout) for layout in ("1x2", "2x1")),
+        *(slow(method, "nodes") for method in ("scape", "scape-gather-int4", "radius-adams")),
+        slow("scape-gather-bf16", "2x2"),
+    ],
 )
 def test_the_loss_decreases(method: str, layout: str, run_of_12: Any) -> None:
     folder, results = run_of_12(method, layout)
@@ -253,7 +261,7 @@ def test_tensor_parallelism_gives_the_same_gradients(pool4: Pool, run_of_12: Any
     tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"]
     plain = first_steps(4, run_of_12("adams", "1x2")[1][0])
     shard = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2"]
-    for name, more in (("adams", []), ("scape-1", []), ("scape-1", shard)):
+    for name, more in (("adams", []), ("scape-1", shard)):
         results = pool4(train, str(tmp_path / name), [*METHODS[name], *tensor, *more, TWELVE], stop_after=4)
         for result in results:
             assert result["losses"] == pytest.approx(plain["losses"], rel=1e-4)
@@ -288,33 +296,34 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
     "method, layout, nan_at",
     [
         ("adamw", "2x2", 4),
-        *((m, "2x2", None) for m in ("adams", "scape", "scape-offload", "scape-gather")),
+        ("scape", "2x2", None),
+        *(slow(m, "2x2", None) for m in ("adams", "scape-offload", "scape-gather")),
         # the shards of 2x2, without replicas
-        *(pytest.param(m, "2x1", None, marks=pytest.mark.slow) for m in ("adamw", "adams", "scape-offload")),
-        ("scape", "2x1", None),
-        pytest.param("scape-gather", "2x1", None, marks=pytest.mark.slow),
-        pytest.param("adamw", "1x2", None, marks=pytest.mark.slow),
+        *(slow(m, "2x1", None) for m in ("adamw", "adams", "scape-offload")),
+        slow("scape", "2x1", None),
+        slow("scape-gather", "2x1", None),
+        slow("adamw", "1x2", None),
         ("adams", "1x2", 4),
-        ("topk", "2x2", 4),
-        pytest.param("topk-adams", "1x2", None, marks=pytest.mark.slow),
+        slow("topk", "2x2", 4),
+        slow("topk-adams", "1x2", None),
         ("powersgd", "1x2", 4),
-        pytest.param("powersgd", "2x2", None, marks=pytest.mark.slow),
+        slow("powersgd", "2x2", None),
         ("radius", "1x2", 4),  # between two refreshes
-        ("radius-adams", "2x2", None),  # right after one
-        ("quantized", "nodes", 4),
+        slow("radius-adams", "2x2", None),  # right after one
+        slow("quantized", "nodes", 4),
         ("diloco", "1x2", 3),  # within a round, with a skipped exchange
         ("muon", "1x2", 4),
-        ("demo", "2x2", 4),
-        ("diloco-muon", "2x2", None),
-        pytest.param("diloco-muon", "1x2", None, marks=pytest.mark.slow),
+        slow("demo", "2x2", 4),
+        slow("diloco-muon", "2x2", None),
+        slow("diloco-muon", "1x2", None),
         ("streaming", "2x2", None),
-        ("sparta", "2x2", 4),
-        ("sparseloco", "2x2", 4),  # inside a round
+        slow("sparta", "2x2", 4),
+        slow("sparseloco", "2x2", 4),  # inside a round
         ("scape", "1x2", 4),
-        pytest.param("scape-offload", "1x2", None, marks=pytest.mark.slow),
-        ("scape-gather-int4", "1x2", None),
+        ("scape-offload", "1x2", None),
+        slow("scape-gather-int4", "1x2", None),
         ("scape-odd", "1x2", None),
-        pytest.param("scape-tensor", "1x2", None, marks=pytest.mark.slow),
+        slow("scape-tensor", "1x2", None),
         ("scape-int4", "nodes", 4),
         ("scape-gather-bf16", "1x2", 4),
     ],
@@ -417,7 +426,7 @@ def test_training_with_overlap_does_not_change_a_bit(pool4: Pool, tmp_path: Path
         assert one["skipped"] == other["skipped"] == 1 and torch.equal(one["parameters"], other["parameters"])
 
 
-@pytest.mark.parametrize("method, layout", [("adamw", "2x1"), ("scape", "1x2"), ("scape-gather-bf16", "2x2")])
+@pytest.mark.parametrize("method, layout", [("scape", "1x2"), slow("adamw", "2x1"), slow("scape-gather-bf16", "2x2")])
 def test_observing_does_not_change_a_bit(
     method: str, layout: str, run_of_12: Any, request: Any, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.runs import SAVING, WHERE, largest, pool_of, run, whole
+from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
 
@@ -70,21 +71,21 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     "before, after, method, into",
     [
         ("4x1", "1x2", "diloco", "diloco"),
-        ("2x2", "3 simulated", "streaming", "streaming"),
-        pytest.param("1x2", "1x2", "sparseloco", "diloco", marks=pytest.mark.slow),
-        ("1x2", "2x1", "sparseloco", "adams"),
-        ("4x1", "1x2", "sparta", "diloco"),
-        ("6 simulated", "6 simulated", "sparta", "sparta"),  # so many that owners owe
+        slow("2x2", "3 simulated", "streaming", "streaming"),
+        slow("1x2", "1x2", "sparseloco", "diloco"),
+        slow("1x2", "2x1", "sparseloco", "adams"),
+        slow("4x1", "1x2", "sparta", "diloco"),
+        slow("6 simulated", "6 simulated", "sparta", "sparta"),  # so many that owners owe
         ("6 simulated", "3 simulated", "sparta", "sparta"),
         ("1x2", "2x1", "sparta", "adamw"),
-        pytest.param("1x2", "1x2", "diloco", "adamw", marks=pytest.mark.slow),
-        pytest.param("1x2", "1x2", "diloco", "scape", marks=pytest.mark.slow),
+        slow("1x2", "1x2", "diloco", "adamw"),
+        slow("1x2", "1x2", "diloco", "scape"),
         ("1x2", "1x2", "adamw", "diloco"),
-        ("1x2", "4x1", "diloco-muon", "diloco"),
+        slow("1x2", "4x1", "diloco-muon", "diloco"),
         ("1x2", "1x2", "signs", "diloco-signs"),
         ("1x2", "1x2", "diloco-signs", "diloco"),
-        pytest.param("1x2", "1x2", "diloco-signs", "adamw", marks=pytest.mark.slow),
-        pytest.param("tensor", "2x1", "streaming", "sparseloco", marks=pytest.mark.slow),
+        slow("1x2", "1x2", "diloco-signs", "adamw"),
+        slow("tensor", "2x1", "streaming", "sparseloco"),
     ],
 )
 def test_local_state_migrates_to_another_layout_or_method(
@@ -133,7 +134,7 @@ def test_local_state_migrates_to_another_layout_or_method(
 
 @pytest.mark.parametrize(
     "residual, signs",
-    [("mean", []), *(pytest.param("drop", signs, marks=pytest.mark.slow) for signs in ([], SIGNS))],
+    [("mean", []), *(slow("drop", signs) for signs in ([], SIGNS))],
 )
 def test_a_checkpoint_with_means_can_be_resumed(residual: str, signs: list[str], pool2: Pool, tmp_path: Path) -> None:
     """Or only the model, for a method without outer momentum and an optimizer without moments."""

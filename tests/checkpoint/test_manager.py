@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.logs import logged
+from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.test_training import EMBEDDED, METHODS, RECIPE, train
 
@@ -156,7 +157,7 @@ def seed(folder: str) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("method", ["scape", "adamw"])
+@pytest.mark.parametrize("method", ["scape", slow("adamw")])
 def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, pool2: Pool, tmp_path: Path) -> None:
     """Rank and parameter are named; checkpoints during skipped steps contain the state of the last applied step."""
     arguments = [*METHODS[method], "--sync.max_skipped_steps=3"]
@@ -172,7 +173,7 @@ def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, 
         assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [slow("disabled"), "async"])
 def test_a_full_disk_fails_the_save_and_keeps_older_checkpoints(mode: str, pool2: Pool, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -191,7 +192,7 @@ def test_a_full_disk_fails_the_save_and_keeps_older_checkpoints(mode: str, pool2
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.parametrize("method", ["adamw", "scape-offload", "scape-gather-bf16"])
+@pytest.mark.parametrize("method", ["scape-offload", slow("adamw"), slow("scape-gather-bf16")])
 def test_asynchronous_saves_contain_the_state_of_their_step(method: str, pool2: Pool, tmp_path: Path) -> None:
     """Training continues while they are written. Offloaded states in host memory must be staged, too."""
     arguments = [*METHODS[method], "--checkpoint.async_mode=async"]

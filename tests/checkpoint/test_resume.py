@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.runs import WHERE, largest, pool_of, run, whole
+from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, train
 
@@ -119,40 +120,40 @@ def first_half(
     [
         ("4x1", "1x2", "scape", "scape"),  # 4 -> 2
         ("1x2", "4x1", "scape", "scape"),  # 2 -> 4
-        ("4x1", "3x1", "scape", "scape"),
+        slow("4x1", "3x1", "scape", "scape"),
         ("4x1", "3 simulated", "scape", "scape"),
-        ("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
-        ("2x2", "1x2", "scape", "scape"),  # shards alone
-        ("tensor", "2x1", "scape", "scape-gather"),
-        ("nodes", "1x2", "scape-int4", "scape-gather"),
-        ("1x2", "4x1", "scape-gather", "scape-bf16"),
+        slow("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
+        slow("2x2", "1x2", "scape", "scape"),  # shards alone
+        slow("tensor", "2x1", "scape", "scape-gather"),
+        slow("nodes", "1x2", "scape-int4", "scape-gather"),
+        slow("1x2", "4x1", "scape-gather", "scape-bf16"),
         ("1x2", "4x1", "scape-int4", "scape-gather-int4"),
         ("1x2", "2x1", "scape-gather-bf16", "scape"),
-        ("2x1", "1x2", "scape", "scape-gather-bf16"),
+        slow("2x1", "1x2", "scape", "scape-gather-bf16"),
         ("4x1", "1x2", "scape", "adams"),
-        ("1x2", "1x2", "scape-gather", "adamw"),
+        slow("1x2", "1x2", "scape-gather", "adamw"),
         ("1x2", "2x1", "adamw", "scape"),
-        ("1x2", "4x1", "topk", "muon"),
-        ("4x1", "1x2", "demo", "topk"),
+        slow("1x2", "4x1", "topk", "muon"),
+        slow("4x1", "1x2", "demo", "topk"),
         ("1x2", "2x1", "demo", "adamw"),
-        ("2x1", "1x2", "adams", "scape-offload"),
+        slow("2x1", "1x2", "adams", "scape-offload"),
         ("4x1", "1x2", "topk", "topk"),
-        pytest.param("1x2", "4x1", "topk", "topk", marks=pytest.mark.slow),
-        pytest.param("4x1", "3 simulated", "topk", "topk", marks=pytest.mark.slow),
-        ("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
+        slow("1x2", "4x1", "topk", "topk"),
+        slow("4x1", "3 simulated", "topk", "topk"),
+        slow("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
         ("4x1", "1x2", "powersgd", "powersgd"),
         # 3 shards of 200 rows are uneven, and one of them may be too small to be factored.
-        ("3 shards", "1x2", "powersgd-32", "powersgd"),
-        pytest.param("tensor", "2x1", "powersgd", "topk-adams", marks=pytest.mark.slow),
+        slow("3 shards", "1x2", "powersgd-32", "powersgd"),
+        slow("tensor", "2x1", "powersgd", "topk-adams"),
         ("4x1", "1x2", "radius-adams", "radius"),
-        ("2x2", "1x2", "radius-adams", "topk-adams"),  # shards alone, and the method
-        pytest.param("1x2", "4x1", "radius-adams", "radius-adams", marks=pytest.mark.slow),
-        pytest.param("1x2", "1x2", "radius-adams", "adamw", marks=pytest.mark.slow),
-        pytest.param("1x2", "1x2", "topk", "radius", marks=pytest.mark.slow),
+        slow("2x2", "1x2", "radius-adams", "topk-adams"),  # shards alone, and the method
+        slow("1x2", "4x1", "radius-adams", "radius-adams"),
+        slow("1x2", "1x2", "radius-adams", "adamw"),
+        slow("1x2", "1x2", "topk", "radius"),
         ("1x2", "1x2", "topk", "adamw"),
-        ("1x2", "2x1", "topk-adams", "scape"),
+        slow("1x2", "2x1", "topk-adams", "scape"),
         ("1x2", "1x2", "scape-gather", "topk-adams"),
-        pytest.param("4x1", "1x2", "scape", "powersgd", marks=pytest.mark.slow),
+        slow("4x1", "1x2", "scape", "powersgd"),
     ],
 )
 def test_another_layout_or_method_keeps_pending_updates(
@@ -186,8 +187,8 @@ def test_another_layout_or_method_keeps_pending_updates(
         ("scape", ["--sync.scape.density=0.05"], False),
         ("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
         ("scape", ["--sync.scape.block_size=128"], True),
-        ("scape-tensor", ["--sync.scape.staleness_scaling"], False),
-        ("scape", ["--sync.scape.dense_names=output.weight,layers.0.attention.wq.weight"], True),
+        slow("scape-tensor", ["--sync.scape.staleness_scaling"], False),
+        slow("scape", ["--sync.scape.dense_names=output.weight,layers.0.attention.wq.weight"], True),
         ("scape-gather", ["--sync.scape.dense_names=output.weight", "--sync.scape.selection=tensor"], True),
     ],
 )
@@ -207,7 +208,7 @@ def test_options_may_change(
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather"])
+@pytest.mark.parametrize("method", ["scape", slow("scape-int4"), slow("scape-gather")])
 @pytest.mark.parametrize("residual", ["mean", "drop"])
 def test_residuals_saved_as_a_mean_or_dropped(method: str, residual: str, pool2: Pool, tmp_path: Path) -> None:
     arguments = [*METHODS[method], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}"]
@@ -220,7 +221,7 @@ def test_residuals_saved_as_a_mean_or_dropped(method: str, residual: str, pool2:
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", "scape-int4", "scape-gather-int4", "sparta"])
+@pytest.mark.parametrize("method", ["scape", "sparta", slow("scape-int4"), slow("scape-gather-int4")])
 def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
     """No residual remains, even if that step is skipped, and replicas are equal; otherwise the norm is logged."""
     arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]

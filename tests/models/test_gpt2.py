@@ -127,6 +127,7 @@ def test_two_shards_and_two_heads_equal_one_process(pool2: Pool) -> None:
             assert_like_one_process(found, case.get("rows", 260))
 
 
+@pytest.mark.slow
 def test_three_uneven_shards_and_both_axes(pool3: Pool, pool4: Pool) -> None:
     assert_like_one_process(pool3(parallel, OPS)[0])
     for found in pool4(parallel, [], tensor=2, rows=321):

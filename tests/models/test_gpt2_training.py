@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import slow
 from tests.models.test_gpt2 import OPS
 from tests.pool import Pool, attempts
 from tests.replica.test_simulated import ALONE
@@ -42,7 +43,7 @@ def test_every_layout_is_the_same_run(pool1: Pool, pool2: Pool, pool4: Pool, tmp
         assert other["norms"] == pytest.approx(runs[0]["norms"], rel=1e-4)
 
 
-@pytest.mark.parametrize("method, layout", [("scape", "2x2"), pytest.param("muon", "1x2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method, layout", [slow("scape", "2x2"), slow("muon", "1x2")])
 def test_resuming_equals_the_uninterrupted_run(
     method: str, layout: str, pool2: Pool, pool4: Pool, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, train
 
@@ -25,14 +26,14 @@ def summary(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "method, more",
     [
-        ("adams", []),
+        slow("adams", []),
         ("scape", ["--training.local_batch_size=1", "--training.global_batch_size=4"]),
-        ("scape-bf16", []),
+        slow("scape-bf16", []),
         ("topk", []),
         ("powersgd", []),
-        ("radius-adams", []),
-        ("quantized", []),
-        ("diloco-muon", []),
+        slow("radius-adams", []),
+        slow("quantized", []),
+        slow("diloco-muon", []),
         ("demo", ["--sync.demo.values=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
@@ -59,7 +60,7 @@ def test_simulated_replicas_equal_a_run_of_two_ranks(
     assert predicted == pytest.approx(ours["planned_bytes_per_step_and_rank"], rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["scape", pytest.param("diloco", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [slow("scape"), slow("diloco")])
 def test_a_group_of_shards_can_simulate_replicas(method: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     steps = [*METHODS[method], "--training.steps=5"]
     real = pool4(train, str(tmp_path / "real"), [*steps, *LAYOUTS["2x2"]])

@@ -55,6 +55,7 @@ def test_a_sample_starts_with_the_document_border(bos: Any, eos: Any, border: st
     assert _begin(SimpleNamespace(bos_id=bos, eos_id=eos), border) == [begin]
 
 
+@pytest.mark.slow
 def test_with_tensor_parallelism_and_local_updates(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     tensor = pool4(run, str(tmp_path / "t"), [*WHERE["tensor"], "--sample.characters=5"])
     local = pool2(run, str(tmp_path / "l"), [*WHERE["3 simulated"], *METHODS["diloco"], "--sample.characters=5"])

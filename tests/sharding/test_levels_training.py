@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, train
 
@@ -98,7 +99,7 @@ def whole(results: list[dict[str, Any]], kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("w, g, method", [(2, 4, "adamw"), pytest.param(1, 2, "adams", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("w, g, method", [(2, 4, "adamw"), slow(1, 2, "adams")])
 def test_steps_are_those_of_fsdp(w: int, g: int, method: str, pool4: Pool, tmp_path: Path) -> None:
     """Raw messages, two micro-batches, clipping, recomputed layers: losses and norms agree up to FP32 rounding."""
     more = ["--training.steps=4", "--training.local_batch_size=1", "--training.global_batch_size=8"]
@@ -125,7 +126,7 @@ CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
     "method, where, more, nan_at",
     [
         ("adamw", on(2, 4, **CODED), ["--training.mixed_precision_param=bfloat16"], 3),
-        ("scape-int4", on(1, 2, gradients="int8"), ["--checkpoint.async_mode=async"], None),
+        slow("scape-int4", on(1, 2, gradients="int8"), ["--checkpoint.async_mode=async"], None),
     ],
 )
 def test_resuming_equals_the_uninterrupted_run(

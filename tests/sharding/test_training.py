@@ -53,6 +53,7 @@ def test_resuming_equals_the_uninterrupted_run(pool4: Pool, tmp_path: Path) -> N
     assert sent == pytest.approx(planned)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Path) -> None:
     """Raw messages are bitwise equal to FSDP2's default."""
     tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
