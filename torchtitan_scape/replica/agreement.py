@@ -14,6 +14,14 @@ from torchtitan_scape.optimizers.registry import OPTIMIZERS
 _RATES = ("lr", "betas", "momentum", "eps", "weight_decay")
 
 
+def check_arguments(max_norm: float | None, reduction: str) -> None:
+    """Raise ValueError for values that no replica optimizer accepts."""
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEntry) -> None:
     """Refuse one of this project's optimizers, or AdamW, with a method that does not work with it.
 

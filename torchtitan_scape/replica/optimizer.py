@@ -25,10 +25,9 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.replica import rank_state
-from torchtitan_scape.replica.agreement import check_optimizer, check_replicas_agree, describe_parameters
+from torchtitan_scape.replica import agreement, rank_state
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
-from torchtitan_scape.replica.simulation import Named, weights_of_replicas
+from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
 
@@ -38,9 +37,8 @@ Replicas = OneReplica | SimulatedReplicas
 class ReplicaOptimizer(torch.optim.Optimizer):
     """Synchronizes the replicas, clips by the synchronized norm and updates, in `step`.
 
-    It shares `param_groups` with the wrapped optimizer, so that learning-rate schedulers work on either. `step` is a
-    collective call. It consumes the gradients: their storage is scratch space. `replicate` is the usual way to
-    build one; the trainer uses the same class.
+    It shares `param_groups` with the wrapped optimizer, so that learning-rate schedulers work on either. `step` is
+    collective and uses the storage of the gradients as scratch space. `replicate` is the usual way to build one.
 
     One process runs one replica, or several simulated ones. A step with a non-finite gradient on any rank is skipped on
     all of them, with nothing changed; the host reads that flag one step later, so that it never waits for the device
@@ -53,13 +51,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         options: the method's options.
         replicas: the replicas of this process.
         model: the module whose parameters are optimized.
-        max_norm: bound on the norm of the synchronized gradient; None for no clipping.
-        reduction: "mean" if each replica averages the loss over its own batch; "sum" if the loss is divided by the
-            global number of tokens.
-        total_steps: of the run, for methods with a schedule; 0 if unknown.
-        overlap: start the exchange during the backward pass, if the method supports it.
-        max_skipped_steps: raise NonFiniteGradientError after so many skipped steps in a row.
-        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+        max_norm, reduction, total_steps, overlap, max_skipped_steps, kernels: see `replicate`.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -77,7 +69,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | Callable[[Named], torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | MakeOptimizer,
         method: type[Method],
         options: MethodOptions,
         replicas: Replicas,
@@ -90,17 +82,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         max_skipped_steps: int = 10,
         kernels: str = "auto",
     ) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-        make_optimizer = None
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            if model is None:
-                raise ValueError("a function that builds the optimizer needs `model`, whose parameters it receives")
-            make_optimizer = optimizer
-            optimizer = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
-        check_optimizer(optimizer, options.method_name(), METHODS[options.method_name()])
+        agreement.check_arguments(max_norm, reduction)
+        optimizer, make_optimizer = built(optimizer, model)
+        agreement.check_optimizer(optimizer, options.method_name(), METHODS[options.method_name()])
         if method.holds_optimizer_state and isinstance(optimizer, AdamS):
             optimizer.release_state()
         self.inner, self.model, self.replicas = optimizer, model, replicas
@@ -122,21 +106,19 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.options = options = options.resolve(shapes, collectives.replicas)
         settings = {
             "method": options.method_name(),
-            "parameters": describe_parameters(self._shards),
+            "parameters": agreement.describe_parameters(self._shards),
             "max_norm": max_norm,
             "reduction": reduction,
             "total_steps": total_steps,
             "max_skipped_steps": max_skipped_steps,
             **options.fingerprint(),
         }
-        check_replicas_agree(collectives, settings, self.param_groups)
+        agreement.check_replicas_agree(collectives, settings, self.param_groups)
         self.settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
         collectives.broadcast_from_first([stored(s.parameter) for s in self._shards])
-        self.weights = (
-            weights_of_replicas(len(replicas.endpoints), self._shards, optimizer, make_optimizer)
-            if (method.per_replica_weights)
-            else []
-        )
+        self.weights: list[ReplicaWeights] = []
+        if method.per_replica_weights:
+            self.weights = weights_of_replicas(len(replicas.endpoints), self._shards, optimizer, make_optimizer)
         self._active_replica = 0  # whose weights the model contains
         scale = float(collectives.replicas) if reduction == "sum" else 1.0
 

@@ -11,6 +11,7 @@ from torchtitan_scape.core.parameters import Shard, collect_shards, local, store
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 
 Named = list[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
@@ -55,9 +56,7 @@ class ReplicaWeights:
         return cls(shards, optimizer, moments)
 
     @classmethod
-    def copy_of(
-        cls, shards: Sequence[Shard], make_optimizer: Callable[[Named], torch.optim.Optimizer]
-    ) -> "ReplicaWeights":
+    def copy_of(cls, shards: Sequence[Shard], make_optimizer: MakeOptimizer) -> "ReplicaWeights":
         """Return another replica with equal weights and an optimizer of its own."""
         optimizer = make_optimizer([(s.name, nn.Parameter(s.parameter.detach().clone())) for s in shards])
         return cls.of(collect_shards(optimizer.param_groups), optimizer)
@@ -87,11 +86,22 @@ class ReplicaWeights:
             second.copy_(kept)
 
 
+def built(
+    optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn.Module | None
+) -> tuple[torch.optim.Optimizer, MakeOptimizer | None]:
+    """Return an optimizer, and the function that builds further ones if that was passed."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer, None
+    if model is None:
+        raise ValueError("a function that builds the optimizer needs `model`, whose parameters it receives")
+    return optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad]), optimizer
+
+
 def weights_of_replicas(
     count: int,
     shards: list[Shard],
     optimizer: torch.optim.Optimizer,
-    make_optimizer: Callable[[Named], torch.optim.Optimizer] | None,
+    make_optimizer: MakeOptimizer | None,
 ) -> list[ReplicaWeights]:
     """Return the weights of each replica of this process; the first one's are those of the model.
 
