@@ -73,7 +73,7 @@ class Cluster:
             raise ValueError(f"{nodes} nodes; give 1 to 99")
         _check_rate(rate_mbit)
         self.nodes = nodes
-        # Three digits: c10d's rendezvous numbers the nodes by their addresses as text.
+        # Three digits: the rendezvous numbers the nodes by their addresses.
         self.addresses = [f"198.18.0.{101 + node}" for node in range(nodes)]
         self._prefix = f"scape-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}-"
         self._bridge = f"{self._prefix}bridge"
@@ -259,7 +259,7 @@ class Cluster:
     ) -> None:
         """Run `arguments` ("-m", a module, its arguments) on all ranks. Raises RunError with a one-line reason."""
         command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nnodes={self.nodes}"]
-        command += [f"--nproc_per_node={ranks_per_node}", "--rdzv_backend=c10d"]
+        command += [f"--nproc_per_node={ranks_per_node}", "--rdzv_backend=scape"]
         command += [f"--rdzv_endpoint={self.addresses[0]}:{PORT}", "--local-ranks-filter=0", "--tee=3", *arguments]
         path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(env or {})}

@@ -105,7 +105,6 @@ def test_restarts_are_counted_until_one_makes_progress(
 
     monkeypatch.setattr(launch, "_reexecute", reexecute)
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("SCAPE_REJOIN_SINCE", "0")  # monkeypatch then restores both variables.
     monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     progress = tmp_path / "progress"
 

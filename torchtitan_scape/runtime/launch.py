@@ -32,6 +32,7 @@ from torch.distributed.run import main as torchrun
 
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, report_failure_of
+from torchtitan_scape.runtime.rendezvous import WrongEndpointError, use_fixed_rendezvous
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Exit codes of a rank that has reported its reason to the other ranks.
@@ -39,7 +40,6 @@ OWN_CODES = (WRONG_INPUT, LOST, NOT_SAVED, STOPPED, 128 + signal.SIGINT, 128 + s
 END_SECONDS = 10.0  # Time for the other ranks of a node to report the lost rank and end; a halted one never would.
 AGENT_SECONDS = 20.0  # Time for torchrun's agent to return after its ranks have ended.
 PAUSE_SECONDS = 3.0  # Delay before this process exits, in which ranks of other nodes read the reason from its store.
-REJOIN_SECONDS = 600.0  # Time after a failure for the launchers of all nodes to rendezvous again.
 
 
 class Ranks:
@@ -147,10 +147,7 @@ def main() -> None:
         number, os.environ["SCAPE_PROGRESS_FILE"] = tempfile.mkstemp(prefix="scape-")
         os.close(number)
     progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
-    # Launchers tolerate an interrupted link as long as ranks do; torchrun's default is 60 s.
-    options = os.environ.get("PET_RDZV_CONF", "")
-    if "read_timeout" not in options:
-        os.environ["PET_RDZV_CONF"] = ",".join(filter(None, (options, f"read_timeout={REJOIN_SECONDS:.0f}")))
+    use_fixed_rendezvous(lambda line: _print_line(line, error=False))
     finished = threading.Lock()
 
     def finish(code: int) -> NoReturn:
@@ -173,14 +170,13 @@ def main() -> None:
         _print_line(line, error=code != STOPPED)
         if ranks.across_nodes:
             time.sleep(PAUSE_SECONDS)  # The exception keeps the store alive.
+    except WrongEndpointError as error:
+        code = WRONG_INPUT
+        _print_line(str(error))
     except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
         code = _exit_code(ranks.codes())  # The agent has waited for the ranks, if any were started.
-        if ranks.processes or not _may_rejoin():
-            _print_line(f"the rendezvous of the launchers failed or was lost: {' '.join(str(error).split())}")
-        elif limit:
-            time.sleep(1.0)
-            _reexecute()
+        _print_line(f"the rendezvous of the launchers failed or was lost: {' '.join(str(error).split())}")
     finish(code)
 
 
@@ -227,15 +223,9 @@ def _restart(limit: int, progress: Path) -> None:
         _print_line(f"not restarted: {limit} restarts (MAX_RESTARTS) made no progress beyond step {max(reached, 0)}")
         return
     os.environ["SCAPE_RESTARTS"] = f"{restarts + 1} {max(reached, best)}"
-    os.environ["SCAPE_REJOIN_SINCE"] = str(time.time())
     _print_line(f"restarting, restart {restarts + 1} of {limit} without progress", error=False)
     time.sleep(1.0)
     _reexecute()
-
-
-def _may_rejoin() -> bool:
-    """Return whether other nodes may still be restarting after a failure."""
-    return time.time() - float(os.environ.get("SCAPE_REJOIN_SINCE", "0")) < REJOIN_SECONDS
 
 
 def _reexecute() -> NoReturn:

@@ -1,0 +1,183 @@
+"""The rendezvous of launchers: in threads of one process, on the loopback interface."""
+
+import json
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from torchtitan_scape.runtime import rendezvous
+from torchtitan_scape.runtime.rendezvous import FixedRendezvous, WrongEndpointError
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (
+        ("JOIN_SECONDS", 8.0),
+        ("REPORT_SECONDS", 0.5),
+        ("SILENT_SECONDS", 1.5),
+        ("_ANSWER_SECONDS", 2.0),
+    ):
+        monkeypatch.setattr(rendezvous, name, seconds)
+
+
+class Launcher:
+    """A launcher in a thread, with its result or error and the lines that it printed."""
+
+    def __init__(self, port: int, nodes: int, host: str = "127.0.0.1") -> None:
+        self.lines: list[str] = []
+        self.found: Any = None
+        self.handler = FixedRendezvous(f"{host}:{port}", nodes, "run", self.lines.append)
+        self._thread = threading.Thread(target=self._attend, daemon=True)
+        self._thread.start()
+
+    def _attend(self) -> None:
+        try:
+            self.found = self.handler.next_rendezvous()
+        except Exception as error:
+            self.found = error
+
+    def result(self, seconds: float = 15.0) -> Any:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive()
+        return self.found
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_nodes_are_numbered_and_share_one_store(port: int) -> None:
+    launchers = [Launcher(port, 3) for _ in range(3)]
+    infos = [launcher.result() for launcher in launchers]
+    assert sorted(info.rank for info in infos) == [0, 1, 2] and {info.world_size for info in infos} == {3}
+    (served,) = {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}
+    assert served == ("127.0.0.1", port)
+    infos[0].store.set("key", "value")
+    assert infos[2].store.get("key") == b"value"
+
+
+def test_a_single_node_listens_on_the_loopback_interface_alone() -> None:
+    info = Launcher(0, 1, "node0").result()
+    address = info.bootstrap_store_info
+    assert address.master_addr == "127.0.0.1"
+    # Columns 2 and 4 of the kernel's table: local address and state; 0A is listening.
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == address.master_port]
+    assert listening == [f"0100007F:{address.master_port:04X}"]
+    six = [line.split()[1] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    assert not [local for local in six if local.endswith(f":{address.master_port:04X}")]
+
+
+class Executes:
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Executes, "ran", True)
+
+
+def test_what_another_process_writes_is_never_unpickled(port: int) -> None:
+    """A pickle under the keys of this rendezvous and of PyTorch's; nodes that are no JSON are ignored."""
+    first = Launcher(port, 2)
+    wait_until(lambda: _connects(port))
+    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    number = intruder.add("joined", 1)
+    for key in (f"node/{number}", "torch.rendezvous.run", "torch.rendezvous.none"):
+        intruder.set(key, pickle.dumps(Executes()))
+    intruder.add(f"beat/{number}", 1)
+    second = Launcher(port, 2)
+    assert {first.result().rank, second.result().rank} == {0, 1} and not Executes.ran
+
+
+def _connects(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_different_numbers_of_nodes_are_refused_on_every_node(port: int) -> None:
+    launchers = [Launcher(port, 2), Launcher(port, 3)]
+    for launcher in launchers:
+        error = launcher.result()
+        assert isinstance(error, WrongEndpointError) and "NNODES=2" in str(error)
+        assert "set the same number on every node" in str(error)
+
+
+def test_missing_nodes_are_reported_while_waiting_and_at_the_end(port: int) -> None:
+    launchers = [Launcher(port, 3) for _ in range(2)]
+    for launcher in launchers:
+        error = launcher.result()
+        assert isinstance(error, RendezvousError)
+        assert f"2 ({socket.gethostname()}, {socket.gethostname()}) of 3 nodes have joined at 127.0.0.1:{port}" in str(
+            error
+        )
+        assert "NNODES and RDZV_ENDPOINT" in str(error)
+        assert len(launcher.lines) >= 5 and launcher.lines[-1].startswith("waiting: 2 (")
+
+
+def test_a_node_that_left_does_not_count(port: int) -> None:
+    first = Launcher(port, 2)
+    wait_until(lambda: _connects(port))
+    gone = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    number = gone.add("joined", 1)
+    gone.set(f"node/{number}", json.dumps({"host": "gone", "address": "127.0.0.1", "nodes": 2}))
+    gone.add(f"beat/{number}", 1)
+    time.sleep(0.5)
+    second = Launcher(port, 2)
+    assert {first.result().rank, second.result().rank} == {0, 1}
+
+
+def test_a_node_that_comes_back_waits_until_the_others_restart(port: int) -> None:
+    """It must not join the store of the start that is about to end."""
+    first, second = Launcher(port, 2), Launcher(port, 2)
+    serving, other = sorted((first, second), key=lambda one: one.result().rank)
+    back = Launcher(port, 2)
+    wait_until(lambda: back.lines)
+    assert "has all of its 2 nodes, without this one" in back.lines[0]
+    for one in (serving, other):  # The launchers restart, and their store ends.
+        one.found = one.handler._store = None
+    restarted = Launcher(port, 2)
+    assert {back.result().rank, restarted.result().rank} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [("no-such-host.invalid", "the host 'no-such-host.invalid' of RDZV_ENDPOINT cannot be resolved")],
+)
+def test_an_unknown_host_is_named(host: str, message: str, port: int) -> None:
+    error = Launcher(port, 2, host).result()
+    assert isinstance(error, WrongEndpointError) and message in str(error)
+
+
+def test_a_port_of_another_program_is_named() -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen(16)
+        port = int(foreign.getsockname()[1])
+        error = Launcher(port, 2).result()
+    assert isinstance(error, WrongEndpointError)
+    assert f"another program listens at 127.0.0.1:{port}" in str(error)
+
+
+def test_a_launcher_that_is_not_there_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_listener", lambda *_: None)  # As on another machine than that of the endpoint.
+    launcher = Launcher(port, 2)
+    error = launcher.result()
+    assert isinstance(error, RendezvousError) and f"no launcher answers at 127.0.0.1:{port} after" in str(error)
+    assert launcher.lines and "Connection refused" in launcher.lines[0]
