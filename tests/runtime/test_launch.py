@@ -44,7 +44,9 @@ def launch(environment: dict[str, str], *arguments: str) -> tuple[subprocess.Com
 
 
 def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
-    result, seconds = launch({}, f"--job.dump_folder={tmp_path}/out", "--optimizer.name=AdamW")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    result, seconds = launch({"TMPDIR": str(temporary)}, f"--job.dump_folder={tmp_path}/out", "--optimizer.name=AdamW")
     output = result.stdout + result.stderr
     assert result.returncode not in (0, 124)
     # The launcher may stop the other rank before it prints the same line.
@@ -52,6 +54,7 @@ def test_the_script_ends_in_one_line_on_every_rank(tmp_path: Path) -> None:
     assert "Traceback" not in output
     assert seconds < 60
     assert not (tmp_path / "out").exists(), "nothing is written before the config is checked"
+    assert list(temporary.iterdir()) == [], "torchrun would leave the output of all ranks there"
 
 
 def test_missing_data_ends_in_one_line_from_a_rank_without_output(tmp_path: Path) -> None:

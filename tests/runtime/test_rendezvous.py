@@ -176,7 +176,7 @@ def test_a_port_of_another_program_is_named() -> None:
 
 
 def test_a_launcher_that_is_not_there_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_listener", lambda *_: None)  # As on another machine than that of the endpoint.
+    monkeypatch.setattr(rendezvous, "listen_at", lambda *_: None)  # As on another machine than that of the endpoint.
     launcher = Launcher(port, 2)
     error = launcher.result()
     assert isinstance(error, RendezvousError) and f"no launcher answers at 127.0.0.1:{port} after" in str(error)

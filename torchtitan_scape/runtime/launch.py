@@ -14,6 +14,7 @@ SCAPE_*        internal state between the starts of one run
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,7 +68,7 @@ class Ranks:
             number = signal.SIGTERM if number == signal.SIGHUP else number
             if not self.pids:
                 _print_line(f"{number.name}: stopped while no ranks were running")
-                os._exit(STOPPED if "SCAPE_RESTARTS" in os.environ else 128 + number)
+                self._finish(STOPPED if "SCAPE_RESTARTS" in os.environ else 128 + number)
             if self.requested is None:
                 self.send_later(signal.SIGKILL, self._stop_seconds)
             self.requested = number
@@ -149,9 +150,12 @@ def main() -> None:
     progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
     use_fixed_rendezvous(lambda line: _print_line(line, error=False))
     finished = threading.Lock()
+    # torchrun would leave a folder with the output of all ranks in /tmp.
+    output = Path(tempfile.mkdtemp(prefix="scape-"))
 
     def finish(code: int) -> NoReturn:
         with finished:  # Never released: this process exits or is replaced.
+            shutil.rmtree(output, ignore_errors=True)
             if code == LOST and ranks.requested is None and limit:
                 _restart(limit, progress)
             progress.unlink(missing_ok=True)
@@ -163,7 +167,7 @@ def main() -> None:
     code = 0
     try:
         with replaced(launcher_api, "LocalElasticAgent", ranks.agent()):
-            torchrun(sys.argv[1:])
+            torchrun([f"--log_dir={output}", *sys.argv[1:]])
     except ChildFailedError as error:
         ranks.pids = []
         code, line = _outcome(error, ranks)

@@ -9,6 +9,7 @@ ends the process if the main thread cannot do so because it waits for another ra
 stream.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -21,6 +22,8 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+
+from torchtitan_scape.runtime.rendezvous import WrongEndpointError, listen_at
 
 WRONG_INPUT, LOST, NOT_SAVED, STOPPED = 2, 3, 4, 75
 """Exit codes: wrong input, a restart does not help; a rank was lost or failed; stopped on request without a checkpoint;
@@ -275,13 +278,19 @@ class Liveness:
 
 
 def _store(environment: Mapping[str, Any], is_master: bool = False, timeout: float = 300.0) -> dist.Store:
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    own = None
+    if is_master:
+        with contextlib.suppress(WrongEndpointError):  # TCPStore fails at the same name, where errors are handled.
+            own = listen_at(host, port, nodes=2)
     store = dist.TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
+        host,
+        port,
         is_master=is_master,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=None if own is None else own.detach(),
     )
     return dist.PrefixStore(f"scape/liveness/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 

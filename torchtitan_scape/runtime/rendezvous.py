@@ -150,7 +150,7 @@ class FixedRendezvous(RendezvousHandler):
 
     def _open(self, deadline: float) -> tuple[TCPStore, bool]:
         """Serve the store if the endpoint is on this machine, else connect to it. Return whether it is served here."""
-        own = _listener(self._host, self._port, self._nodes)
+        own = listen_at(self._host, self._port, self._nodes)
         if own is not None:
             self._port = own.getsockname()[1]
             store = TCPStore(
@@ -292,8 +292,11 @@ def _resolve(host: str, port: int) -> list[Any]:
         ) from None
 
 
-def _listener(host: str, port: int, nodes: int) -> socket.socket | None:
-    """Return a socket that listens at the endpoint, or None if the endpoint is another machine or served already."""
+def listen_at(host: str, port: int, nodes: int) -> socket.socket | None:
+    """Return a socket that listens at the endpoint, or None if the endpoint is another machine or served already.
+
+    It listens at the address of `host` alone, so that other networks of the machine cannot reach it.
+    """
     for family, _, _, _, address in _resolve(host, port):
         own = socket.socket(family, socket.SOCK_STREAM)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
