@@ -12,7 +12,7 @@ for _name in (
     "torchtitan_scape.titan",  # selects the device before a test imports TorchTitan
     "tests.test_training",
     "torchtitan_scape.runtime.launch",
-    "torchtitan_scape.train",
+    "torchtitan_scape.trainer.command",
     "torch.utils.tensorboard",
 ):
     importlib.import_module(_name)

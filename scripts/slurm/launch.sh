@@ -19,6 +19,9 @@
 # --kill-on-bad-exit this may be 137 from a task that was about to exit with 75, so the progress file decides, not the
 # exit code. scancel sends SIGTERM: a checkpoint is written if there is time, and the job is not requeued.
 
+# scancel --signal=USR1 --batch would end the script. A handler, unlike an ignored signal, is not inherited by srun.
+trap : USR1
+
 refuse() {
     echo "error: $*" >&2
     exit 2
@@ -125,6 +128,10 @@ launch() {
         "${SRUN_OPTIONS[@]}" scripts/slurm/rank.sh "$@" || status=$?
     if [ "$status" -ne 0 ]; then
         requeue "$status"
+        if [[ "$(tail -n 1 "$LOG_DIR/progress" 2>/dev/null)" == "stopped "* ]]; then
+            echo "the run stopped on request and wrote a checkpoint; submit the same job again to continue"
+            exit 75
+        fi
         error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
         echo "error: srun ended with exit code $status: ${error:-see the output above or the logs};" \
             "the logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2

@@ -5,6 +5,11 @@
 # The number of ranks per node is not set here: topology/layout.py reads SLURM_STEP_TASKS_PER_NODE.
 set -euo pipefail
 
+# With a time limit shorter than that of --signal=USR1@300 the signal arrives at once. It must not end the task: the
+# trainer stops at its first step and writes a checkpoint.
+SCAPE_STOP_REQUESTED=""
+trap 'SCAPE_STOP_REQUESTED=SIGUSR1' USR1
+
 refuse() {
     echo "[rank ${RANK:-0}] error: $*" >&2
     exit 2
@@ -49,4 +54,9 @@ fi
 
 read -ra command <<<"${TRAIN_SCRIPT:--m torchtitan_scape.train}"
 if [ -n "${CONFIG_FILE:-}" ]; then command+=(--job.config_file "$CONFIG_FILE"); fi
-exec "$PYTHON" "${command[@]}" "$@"
+# Python installs its handlers later; until then signals are blocked, if this version of env can do so.
+block=()
+if env --block-signal=USR1 true 2>/dev/null; then block=(env --block-signal=USR1); fi
+trap '' USR1
+export SCAPE_STOP_REQUESTED
+exec ${block[@]+"${block[@]}"} "$PYTHON" "${command[@]}" "$@"

@@ -37,13 +37,12 @@ from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from topology.primitives import all_gather_into
 from topology.rank_group import RankGroup
-from torchtitan_scape import train
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
-from torchtitan_scape.trainer import optimizers, specs
+from torchtitan_scape.trainer import command, optimizers, specs
 from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.metrics import LEVELS
 from torchtitan_scape.trainer.trainer import ScapeTrainer
@@ -261,8 +260,8 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         os._exit(0)  # as the trainer does
-    with replaced(train, "ScapeTrainer", TimedTrainer):
-        train.main()
+    with replaced(command, "ScapeTrainer", TimedTrainer):
+        command.main()
 
 
 if __name__ == "__main__":

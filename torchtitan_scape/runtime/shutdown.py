@@ -24,6 +24,7 @@ from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_IN
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REQUESTED = "SCAPE_STOP_REQUESTED"  # environment variable: rank.sh received this signal before it started Python
 CLOSE_SECONDS = 3.0  # Time to write optional files, such as the last metrics, after a failure.
 
 
@@ -53,7 +54,11 @@ class StopRequest:
             signal.signal(number, lambda number, frame: None)  # The wakeup pipe receives the signal.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # launch.py has blocked them until now.
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, STOP_SIGNALS
+        )  # They were blocked until now, by launch.py or train.py.
+        if name := os.environ.pop(REQUESTED, ""):
+            os.kill(os.getpid(), signal.Signals[name])
 
     def requested(self) -> bool:
         return self.signal is not None

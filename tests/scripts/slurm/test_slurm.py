@@ -146,6 +146,17 @@ def test_a_job_at_its_time_limit_is_requeued_and_continues(tmp_path: Path) -> No
     assert len((tmp_path / "requeued").read_text().split()) == 1
 
 
+def test_a_signal_before_the_trainer_runs_stops_it_at_its_first_step(tmp_path: Path) -> None:
+    """As with a time limit shorter than --signal=USR1@300: rank 1 has only begun to write its log."""
+    arguments = [*TINY, "--training.steps=8", f"--job.dump_folder={tmp_path}/out"]
+    when = {"STANDIN_SIGNAL_WHEN": str(tmp_path / "logs" / "rank-1.log"), "PYTHON": sys.executable}  # real starts
+    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
+    assert "Stopped on request at step " in result.stdout + result.stderr, result.stderr
+    assert "requeueing job" in result.stdout and "Traceback" not in result.stdout + result.stderr
+    assert result.returncode == 75 and "error:" not in result.stderr
+    assert "the run stopped on request and wrote a checkpoint" in result.stdout
+
+
 def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) -> None:
     job = {"TRAIN_SCRIPT": REPORT, "FAIL": "1", "REQUEUE_LIMIT": "2"}
     for environment, requeued in ((job, 0), *[({**job, "REQUEUE_ON_FAILURE": "1"}, n) for n in (1, 2, 2)]):

@@ -1,0 +1,61 @@
+"""One rank's run of the trainer: parse, build, train, and end with one line and an exit code. See `train`."""
+
+import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from torchtitan_scape.config.parsing import resolve
+from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.replica.guard import NonFiniteGradientError
+from torchtitan_scape.report.summary import report_dry_run
+from torchtitan_scape.runtime.shutdown import Shutdown
+from torchtitan_scape.titan import DEVICE_TYPE, device
+from torchtitan_scape.titan.trainer import init_logger
+from torchtitan_scape.trainer.layout import is_dry_run
+from torchtitan_scape.trainer.trainer import ScapeTrainer
+
+logger = logging.getLogger(__name__)
+
+# Errors that a user can fix are logged in one line; all others with a traceback.
+USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
+
+
+def run(arguments: list[str], shutdown: Shutdown) -> None:
+    """Parse the arguments, build the trainer and train; a dry run only builds."""
+    resolved = resolve(arguments)
+    config = resolved.config
+    logger.info(resolved.line())
+    shutdown.expect(config.comm.init_timeout_seconds)
+    if is_dry_run(config):
+        config.validation.enable = config.checkpoint.enable = False
+        config.debug.seed = config.debug.seed or 0
+    try:
+        trainer = ScapeTrainer(config)
+    except BaseException:
+        for folder in (Path(config.job.dump_folder, config.comm.save_traces_folder), Path(config.job.dump_folder)):
+            with suppress(OSError):  # TorchTitan creates them before its checks; remove them if they are empty
+                folder.rmdir()
+        raise
+    shutdown.watch_over(trainer)
+    if is_dry_run(config):
+        report_dry_run(trainer)
+        return
+    if dist.get_rank() == 0:
+        resolved.write(config.job.dump_folder)
+    if config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        trainer.train()
+
+
+@record
+def main() -> None:
+    init_logger()
+    if DEVICE_TYPE == "cpu":
+        device.quieten_cpu()
+    shutdown = Shutdown()  # before parsing, because a rank that cannot read its recipe must end the others
+    shutdown.run(lambda: run(sys.argv[1:], shutdown), USER_ERRORS)
