@@ -57,5 +57,5 @@ if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
     exit 2
 fi
 exec "$PYTHON" -m torchtitan_scape.runtime.launch --nnodes="$NNODES" --nproc_per_node="$NGPU" \
-    --rdzv_backend=scape --rdzv_endpoint="${RDZV_ENDPOINT:-localhost:0}" \
+    --rdzv_backend=fixed --rdzv_endpoint="${RDZV_ENDPOINT:-localhost:0}" \
     --local-ranks-filter="$LOG_RANK" --role=rank --tee=3 -m torchtitan_scape.train "${arguments[@]}"

@@ -143,7 +143,7 @@ def megabytes(value: float | None) -> str:
 def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str) -> None:
     """Run `arguments` ("-m", a module, its arguments) on ranks of this host. Raises RunError with the log's end."""
     command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
-    command += ["--rdzv_backend=scape", "--rdzv_endpoint=localhost:0", *arguments]
+    command += ["--rdzv_backend=fixed", "--rdzv_endpoint=localhost:0", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-BACKEND = "scape"
+BACKEND = "fixed"
 DEFAULT_PORT = 29400
 JOIN_SECONDS = 600.0  # Time for all nodes to join.
 REPORT_SECONDS = 30.0  # Interval of the lines about missing nodes.
@@ -317,7 +317,7 @@ def listen_at(host: str, port: int, nodes: int) -> socket.socket | None:
 
 
 def use_fixed_rendezvous(say: Callable[[str], None]) -> None:
-    """Register this rendezvous for torchrun, as `--rdzv_backend=scape`."""
+    """Register this rendezvous for torchrun, as `--rdzv_backend=fixed`."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         if parameters.min_nodes != parameters.max_nodes:
