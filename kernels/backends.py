@@ -1,8 +1,10 @@
 """Choice of the backend that runs the passes: Triton or PyTorch."""
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,15 +67,15 @@ def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
     return torch_passes(*arguments, **options)
 
 
-def finite_check(backend: str) -> Callable[[list[Tensor]], Tensor]:
-    """Return a function that checks flat gradients: bool (len(gradients),), false for a gradient with NaN or Inf."""
+def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor]], Tensor]:
+    """Return a function that checks flat gradients, see `dense.reference.finite`."""
     if backend == "triton":
         from kernels.dense.triton_passes import Finite
 
-        return Finite()
+        return Finite(limit)
     from kernels.dense.reference import finite
 
-    return finite
+    return partial(finite, limit=limit)
 
 
 def adams_step(backend: str) -> Any:

@@ -1,13 +1,19 @@
 """Dense AdamS and the finite check in plain PyTorch: the specification, and the CPU implementation."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from kernels.common.gating import decay_, gated, known_false
 
 
-def finite(gradients: list[Tensor]) -> Tensor:
-    """Check flat gradients: bool (len(gradients),), false for a gradient with NaN or Inf. One read, no temporary."""
+def finite(gradients: list[Tensor], limit: float = math.inf) -> Tensor:
+    """Check flat gradients: bool (len(gradients),), false for a gradient with NaN or Inf. One read, no temporary.
+
+    Args:
+        limit: power of two, or infinity; absolute values from it on count as infinite.
+    """
     one = torch.ones((), dtype=torch.bool, device=gradients[0].device)
     results = []
     for gradient in gradients:
@@ -15,7 +21,7 @@ def finite(gradients: list[Tensor]) -> Tensor:
             results.append(one)
             continue
         low, high = gradient.aminmax()  # NaN propagates through both
-        results.append(low.isfinite() & high.isfinite())
+        results.append((low > -limit) & (high < limit))  # false for NaN
     return torch.stack(results)
 
 

@@ -32,15 +32,19 @@ def finite_kernel(
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """Set bad[tensor] = 1, int32, if its gradient has NaN or Inf. `bad` is initially zero."""
+    """Set bad[tensor] = 1, int32, if its gradient has NaN, Inf or an exponent (bits) from LIMIT on.
+
+    `bad` is initially zero.
+    """
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first + local, mask=inside, other=0.0)
     exponent = gradient.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
     # Several programs may store to one element; all of them store 1.
     largest = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
-    tl.store(bad + tensor, 1, mask=largest == 0x7F800000)
+    tl.store(bad + tensor, 1, mask=largest >= LIMIT)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Dense AdamS and the finite check as Triton kernels, each one launch for all tensors of a model."""
 
+import math
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -35,8 +37,10 @@ def rates_row(r: Rates) -> tuple[float, ...]:
 class Finite:
     """Check of gradients for NaN and Inf, as `reference.finite`, in one launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = math.inf) -> None:
         self._tiles: TileSchedule | None = None
+        # The bits of a power of two are those of its exponent.
+        self._limit = int(torch.tensor(limit, dtype=torch.float32).view(torch.int32))
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         sizes, device = tuple(g.numel() for g in gradients), gradients[0].device
@@ -58,6 +62,7 @@ class Finite:
                 **tiles.shape,
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
+                LIMIT=self._limit,
             )
         return bad == 0
 

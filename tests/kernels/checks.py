@@ -373,3 +373,7 @@ def check_finite(
         gradients[tensor][entry] = value
     assert Finite()(gradients).tolist() == [i not in bad for i in range(len(sizes))]
     assert finite(gradients).tolist() == [i not in bad for i in range(len(sizes))]
+    for limit in (2.0**-3, 2.0**120):
+        gradients[-1][0] = limit
+        for some in (gradients, [-gradients[-1].abs()], [gradients[-1] * 0.99]):
+            assert Finite(limit)(some).tolist() == finite(some, limit).tolist()

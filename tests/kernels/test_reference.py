@@ -52,6 +52,11 @@ def test_finite_identifies_the_tensor(bad: float) -> None:
     assert finite(gradients).tolist() == [True, False, True]
 
 
+def test_finite_has_a_limit() -> None:
+    gradients = [torch.tensor([1.0, value]) for value in (3.99, 4.0, -4.0, torch.nan)]
+    assert finite(gradients, 4.0).tolist() == [True, False, False, False]
+
+
 def _mask(n: int, generator: torch.Generator, density: float) -> torch.Tensor:
     bits = torch.rand(n, generator=generator) < density
     bits[0] = True

@@ -380,3 +380,31 @@ def test_a_missing_stash_leaves_the_weights_of_the_first_replica() -> None:
     with pytest.raises(ValueError, match="the gradients of 1 replicas were stashed, and 2 replicas are simulated"):
         optimizer.step()
     assert torch.equal(weights(model), before)
+
+
+# ------------------------------------------------------------------------------- gradients that overflow
+
+
+def overflows(reduction: str) -> list[str]:
+    """Return the methods whose parameters or state are not finite after a gradient entry of 2e38 on every rank."""
+    failed = []
+    for name in METHODS:
+        model = make_model()
+        optimizer = make_optimizer(model, name, reduction=reduction)
+        for step in range(6):
+            loss_of(model, step, dist.get_rank()).backward()
+            if step == 3:
+                model[0].weight.grad.view(-1)[5] = 2e38
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish_previous_step()
+        tensors = [*model.parameters(), *(t for state in optimizer.methods[0].states() for t in state.tensors.values())]
+        finite = all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+        if not finite or optimizer.guard.skipped != 1:
+            failed.append(name)
+    return failed
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_finite_gradients_whose_sum_overflows_are_skipped(reduction: str, pool2: Pool) -> None:
+    assert pool2(overflows, reduction) == [[], []]

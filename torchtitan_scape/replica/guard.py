@@ -5,6 +5,7 @@ of the same collective.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,14 @@ logger = logging.getLogger(__name__)
 
 class NonFiniteGradientError(RuntimeError):
     """Too many steps in a row had NaN or Inf in some rank's gradient."""
+
+
+def summable_below(factor: float) -> float:
+    """Return the power of two below which values times `factor` fit into FP32; infinity if `factor` is 1 or less.
+
+    Values are multiplied by the gradient scale and summed over replicas, in which a finite gradient can overflow.
+    """
+    return 2.0 ** (128 - math.ceil(math.log2(factor))) if factor > 1.0 else math.inf
 
 
 class FiniteGuard:
@@ -124,7 +133,7 @@ class FiniteGuard:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.max_skipped_steps:
             raise NonFiniteGradientError(
-                f"the gradients were not finite for {self.skipped_in_a_row} steps in a row "
+                f"the gradients were not finite, or too large to be summed, for {self.skipped_in_a_row} steps in a row "
                 f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. {self._whose()}"
                 "Parameters and state are those of the last good step. Lower the learning rate, or look at "
                 f"the data of {self.summed_over or 'that rank'}."

@@ -26,7 +26,7 @@ from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import agreement, rank_state
-from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
+from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, summable_below
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
@@ -141,7 +141,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             made.declared_states()  # before an exchange is in flight
         self.guard = FiniteGuard(
             [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],
-            finite_check(choose_backend(kernels, device, {s.parameter.dtype for s in self._shards})),
+            finite_check(
+                choose_backend(kernels, device, {s.parameter.dtype for s in self._shards}),
+                summable_below(scale * collectives.replicas),
+            ),
             self.timer.timed("wait", collectives.all_true),
             collectives.gather_objects,
             dist.get_rank() if dist.is_initialized() else 0,
