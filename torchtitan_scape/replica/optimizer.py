@@ -11,9 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from kernels import choose_backend, finite_check
 from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
 from topology.in_process import OneReplica, SimulatedReplicas
-from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
+from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
 from torchtitan_scape.core.timing import PhaseTimer
@@ -25,7 +24,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.replica import agreement, rank_state
+from torchtitan_scape.replica import agreement, checks, rank_state
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, summable_below
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
@@ -268,6 +267,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             applied = self.guard.finish_previous_step()
         except NonFiniteGradientError:
             self._finish(False)
+            self.check_parameters(self.attempted_steps)  # a restart heals these two causes
+            self.check_consistency(self.attempted_steps)
             raise
         self._finish(bool(applied))
         if applied is False and self._full_exchange_in_flight:
@@ -385,22 +386,21 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Return the tensors that must be bitwise equal on all replicas. Call `finish_previous_step` first."""
         return self.methods[0].replicated_tensors()
 
+    def check_parameters(self, step: int) -> None:
+        """Check that the parameters have values that training can produce. Collective; waits for the device.
+
+        Raises:
+            DamagedParametersError: on every rank, with ranks and parameters.
+        """
+        checks.check_parameters(self, step)
+
     def check_consistency(self, step: int) -> None:
         """Compare the tensors that all replicas share, bit by bit, after `step`. Collective; waits for the device.
 
         Raises:
             ReplicasDifferError: on every rank, if they differ and are not, or cannot be, repaired.
         """
-        if self.levels is not None:
-            self.finish_previous_step()
-            self.levels.check_consistency(self.grad_norm.device, step, self.repairs)
-        if self.collectives.replicas == 1 or isinstance(self.collectives, DryRunCollectives):
-            return
-        with self.timer.phase("compare"):
-            self.finish_previous_step()
-            tensors = self.replicated_tensors()
-            if not check_replicas_equal(self.collectives, tensors, self.grad_norm.device, step, self.repairs):
-                self.sharding.version.changed()
+        checks.check_replicas(self, step)
 
     def observe(self, observer: Observer | None) -> None:
         """Pass the synchronized gradients of the next steps to an observer; None to stop."""

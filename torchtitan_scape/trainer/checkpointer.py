@@ -60,6 +60,8 @@ class ReplicaCheckpointer(CheckpointManager):
     _layout: GlobalLayout
     # The step of the checkpoint with the lowest validation loss, which is never deleted.
     spared: Callable[[], int | None] = staticmethod(lambda: None)
+    # What is wrong with the model at the last logged step, "" if nothing is.
+    alarm: Callable[[], str] = staticmethod(str)
     _fallback: bool
     _optimizers: ReplicaOptimizer
     _being_written = ""
@@ -96,12 +98,21 @@ class ReplicaCheckpointer(CheckpointManager):
         """
         if not self._should_save(curr_step, last_step):
             return
+        if (reason := self._unsafe()) and not last_step:
+            logger.warning(f"no checkpoint is written or deleted at step {curr_step}: {reason}")
+            return
         if self._earlier_failed() and not last_step:
             self.save_to_resume(curr_step)  # synchronously, so that a failure is known at once
         else:
             self._guarded(lambda: CheckpointManager.save(self, curr_step, last_step))
         if last_step:
             self._purge_stale_checkpoints()
+
+    def _unsafe(self) -> str:
+        """Return why the state of this step should not replace that of an older checkpoint, "" if it may."""
+        self._optimizers.finish_previous_step()
+        skipped = self._optimizers.guard.skipped_in_a_row
+        return f"the last {skipped} steps were skipped" if skipped else self.alarm()
 
     def save_to_resume(self, step: int) -> None:
         """Write the full state of `step` synchronously, unless it already exists. Collective."""

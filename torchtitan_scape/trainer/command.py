@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 from torchtitan_scape.report.summary import report_dry_run
 from torchtitan_scape.runtime.shutdown import Shutdown
@@ -21,7 +22,7 @@ from torchtitan_scape.trainer.trainer import ScapeTrainer
 logger = logging.getLogger(__name__)
 
 # Errors that a user can fix are logged in one line; all others with a traceback.
-USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError)
+USER_ERRORS = (ValueError, FileNotFoundError, NonFiniteGradientError, ReplicasDifferError, DamagedParametersError)
 
 
 def run(arguments: list[str], shutdown: Shutdown) -> None:

@@ -54,6 +54,7 @@ class ReplicaMetrics(MetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self.last_loss: float | None = None
+        self.zero_gradient = False  # whether some rank's gradient norm was exactly 0 at the last logged step
         self.steps_since_log = 0
         self._peak = 0.0
         self._logged = (0, 0.0)  # last logged step, and when
@@ -87,6 +88,9 @@ class ReplicaMetrics(MetricsProcessor):
         extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        # Replicas with weights of their own have gradient norms of their own.
+        zero = torch.tensor(float(grad_norm == 0.0), device=self.optimizers.replica.grad_norm.device)
+        self.zero_gradient = bool(self.optimizers.replica.collectives.sum_over_all(zero).item())
         fields = _sync_fields(step, figures, sent, seconds)
         if len(waits) > 1:
             fields.append(delay_text(waits, step_seconds, self._hosts))

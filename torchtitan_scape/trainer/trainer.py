@@ -41,6 +41,7 @@ from torchtitan_scape.titan.data import DataloaderExhaustedError
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
 from torchtitan_scape.titan.trainer import Trainer
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
+from torchtitan_scape.trainer.health import Health
 from torchtitan_scape.trainer.layout import is_dry_run, layout_of
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
@@ -112,6 +113,8 @@ class ScapeTrainer(Trainer):
                 Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared}
             )
             self.checkpointer.spared = self.best.checkpoint_step
+        self.health = Health(self.model_args.vocab_size)
+        self.checkpointer.alarm = lambda: self.health.alarm
         self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
@@ -236,6 +239,7 @@ class ScapeTrainer(Trainer):
         except (DataloaderExhaustedError, NoTextError):
             self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
             raise
+        self._judge()
         if flushes and not self.replica_optimizer.guard.last_applied():
             self.replica_optimizer.flush()  # the step with the full exchange was skipped
         if self.observation is not None:
@@ -255,6 +259,16 @@ class ScapeTrainer(Trainer):
         self.interfaces.after_step(self._a_step_follows())
         if self.shutdown is not None:
             self.shutdown.after_step(self, first=self.steps_taken == 1)
+
+    def _judge(self) -> None:
+        """After a logged step: end the run if the model no longer learns. Collective."""
+        metrics = self.metrics_processor
+        if metrics.steps_since_log or metrics.last_loss is None:
+            return
+        last = self.step == self.job_config.training.steps
+        if alarm := self.health.judge(self.step, metrics.last_loss, metrics.zero_gradient, last):
+            logger.warning(f"{alarm}; no checkpoint is written or deleted until this changes")
+            self.replica_optimizer.check_parameters(self.step)
 
     def _a_step_follows(self) -> bool:
         """Return whether the next step follows directly: no validation, no checkpoint, and not the end."""
@@ -286,6 +300,7 @@ class ScapeTrainer(Trainer):
         """Run the consistency check, before every checkpoint and at its interval."""
         if self.observation is not None:
             self.observation.write()  # a run that resumes from the next checkpoint does not observe these steps again
+        self.replica_optimizer.check_parameters(self.step)
         if self.job_config.sync.consistency_interval:
             self.replica_optimizer.check_consistency(self.step)
 

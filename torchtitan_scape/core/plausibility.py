@@ -1,0 +1,83 @@
+"""Check for damaged parameters: NaN, infinity, or values that no training produces.
+
+A flipped exponent bit multiplies a weight by a power of two. The loss may then stay finite, near the logarithm of the
+vocabulary, with zero gradients, so that neither the finite check nor the consistency check of methods with per-replica
+weights finds it.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from topology.collectives import ReplicaCollectives
+
+LARGEST = 2.0**20  # absolute value that no parameter of a trained model reaches
+_FACTOR = 10.0  # distance to the shared weights, relative to the tensor's largest entry
+
+
+class DamagedParametersError(RuntimeError):
+    """A parameter has values that no training produces."""
+
+    exit_code = 3  # Exit code of the process: a restart from the last checkpoint helps.
+
+
+def is_plausible(values: Tensor, shared: Tensor | None = None) -> Tensor:
+    """Return bool () on the device: whether all values are finite and small enough, also relative to `shared`.
+
+    Args:
+        values: a replica's parameter, of any shape.
+        shared: the weights that all replicas share, of the same size, if the replicas' weights differ. They may be on
+            the host.
+    """
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    reach = _reach(values)
+    plausible = reach < LARGEST  # false for NaN
+    if shared is None:
+        return plausible
+    shared = shared.to(values.device).view(values.shape)
+    own = _reach(shared)
+    return plausible & (own < LARGEST) & (_reach(values - shared) < torch.clamp(_FACTOR * own, min=1.0))
+
+
+def _reach(values: Tensor) -> Tensor:
+    """Return the largest absolute value, FP32 (); NaN if there is one."""
+    low, high = values.aminmax()
+    return torch.maximum(-low, high).float()
+
+
+def check_plausible(
+    parameters: Iterable[tuple[str, Tensor, Tensor | None]], collectives: ReplicaCollectives, step: int
+) -> None:
+    """Check the parameters of all ranks. Collective; waits for the device.
+
+    Args:
+        parameters: (name, values, shared weights) of this process, see `is_plausible`.
+
+    Raises:
+        DamagedParametersError: on every rank, with ranks and parameters.
+    """
+    if collectives.is_fake:
+        return
+    names, flags = [], []
+    for name, values, shared in parameters:
+        names.append(name)
+        flags.append(is_plausible(values, shared))
+    plausible = torch.stack(flags)
+    if not collectives.sum_over_all((~plausible).sum().float()).item():
+        return
+    damaged = [name for name, good in zip(names, plausible.tolist(), strict=True) if not good]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = [(where, some) for where, some in sorted(collectives.gather_objects((rank, damaged))) if some]
+    texts = [
+        f"rank {where}, parameter {some[0]!r}" + (f" and {len(some) - 1} more" if len(some) > 1 else "")
+        for where, some in found
+    ]
+    more = f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else ""
+    raise DamagedParametersError(
+        f"parameters are damaged at step {step}: {'; '.join(texts[:4])}{more}. They are not finite, or too large for "
+        "any training, although all gradients that were applied are finite: suspect the memory of that device. Start "
+        "the run again from the last checkpoint"
+    )
