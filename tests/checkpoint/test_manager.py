@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_stops_the_run_without_fallback(
     assert len(list((folder / "checkpoint").iterdir())) == 4  # nothing was deleted
 
 
-def test_another_model_or_a_model_only_checkpoint_is_refused(
+def test_another_model_or_a_model_only_checkpoint_cannot_be_continued(
     run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(run[0], tmp_path / "run")
@@ -115,6 +115,9 @@ def test_another_model_or_a_model_only_checkpoint_is_refused(
         (["--checkpoint.folder=other", "--checkpoint.initial_load_path=/nowhere"], "is not a checkpoint folder"),
         (["--training.steps=10"], "step-9 contains only the model"),
     )
+    # The run itself had ended: it has nothing to do when it is started again.
+    for again in pool2(saved, str(folder), 9, "--training.steps=9", "--checkpoint.last_save_model_only"):
+        assert again["losses"] == [] and any("Loading only the model" in line for line in again["messages"])
     # A new run can start from its weights.
     path = f"--checkpoint.initial_load_path={folder}/checkpoint/step-9"
     pool2(saved, str(tmp_path / "new"), 1, path)

@@ -421,3 +421,16 @@ def test_failure_text_names_path_and_cause() -> None:
     assert failure_text(ValueError("it is bad\nsee"), "/a") == "checkpoint /a: it is bad"
     assert failure_text(RuntimeError("process is dead"), "/a") == "checkpoint /a: RuntimeError: process is dead"
     assert "make it writable" in failure_text(denied, "/a")
+
+
+def save_on_local_disks(folder: str) -> None:
+    path = f"{folder}/disk-of-node-{dist.get_rank()}/step-1"
+    with patch.object(storage, "SHARED_SECONDS", 0.5):
+        dcp.save({"values": torch.ones(3), f"own-{dist.get_rank()}": torch.ones(2)}, storage_writer=CheckedWriter(path))
+
+
+def test_a_folder_that_nodes_do_not_share_is_named(pool2: Pool, tmp_path: Path) -> None:
+    """The same path on the local disks of two nodes: here two paths."""
+    for good, text in pool2.outcomes(save_on_local_disks, str(tmp_path)):
+        assert not good and "this is not a file system that all nodes share" in text
+    assert not is_complete(tmp_path / "disk-of-node-0" / "step-1")

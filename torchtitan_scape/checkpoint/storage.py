@@ -10,6 +10,7 @@ written again loses manifest and `.metadata` first. So whatever ends a save, at 
 whole, and one with neither manifest nor `.metadata` is half-written.
 """
 
+import errno
 import io
 import json
 import os
@@ -33,6 +34,7 @@ from torchtitan_scape.core.files import sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
+SHARED_SECONDS = 30.0  # time for the files of other nodes to become visible
 _CHUNK = 4 << 20  # bytes read at a time
 _LARGE = 1 << 18  # bytes of a write from which a second thread pays
 
@@ -181,11 +183,29 @@ class CheckedWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult | FileSum]]) -> None:
         """On the coordinator, when all files of all ranks are on the disk: `.metadata`, then the manifest."""
         sums = [one for of_rank in results for one in of_rank if isinstance(one, FileSum)]
+        _wait_for_all(Path(self.path), [one.name for one in sums])
         self.fs.begin()
         sync_folder(Path(self.path).parent)
         sync_folder(Path(self.path))
         super().finish(metadata, [[one for one in of_rank if not isinstance(one, FileSum)] for of_rank in results])
         _write_manifest(Path(self.path), [*sums, self.fs.sums[METADATA]])
+
+
+def _wait_for_all(path: Path, names: list[str]) -> None:
+    """Wait until the files of all ranks are visible, which network file systems may delay.
+
+    Raises:
+        OSError: some are not, as if the folder is on the local disks of several nodes.
+    """
+    end = time.monotonic() + SHARED_SECONDS
+    while missing := [name for name in names if not (path / name).exists()]:
+        if time.monotonic() >= end:
+            raise OSError(
+                errno.ENOTDIR,
+                f"{len(missing)} of {len(names)} files, first {missing[0]}, are not visible on the node of rank 0: "
+                "this is not a file system that all nodes share",
+            )
+        time.sleep(0.2)
 
 
 def remove(path: str | os.PathLike[str]) -> None:

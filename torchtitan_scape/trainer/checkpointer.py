@@ -60,6 +60,7 @@ class ReplicaCheckpointer(CheckpointManager):
     _layout: GlobalLayout
     # The step of the checkpoint with the lowest validation loss, which is never deleted.
     spared: Callable[[], int | None] = staticmethod(lambda: None)
+    total_steps = 0  # of the run
     # What is wrong with the model at the last logged step, "" if nothing is.
     alarm: Callable[[], str] = staticmethod(str)
     _fallback: bool
@@ -248,11 +249,20 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self._choose(step)
         if path is None:
             return self._load_initial()
+        if step == -1 and self._is_final(path):
+            self._load_model(path)
+            self.states["train_state"].step = self.total_steps
+            return True
         if path == self._create_checkpoint_id(0):  # a seed checkpoint contains the model only
             self._load_model(path)
         else:
             self._load_run(path)
         return True
+
+    def _is_final(self, path: str) -> bool:
+        """Return whether a checkpoint has only the model, because the run had ended with it."""
+        ended = path == self._create_checkpoint_id(self.total_steps)
+        return ended and not {OPTIMIZER, RUN_METADATA} & names_in(path)
 
     def _choose(self, step: int) -> str | None:
         """Return the verified folder to resume from, or None if there is none."""

@@ -13,6 +13,7 @@ from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 from torchtitan_scape.report.summary import report_dry_run
+from torchtitan_scape.runtime.folder_lock import FolderLock
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.titan import DEVICE_TYPE, device
 from torchtitan_scape.titan.trainer import init_logger
@@ -34,9 +35,12 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
+    lock = FolderLock(config.job.dump_folder) if shutdown.rank == 0 and not is_dry_run(config) else None
     try:
         trainer = ScapeTrainer(config)
     except BaseException:
+        if lock is not None:
+            lock.release()
         for folder in (Path(config.job.dump_folder, config.comm.save_traces_folder), Path(config.job.dump_folder)):
             with suppress(OSError):  # TorchTitan creates them before its checks; remove them if they are empty
                 folder.rmdir()
@@ -51,6 +55,8 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
         trainer.checkpointer.save(curr_step=0, last_step=True)
     else:
         trainer.train()
+    if lock is not None:
+        lock.release()
 
 
 @record

@@ -115,6 +115,7 @@ class ScapeTrainer(Trainer):
             self.checkpointer.spared = self.best.checkpoint_step
         self.health = Health(self.model_args.vocab_size)
         self.checkpointer.alarm = lambda: self.health.alarm
+        self.checkpointer.total_steps = job_config.training.steps
         self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
@@ -320,7 +321,8 @@ class ScapeTrainer(Trainer):
                 self._check_replicas()
                 self.checkpointer.save(self.step, last_step=True)
         if self.steps_taken == 0:
-            logger.info("The run is already complete: no step remains")
+            summary = Path(self.job_config.job.dump_folder, "summary.json")
+            logger.info(f"The run is already complete: no step remains; {summary} has its results")
             return
         if self.job_config.validation.enable:
             if self.validator.last_step != self.step:
