@@ -99,16 +99,12 @@ def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:
-    """Return the orthonormalized columns of FP32 (n, r): Gram-Schmidt for r <= 2, otherwise QR.
+    """Return orthonormal columns that span those of FP32 (n, r): QR, or for r = 1 the column divided by its norm.
 
-    With Gram-Schmidt a zero column stays zero.
+    A single zero column stays zero. QR is exact for columns that are nearly parallel, as those of a gradient of low
+    rank; in FP32 one pass of Gram-Schmidt is not.
     """
-    if matrix.shape[1] > 2:
+    if matrix.shape[1] > 1:
         return torch.linalg.qr(matrix).Q
-    columns: list[Tensor] = []
-    for column in matrix.unbind(1):
-        for before in columns:
-            column = column - (before @ column) * before
-        norm = column.norm()
-        columns.append(torch.where(norm > 0, column / norm, 0.0))
-    return torch.stack(columns, dim=1)
+    norm = matrix.norm()
+    return torch.where(norm > 0, matrix / norm, 0.0)
