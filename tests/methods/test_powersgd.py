@@ -89,7 +89,6 @@ def test_nearly_parallel_columns_are_orthonormalized(noise: float) -> None:
     assert (q @ (q.T @ matrix) - matrix).norm() < 1e-5 * matrix.norm()
 
 
-
 @pytest.mark.parametrize("columns", [1, 2, 3, 5])
 def test_orthonormalized_columns_are_orthonormal(columns: int) -> None:
     matrix = torch.randn(20, columns, generator=torch.Generator().manual_seed(0))

@@ -6,6 +6,7 @@ from topology.layout import Layout
 from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.trainer.schedule import schedule_text
 
 
 def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -> RunMetadata:
@@ -25,6 +26,7 @@ def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -
         "betas": [config.optimizer.beta1, config.optimizer.beta2],
         "eps": config.optimizer.eps,
         "weight_decay": config.optimizer.weight_decay,
+        "schedule": schedule_text(config),
         "border": config.data.border,
         "sharding": asdict(config.sharding),
         # Levels over which weights, masters and states are sharded; 0 without three-level partitioning.

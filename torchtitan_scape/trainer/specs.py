@@ -15,7 +15,7 @@ from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
-from torchtitan_scape.titan.components import build_cross_entropy_loss, build_lr_schedulers
+from torchtitan_scape.titan.components import build_cross_entropy_loss
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
     TrainSpec,
@@ -29,6 +29,7 @@ from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.metrics import build_metrics_processor
 from torchtitan_scape.trainer.optimizers import build_optimizers
 from torchtitan_scape.trainer.parallelize import parallelize
+from torchtitan_scape.trainer.schedule import build_schedulers
 from torchtitan_scape.trainer.validator import build_validator
 
 
@@ -48,7 +49,6 @@ def _gpt2(builders: dict[str, Any]) -> TrainSpec:
         model_cls=GPT2,
         model_args=GPT2_ARGS,
         parallelize_fn=partial(parallelize, family=parallelize_gpt2),
-        build_lr_schedulers_fn=build_lr_schedulers,
         build_loss_fn=build_cross_entropy_loss,
         state_dict_adapter=GPT2StateDictAdapter,
         **builders,
@@ -78,6 +78,7 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     builders = {
         "pipelining_fn": None,
         "build_optimizers_fn": partial(build_optimizers, job_config=job_config),
+        "build_lr_schedulers_fn": build_schedulers,
         "build_dataloader_fn": partial(build_dataloader, simulated=simulated) if with_data else None,
         "build_tokenizer_fn": build_tokenizer if with_data else None,
         "build_validator_fn": partial(build_validator, simulated=simulated),
