@@ -48,3 +48,9 @@ def test_the_lock_of_a_killed_run_is_taken_over(other: "subprocess.Popen[str]", 
 def test_a_file_without_an_owner_is_no_lock(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("left by another program")
     FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "/dev/null/out"])
+def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing can be written to {folder} .*; choose another folder"):
+        FolderLock(folder)

@@ -20,13 +20,18 @@ class FolderLock:
     """The lock of a folder, held until `release` or the end of this process.
 
     Raises:
-        ValueError: another run holds it.
+        ValueError: another run holds it, or the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._path = Path(folder, NAME)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a+")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"nothing can be written to {folder} ({error.strerror}); choose another folder with --job.dump_folder"
+            ) from None
         end = time.monotonic() + WAIT_SECONDS
         while not self._acquired():
             if time.monotonic() >= end:

@@ -47,6 +47,20 @@ def gradient_norm(norm: Callable[[], Any]) -> AbstractContextManager[None]:
     return replaced(utils, "clip_grad_norm_", lambda *args, **kwargs: norm())
 
 
+def profiler_activities() -> AbstractContextManager[None]:
+    """Make PyTorch's profiler ignore an activity that is None.
+
+    Reason: TorchTitan passes None for the GPU's activity if there is no GPU, and the profiler then raises TypeError.
+    """
+    profile = torch.profiler.profile
+
+    def without_none(*, activities: Any = None, **options: Any) -> Any:
+        known = None if activities is None else [one for one in activities if one is not None]
+        return profile(activities=known, **options)
+
+    return replaced(torch.profiler, "profile", without_none)
+
+
 @contextmanager
 def first_token_count(count: Callable[..., float], timer: PhaseTimer) -> Iterator[None]:
     """Replace the first `dist_sum` by `count`, timed as phase "wait". Later calls are unchanged.

@@ -19,6 +19,7 @@ from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import check_config, remarks
 from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader
@@ -37,6 +38,7 @@ from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.sharding.build import groups_for
 from torchtitan_scape.sharding.levels_build import check_levels
 from torchtitan_scape.titan import DEVICE_TYPE, patches
+from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.data import DataloaderExhaustedError
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
 from torchtitan_scape.titan.trainer import Trainer
@@ -67,6 +69,7 @@ class ScapeTrainer(Trainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         check_config(job_config, DEVICE_TYPE)
+        check_library_keys(job_config, DEVICE_TYPE, model_converters)
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
@@ -306,7 +309,8 @@ class ScapeTrainer(Trainer):
             self.replica_optimizer.check_consistency(self.step)
 
     def train(self) -> None:
-        super().train()
+        with patches.profiler_activities():
+            super().train()
         if self.observation is not None:
             self.observation.write()
             self.replica_optimizer.observe(None)
