@@ -162,7 +162,7 @@ def seed(folder: str) -> None:
 
 @pytest.mark.parametrize("method", ["scape", slow("adamw")])
 def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, pool2: Pool, tmp_path: Path) -> None:
-    """Rank and parameter are named; nothing is saved or deleted while steps are skipped."""
+    """Rank and parameter are named; checkpoints during skipped steps contain the state of the last applied step."""
     arguments = [*METHODS[method], "--sync.max_skipped_steps=3"]
     whole = pool2(saved, str(tmp_path / "whole"), 3, *arguments, "--checkpoint.interval=3")
     for good, text in pool2.outcomes(saved, str(tmp_path / "bad"), 8, *arguments, nan_at=4):
@@ -170,10 +170,10 @@ def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, 
         assert not good and "NonFiniteGradientError" in last and "3 steps in a row" in last
         assert "rank 1, parameter 'tok_embeddings.weight'" in last
     steps = tmp_path / "bad" / "checkpoint"
-    assert {path.name for path in steps.iterdir()} == {"step-2"}
-    kept = pool2(saved, str(tmp_path / "bad"), 3, *arguments)
+    assert {path.name for path in steps.iterdir()} == {"step-2", "step-4"}
+    kept = pool2(saved, str(tmp_path / "bad"), 4, *arguments)  # no step remains
     for a, b in zip(whole, kept, strict=True):
-        assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 0
+        assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
 
 
 @pytest.mark.parametrize("mode", [slow("disabled"), "async"])

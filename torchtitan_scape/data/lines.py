@@ -1,11 +1,14 @@
 """Local text with damaged lines: damaged and empty lines are left out, counted and reported.
 
-The datasets library reads JSON fast, but fails as a whole on a single bad line. In that case the files are read line by
-line, once: the good lines are copied next to the library's own cache. Nothing is cached for refused files.
+Lines of JSON are read one by one, once, and the good ones are copied next to the cache of the datasets library. (Its
+own reader fails as a whole on a single bad line, and crashes on one that is nested thousands of levels deep.) Other
+formats are read by the library. Nothing is cached for refused files.
 """
 
+import glob
 import gzip
 import hashlib
+import io
 import json
 import logging
 import os
@@ -20,6 +23,7 @@ from typing import Any
 import datasets.config
 import pyarrow
 import pyarrow.compute
+import pyarrow.parquet
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
@@ -57,7 +61,11 @@ class Report:
 
 
 def open_lines(file: Path) -> Any:
-    return gzip.open(file, "rb") if file.name.lower().endswith(".gz") else open(file, "rb")
+    """Open a file, which may be compressed, for its lines."""
+    name = file.name.lower()
+    if name.endswith(".zst"):
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    return gzip.open(file, "rb") if name.endswith(".gz") else open(file, "rb")
 
 
 def read_line(line: bytes) -> str:
@@ -100,22 +108,22 @@ def _numbered(files: list[Path]) -> Iterator[tuple[str, bytes]]:
             raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
 
 
-def _check_first_lines(files: list[Path]) -> None:
-    """Raise ValueError for a file whose first line is not a document; the library would guess another structure."""
+def _first_defect(files: list[Path], builder: str) -> str:
+    """Return location and reason of the first text that is not UTF-8, "" if there is none."""
     for file in files:
-        for _, line in _numbered([file]):
-            read_line(line)
-            break
-
-
-def _first_defect(files: list[Path]) -> str:
-    """Return location and reason of the first line that is not a document."""
-    for location, line in _numbered(files):
-        try:
-            if not read_line(line):
-                return f"{location} has an empty text"
-        except ValueError as error:
-            return f"{location} {error}"
+        if builder == "text":
+            for number, line in enumerate(file.read_bytes().splitlines(), 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    return f"{file}:{number} is not UTF-8 ({error.reason})"
+        elif builder == "parquet":
+            stored = pyarrow.parquet.ParquetFile(file)
+            for group in range(stored.num_row_groups):
+                try:
+                    stored.read_row_group(group, ["text"]).column("text").validate(full=True)
+                except pyarrow.ArrowInvalid:
+                    return f"{file}, row group {group}, has a text that is not UTF-8"
     return ""
 
 
@@ -154,47 +162,56 @@ def _copy(files: list[Path], target: Path) -> Report:
     return Report(documents, bad, empty, first, copied=True)
 
 
-def _inspect(data: Dataset, files: list[Path], builder: str) -> Report | None:
+def _inspect(data: Dataset) -> Report | None:
     """Return the report of the library's result, or None if it cannot be used directly: other types, or not UTF-8."""
     if getattr(data.features.get("text"), "dtype", "") not in ("string", "large_string"):
         return None
     column = data.data.table.column("text")
     try:
-        # The JSON reader accepts bytes that are not UTF-8; decoding them during training would raise an error.
+        # Columnar files may contain bytes that are not UTF-8; decoding them during training would raise an error.
         column.validate(full=True)
     except pyarrow.ArrowInvalid:
         return None
     empty = pyarrow.compute.sum(pyarrow.compute.equal(pyarrow.compute.binary_length(column), 0)).as_py() or 0
     bad, first = column.null_count, ""
     if bad or empty:
-        first = _first_defect(files) if builder == "json" else "a row without text"
+        first = "a row without text"
     return Report(len(data) - bad - empty, bad, empty, first, copied=False)
 
 
-def _load(files: list[Path], builder: str) -> Dataset:
-    options = {"sample_by": "document"} if builder == "text" else {}
-    return load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
+def _load(files: list[Path], builder: str, links: Path) -> Dataset:
+    """Read files by the datasets library, which takes names for patterns: files with wildcards are read by links."""
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
+    names = [str(file) for file in files]
+    for i, file in enumerate(files):
+        if glob.has_magic(names[i]):
+            links.mkdir(exist_ok=True)
+            link = links / f"{i:06}"
+            names[i] = str(link)
+            if not link.is_symlink():
+                link.symlink_to(file.resolve())
+    return load_dataset(builder, data_files=names, split="train", **options)
 
 
-def _examine(files: list[Path], builder: str, path: str, folder: Path) -> Report:
-    report, cause = None, ""
-    try:
-        if builder == "json":
-            _check_first_lines(files)
-        data = _load(files, builder)
-        report = _inspect(data, files, builder)
-        kind = getattr(data.features.get("text"), "dtype", "nested")
-        wrong = f"has a column 'text' of {kind}" if kind not in ("string", "large_string") else "no UTF-8"
-        cause = f"{wrong}; expected strings"
-    except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
-        cause = one_line(error.__cause__ or error)
-    if report is None:
-        if builder != "json":
-            raise ValueError(f"dataset_path: {path!r} cannot be read as {builder}: {cause}")
-        logger.warning(f"{path} is read line by line ({cause[:200]}); this is slower, but done only once")
+def _examine(files: list[Path], builder: str, path: str, folder: Path, links: Path) -> Report:
+    if builder == "json":
         report = _copy(files, folder / "text.arrow")
-    _refuse(path, builder, report)
-    return report
+        _refuse(path, builder, report)
+        return report
+    try:
+        data = _load(files, builder, links)
+        found = _inspect(data)
+        kind = getattr(data.features.get("text"), "dtype", "nested")
+        cause = "no UTF-8" if kind in ("string", "large_string") else f"has a column 'text' of {kind}"
+        cause += "; expected strings"
+    except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
+        found, cause = None, one_line(error.__cause__ or error)
+    if found is None:
+        raise ValueError(
+            f"dataset_path: {path!r} cannot be read as {builder}: {_first_defect(files, builder) or cause}"
+        )
+    _refuse(path, builder, found)
+    return found
 
 
 def load_files(files: list[Path], builder: str, path: str) -> Dataset:
@@ -212,15 +229,15 @@ def load_files(files: list[Path], builder: str, path: str) -> Dataset:
         ValueError: A file is damaged as a whole; more than a tenth of the lines are bad; or no document is left.
     """
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([1, builder, stats]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([2, builder, stats]).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
     cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / key
+    folder, links = cache / key, cache / f"{key}.files"
     with FileLock(str(folder) + ".lock"):
         if not (folder / "report.json").exists():
             work = Path(tempfile.mkdtemp(dir=cache))
             try:
-                report = _examine(files, builder, path, work)
+                report = _examine(files, builder, path, work, links)
                 (work / "report.json").write_text(json.dumps(asdict(report)))
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(work, folder)
@@ -229,5 +246,5 @@ def load_files(files: list[Path], builder: str, path: str) -> Dataset:
     report = Report(**json.loads((folder / "report.json").read_text()))
     if report.bad or report.empty:
         logger.warning(f"{report.line(path)}; the first: {report.first}")
-    data = Dataset.from_file(str(folder / "text.arrow")) if report.copied else _load(files, builder)
+    data = Dataset.from_file(str(folder / "text.arrow")) if report.copied else _load(files, builder, links)
     return data.select_columns(["text"])

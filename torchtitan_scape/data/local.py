@@ -3,8 +3,11 @@
 Several files form one dataset: they must have the same format and the same columns.
 """
 
+import logging
 import os
 import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,16 +18,20 @@ from datasets import Dataset
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.data.lines import load_files, open_lines
 
-# File extension -> builder of the datasets library. Plain .json is excluded: next to data it is usually metadata.
+# File extension -> format. Plain .json is excluded: next to data it is usually metadata.
 _BUILDERS = {
     ".jsonl": "json",
+    ".ndjson": "json",
     ".jsonl.gz": "json",
     ".json.gz": "json",
+    ".jsonl.zst": "json",
+    ".json.zst": "json",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".txt": "text",
 }
 EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a "text" column'
+logger = logging.getLogger(__name__)
 _SPLITS = ("train", "validation", "test")
 
 
@@ -41,6 +48,27 @@ def _split_of(path: Path, root: Path) -> str | None:
 def _check_readable(path: Path, folder: bool) -> None:
     if not os.access(path, os.R_OK | (os.X_OK if folder else 0)):
         raise ValueError(f"dataset_path: {str(path)!r} is not readable by this user: check its permissions")
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the files below a folder, hidden ones excluded. Links are followed, but no folder is visited twice."""
+    visited: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _log_skipped(root: Path, files: Sequence[Path]) -> None:
+    """Log how many files of a folder are not read, by ending."""
+    endings = Counter("".join(file.suffixes[-2:]) or "without ending" for file in files)
+    if endings:
+        counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(8))
+        logger.info(f"{root}: {len(files):,} files are not read ({counts}); read are {EXPECTED}")
 
 
 def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
@@ -60,8 +88,9 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
         raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {EXPECTED}")
     _check_readable(root, root.is_dir())
     if root.is_dir():
-        found = [file for file in sorted(root.rglob("*")) if _ending(file) and file.is_file()]
-        files = [file for file in found if not any(x.startswith(".") for x in file.relative_to(root).parts)]
+        below = [file for file in sorted(_files_below(root)) if file.is_file()]
+        files = found = [file for file in below if _ending(file)]
+        _log_skipped(root, [file for file in below if not _ending(file)])
     else:
         files = [root] if _ending(root) else []
     if not files:

@@ -110,10 +110,13 @@ class ReplicaCheckpointer(CheckpointManager):
             self._purge_stale_checkpoints()
 
     def _unsafe(self) -> str:
-        """Return why the state of this step should not replace that of an older checkpoint, "" if it may."""
+        """Return why the state of this step should not replace that of an older checkpoint, "" if it may.
+
+        A single skipped step is usual; its state is that of the step before.
+        """
         self._optimizers.finish_previous_step()
         skipped = self._optimizers.guard.skipped_in_a_row
-        return f"the last {skipped} steps were skipped" if skipped else self.alarm()
+        return f"the last {skipped} steps were skipped" if skipped > 1 else self.alarm()
 
     def save_to_resume(self, step: int) -> None:
         """Write the full state of `step` synchronously, unless it already exists. Collective."""
@@ -220,7 +223,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _purge_stale_checkpoints(self) -> None:
         """Delete checkpoints older than the newest `keep_latest_k` complete ones, except the best one."""
-        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self._optimizers.guard.skipped_in_a_row:
             return
         try:
             kept, existing = self._complete_steps()[-self.keep_latest_k :], steps_in(self.folder)
