@@ -71,14 +71,95 @@ def test_counts_go_over_all_files_and_survive_in_the_cache(tmp_path: Path, messa
             f"2 unusable and 1 empty of 93 documents are left out; the first: {tmp_path}/b.jsonl:31 has an"
             in messages[-1]
         )
-    assert sum("read line by line" in message for message in messages) == 1
     write(tmp_path / "b.jsonl", GOOD)  # other content under the same name
     assert len(ours.load_text_files(tmp_path)) == 60
 
 
-def test_good_files_are_not_copied(tmp_path: Path, messages: list[str], cache: Path) -> None:
-    assert len(ours.load_text_files(write(tmp_path / "a.jsonl", GOOD))) == 30
-    assert not messages and not list(cache.rglob("text.arrow"))
+def test_files_are_read_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD)
+    assert len(ours.load_text_files(path)) == 30
+    monkeypatch.setattr(lines, "read_line", None)
+    assert len(ours.load_text_files(path)) == 30 and len(list(cache.rglob("text.arrow"))) == 1
+
+
+def texts(path: Path) -> list[str]:
+    return sorted(ours.load_text_files(path)["text"])
+
+
+def test_a_deeply_nested_line_is_one_bad_line(tmp_path: Path, messages: list[str]) -> None:
+    """Also if the nesting is outside of the text, where another parser may stop or crash."""
+    for depth in (2_000, 100_000):
+        deep = b'{"text": "one", "meta": ' + b"[" * depth + b"]" * depth + b"}"
+        assert len(ours.load_text_files(write(tmp_path / f"{depth}.jsonl", [*GOOD, deep]))) == 30
+        assert "1 unusable of 31" in messages[-1] and "jsonl:31 no JSON" in messages[-1]
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    """The second link is a loop."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "data" / "a.jsonl", GOOD)
+    write(tmp_path / "elsewhere" / "b.jsonl", [b'{"text": "linked"}'])
+    (tmp_path / "data" / "wiki").symlink_to("../elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to("../data")
+    assert len(texts(tmp_path / "data")) == 31 and "linked" in texts(tmp_path / "data")
+
+
+def test_other_endings_of_json_lines_are_read_and_the_rest_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "a.jsonl", [b'{"text": "plain"}'])
+    write(tmp_path / "b.ndjson", [b'{"text": "newline-delimited"}'])
+    with pyarrow.output_stream(tmp_path / "c.jsonl.zst", compression="zstd") as stream:
+        stream.write(b'{"text": "compressed"}\n{"text": "twice"}\n')
+    for name in ("d.json", "e.md", "f.md", ".hidden"):
+        (tmp_path / name).write_text("{}")
+    with caplog.at_level("INFO"):
+        assert texts(tmp_path) == ["compressed", "newline-delimited", "plain", "twice"]
+    assert "3 files are not read (2 .md, 1 .json)" in caplog.text
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"no zstd")
+    with pytest.raises(ValueError, match=r"a.jsonl.zst' cannot be read as json: "):
+        ours.load_text_files(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+def test_wildcards_in_names_are_literal(kind: str, tmp_path: Path) -> None:
+    """`part*` must not read `part-2` a second time, and `[wiki]` is no set of characters."""
+    folder = tmp_path / "[wiki] ?"
+    folder.mkdir()
+    for name in ("part*", "part-2", "[ab]"):
+        path = folder / f"{name}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), path)
+        else:
+            path.write_text(json.dumps({"text": name}) if kind == "jsonl" else name)
+    for _ in range(2):  # the second time from the cache
+        assert texts(folder) == ["[ab]", "part*", "part-2"]
+
+
+def test_a_text_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
+    for i in range(5):
+        text = "first line\nsecond caf\u00e9\n" if i == 3 else "first line\n"
+        (tmp_path / f"{i}.txt").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"cannot be read as text: .*/3.txt:2 is not UTF-8"):
+        ours.load_text_files(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffdocument".encode())
+    assert texts(tmp_path) == ["document"]
+
+
+def test_a_row_group_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    good, bad = pyarrow.array(["text"] * 10), pyarrow.array([b"\xff\xfe"] * 10).view(pyarrow.string())
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", pyarrow.schema([("text", pyarrow.string())])) as writer:
+        for column in (good, bad):
+            writer.write_table(pyarrow.table({"text": column}))
+    with pytest.raises(ValueError, match=r"a.parquet, row group 1, has a text that is not UTF-8"):
+        ours.load_text_files(tmp_path)
 
 
 @pytest.mark.parametrize("bad, kept", [(3, True), (4, False)])
