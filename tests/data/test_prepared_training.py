@@ -104,9 +104,14 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     one: Any = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
     one.keep_latest_k, one.folder, one._being_written = 2, "run", ""
     one.purge_queue, one.spared = SimpleNamespace(put=deleted.append), lambda: 2
+    guard = SimpleNamespace(skipped_in_a_row=1)
+    one._optimizers = SimpleNamespace(guard=guard)
     steps = [1, 2, 3, 4]
     one._complete_steps = lambda: steps
     monkeypatch.setattr("torchtitan_scape.trainer.checkpointer.steps_in", lambda folder: steps)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    one._purge_stale_checkpoints()
+    assert deleted == [], "nothing is deleted while steps are skipped"
+    guard.skipped_in_a_row = 0
     one._purge_stale_checkpoints()
     assert deleted == ["run/step-1"]

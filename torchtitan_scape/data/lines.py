@@ -150,11 +150,12 @@ def _copy(files: list[Path], target: Path) -> Report:
             except ValueError as error:
                 bad, first = bad + 1, first or f"{location} {error}"
                 continue
-            if not text:
+            if text:
+                documents += 1
+            else:  # It stays, so that positions are those in the files; readers skip it.
                 empty, first = empty + 1, first or f"{location} has an empty text"
-                continue
             rows.append(text)
-            documents, size = documents + 1, size + len(text)
+            size += len(text)
             if size > 1 << 23:
                 writer.write_table(pyarrow.table({"text": rows}, schema=schema))
                 rows, size = [], 0
