@@ -15,6 +15,7 @@ def versions() -> None:
     from topology.in_process import OneReplica
     from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.replica import checks
     from torchtitan_scape.replica import optimizer as container
 
     model, entry = nn.Linear(4, 3), METHODS["dense"]
@@ -45,7 +46,7 @@ def versions() -> None:
     assert version.now() == before + 1
     optimizers.check_consistency(3)
     assert version.now() == before + 1
-    with patch.object(container, "check_replicas_equal", lambda *_: False):  # A repair took place.
+    with patch.object(checks, "check_replicas_equal", lambda *_: False):  # A repair took place.
         optimizers.check_consistency(4)
     assert version.now() == before + 2
     # Steps without a read of the version in between.
