@@ -13,6 +13,13 @@
 # Exit codes: 0 training completed; 2 invalid input; 3 a rank was lost or an error occurred; 4 stopped on request,
 # nothing saved; 75 stopped on request with a checkpoint: run the same command again. See docs/reference/exit_codes.md.
 set -euo pipefail
+for name in NGPU NNODES; do
+    if [ -n "${!name:-}" ] && [[ ! "${!name}" =~ ^[1-9][0-9]*$ ]]; then
+        echo "error: $name=${!name}; it must be a number, 1 or more" >&2
+        exit 2
+    fi
+done
+caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # an explicit argument, since a sourced script otherwise gets those of this one
 
@@ -28,12 +35,15 @@ LOG_RANK="${LOG_RANK:-0}"
 NNODES="${NNODES:-1}"
 COMM_MODE="${COMM_MODE:-}"
 IFS=, read -ra recipes <<<"$CONFIG_FILE"
-for recipe in "${recipes[@]}"; do
-    if [ ! -f "$recipe" ]; then
+for i in "${!recipes[@]}"; do # a name is relative to the repository, or to the caller's folder
+    recipe="${recipes[i]}"
+    if [ -n "$recipe" ] && [ ! -f "$recipe" ] && [ -f "$caller/$recipe" ]; then recipes[i]="$caller/$recipe"; fi
+    if [ ! -f "${recipes[i]}" ]; then
         echo "error: CONFIG_FILE: ${recipe:-an empty name} does not exist; recipes are in train_configs/" >&2
         exit 2
     fi
 done
+CONFIG_FILE=$(IFS=,; echo "${recipes[*]}")
 if [ -z "${NGPU:-}" ]; then
     gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
     NGPU=$((gpus > 0 ? gpus : 2))

@@ -97,6 +97,16 @@ def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
     assert result.returncode == 2 and "none.toml does not exist" in result.stderr
     result, _ = launch({"NNODES": "2"})
     assert result.returncode == 2 and "RDZV_ENDPOINT" in result.stderr
+    for name, value in (("NGPU", "auto"), ("NGPU", "0"), ("NNODES", "2:4"), ("NNODES", "-1")):
+        result, _ = launch({name: value})
+        assert result.returncode == 2 and result.stderr == f"error: {name}={value}; it must be a number, 1 or more\n"
+
+
+def test_a_recipe_may_be_relative_to_the_callers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text("[nosuch]\nkey = 1\n")
+    monkeypatch.chdir(tmp_path)
+    result, _ = launch({"CONFIG_FILE": "mine.toml"})
+    assert result.returncode == 2 and "nosuch" in result.stderr + result.stdout
 
 
 @pytest.mark.slow
