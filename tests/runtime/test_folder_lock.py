@@ -57,5 +57,5 @@ def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
 
 
 def test_an_empty_name_is_no_folder() -> None:
-    with pytest.raises(ValueError, match="job.dump_folder is empty; set it to a folder"):
+    with pytest.raises(ValueError, match=r"job\.dump_folder is empty; set it to a folder"):
         FolderLock("")
