@@ -19,7 +19,7 @@ for name in NGPU NNODES; do
         exit 2
     fi
 done
-caller="$PWD"
+called_from="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # an explicit argument, since a sourced script otherwise gets those of this one
 
@@ -34,11 +34,13 @@ CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
 LOG_RANK="${LOG_RANK:-0}"
 NNODES="${NNODES:-1}"
 COMM_MODE="${COMM_MODE:-}"
-IFS=, read -ra recipes <<<"$CONFIG_FILE"
-for i in "${!recipes[@]}"; do # a name is relative to the repository, or to the caller's folder
+IFS=, read -ra recipes <<<"$CONFIG_FILE,"
+for i in "${!recipes[@]}"; do
     recipe="${recipes[i]}"
-    if [ -n "$recipe" ] && [ ! -f "$recipe" ] && [ -f "$caller/$recipe" ]; then recipes[i]="$caller/$recipe"; fi
-    if [ ! -f "${recipes[i]}" ]; then
+    # A relative path is looked up in the folder of the call first, then in the repository.
+    if [[ "$recipe" != /* ]] && [ -f "$called_from/$recipe" ] && [ ! "$called_from" -ef . ]; then
+        recipes[i]="$called_from/$recipe"
+    elif [ ! -f "$recipe" ]; then
         echo "error: CONFIG_FILE: ${recipe:-an empty name} does not exist; recipes are in train_configs/" >&2
         exit 2
     fi
