@@ -121,7 +121,8 @@ def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: st
         (here / name).write_text("[training]\nsteps = 1\n")
     python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
     python.write_text(
-        '#!/bin/sh\ntest "$1" = -m || exec echo 0.2.2\nwhile test "$1" != --job.config_file; do shift; done\necho "$2"\n'
+        '#!/bin/sh\ntest "$1" = -m || exec echo 0.2.2\n'
+        'while test "$1" != --job.config_file; do shift; done\necho "$2"\n'
     )
     python.chmod(0o755)
     result = subprocess.run(
