@@ -66,6 +66,16 @@ def test_missing_data_ends_in_one_line_from_a_rank_without_output(tmp_path: Path
     assert not (tmp_path / "out").exists(), "nor is an empty folder left"
 
 
+def test_an_error_of_one_rank_in_set_up_ends_all_without_a_restart(tmp_path: Path) -> None:
+    """Only rank 0 writes to TensorBoard, after the process groups exist."""
+    arguments = [f"--job.dump_folder={tmp_path}/out", "--metrics.save_tb_folder=/sys/out", "--checkpoint.enable"]
+    result, _ = launch({"MAX_RESTARTS": "2"}, *SHORT, *arguments)
+    output = result.stdout + result.stderr
+    assert result.returncode == 2, output
+    assert "/sys/out" in output and "Traceback" not in output and "restarting" not in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dry_run_can_take_steps(tmp_path: Path) -> None:
     """No other rank selects entries, but masks are valid. Two recipes are combined, and the resolved options are
     written.
@@ -115,7 +125,10 @@ def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: st
         (here / name).write_text("[training]\nsteps = 1\n")
     python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
     python.write_text(
-        '#!/bin/sh\ntest "$1" = -m || exec echo 0.2.2\nwhile test "$1" != --job.config_file; do shift; done\necho "$2"\n'
+        "#!/bin/sh\n"
+        'test "$1" = -m || exec echo 0.2.2\n'
+        'while test "$1" != --job.config_file; do shift; done\n'
+        'echo "$2"\n'
     )
     python.chmod(0o755)
     result = subprocess.run(

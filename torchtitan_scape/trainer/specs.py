@@ -15,6 +15,7 @@ from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+from torchtitan_scape.titan import DEVICE_TYPE
 from torchtitan_scape.titan.components import build_cross_entropy_loss, build_lr_schedulers
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
@@ -88,6 +89,12 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     train_spec.register_train_spec(name, spec)
     if flavor not in spec.model_args:
         raise ValueError(f"[model] flavor = {flavor!r}; known for {name!r} are {', '.join(spec.model_args)}")
+    attention = getattr(spec.model_args[flavor], "attn_type", "sdpa")
+    if with_data and DEVICE_TYPE == "cpu" and attention != "sdpa":
+        raise ValueError(
+            f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
+            "flavor, or run on GPUs"
+        )
 
 
 def whole_model(config: JobConfig) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:
