@@ -205,6 +205,15 @@ def test_a_foreign_package_named_kernels_raises_an_error(tmp_path: Path) -> None
     assert result.stderr.startswith(f"error: {message}")
 
 
+def test_a_cache_folder_that_cannot_be_created_is_named() -> None:
+    """PyTorch creates it while it is imported, before the trainer runs."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
+    command = [sys.executable, "-m", "torchtitan_scape.train", RECIPE]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 2 and "'/dev/null/cache'; set TORCHINDUCTOR_CACHE_DIR or TMPDIR" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_starting_without_a_launcher_names_the_script() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
     result = server.run("torchtitan_scape.train", RECIPE, environment=environment)
@@ -260,7 +269,7 @@ def test_attention_without_a_cpu_backward_pass_is_refused(flavor: str) -> None:
     config = parse([RECIPE, f"--model.flavor={flavor}"])
     register(config, with_data=False)  # a dry run builds it
     with pytest.raises(ValueError, match=f"flavor = '{flavor}' on a CPU: its .* attention cannot be trained there"):
-        register(config)
+        register(config, device_type="cpu")
 
 
 @pytest.mark.parametrize(

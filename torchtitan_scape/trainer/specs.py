@@ -15,7 +15,6 @@ from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
-from torchtitan_scape.titan import DEVICE_TYPE
 from torchtitan_scape.titan.components import build_cross_entropy_loss, build_lr_schedulers
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
@@ -60,7 +59,7 @@ def _gpt2(builders: dict[str, Any]) -> TrainSpec:
 FAMILIES: dict[str, Callable[[dict[str, Any]], TrainSpec]] = {"llama3": _llama, "gpt2": _gpt2}
 
 
-def register(job_config: JobConfig, with_data: bool = True) -> None:
+def register(job_config: JobConfig, with_data: bool = True, device_type: str = "") -> None:
     """Register the TrainSpec of the config's model family; it takes precedence over TorchTitan's.
 
     The builders are bound to the config here, because TorchTitan passes only the [optimizer] section to
@@ -68,9 +67,10 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
 
     Args:
         with_data: build tokenizer and data loader; False for a dry run.
+        device_type: refuse models that cannot be trained on this device.
 
     Raises:
-        ValueError: The name or the flavor is unknown.
+        ValueError: The name or the flavor is unknown, or the device does not support it.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
     if name not in FAMILIES:
@@ -90,7 +90,7 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     if flavor not in spec.model_args:
         raise ValueError(f"[model] flavor = {flavor!r}; known for {name!r} are {', '.join(spec.model_args)}")
     attention = getattr(spec.model_args[flavor], "attn_type", "sdpa")
-    if with_data and DEVICE_TYPE == "cpu" and attention != "sdpa":
+    if device_type == "cpu" and attention != "sdpa":
         raise ValueError(
             f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
             "flavor, or run on GPUs"

@@ -80,9 +80,10 @@ class ScapeTrainer(Trainer):
         if self.simulated > 1 and job_config.training.global_batch_size < 0:
             readers = self.layout.shard * self.simulated
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
-        if not is_dry_run(job_config):
+        trains = not is_dry_run(job_config)
+        if trains:
             check_folders(job_config)
-        register(job_config, with_data=not is_dry_run(job_config))
+        register(job_config, with_data=trains, device_type=DEVICE_TYPE if trains else "")
         self._resolve_options(job_config)
         self.forecast: Forecast | None = None
         self.memory: MemoryReport | None = None
