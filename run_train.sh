@@ -13,6 +13,13 @@
 # Exit codes: 0 training completed; 2 invalid input; 3 a rank was lost or an error occurred; 4 stopped on request,
 # nothing saved; 75 stopped on request with a checkpoint: run the same command again. See docs/reference/exit_codes.md.
 set -euo pipefail
+for name in NGPU NNODES; do
+    if [ -n "${!name:-}" ] && [[ ! "${!name}" =~ ^[1-9][0-9]*$ ]]; then
+        echo "error: $name=${!name}; it must be a number, 1 or more" >&2
+        exit 2
+    fi
+done
+called_from="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh ""  # an explicit argument, since a sourced script otherwise gets those of this one
 
@@ -27,13 +34,18 @@ CONFIG_FILE="${CONFIG_FILE:-train_configs/embedded.toml}"
 LOG_RANK="${LOG_RANK:-0}"
 NNODES="${NNODES:-1}"
 COMM_MODE="${COMM_MODE:-}"
-IFS=, read -ra recipes <<<"$CONFIG_FILE"
-for recipe in "${recipes[@]}"; do
-    if [ ! -f "$recipe" ]; then
+IFS=, read -ra recipes <<<"$CONFIG_FILE,"
+for i in "${!recipes[@]}"; do
+    recipe="${recipes[i]}"
+    # A relative path is looked up in the folder of the call first, then in the repository.
+    if [[ "$recipe" != /* ]] && [ -f "$called_from/$recipe" ] && [ ! "$called_from" -ef . ]; then
+        recipes[i]="$called_from/$recipe"
+    elif [ ! -f "$recipe" ]; then
         echo "error: CONFIG_FILE: ${recipe:-an empty name} does not exist; recipes are in train_configs/" >&2
         exit 2
     fi
 done
+CONFIG_FILE=$(IFS=,; echo "${recipes[*]}")
 if [ -z "${NGPU:-}" ]; then
     gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
     NGPU=$((gpus > 0 ? gpus : 2))

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}; it must be 1 or more")
     folder, name = _place(options, names)
     from torchtitan_scape.evaluation.harness import find_tasks, load_tasks, score
-    from torchtitan_scape.evaluation.report import metrics_of, table
+    from torchtitan_scape.evaluation.report import as_json, metrics_of, table
 
     begin = time.monotonic()
     manager = find_tasks(names, options.include_path)
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     text = table(document)
     print(text)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    write_whole(folder / f"{name}.json", as_json(document))
     write_whole(folder / f"{name}.md", text)
     print(f"{folder / name}.json and .md")
 

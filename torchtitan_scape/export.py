@@ -35,7 +35,7 @@ from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.huggingface.card import card
 from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, filled
-from torchtitan_scape.huggingface.families import FAMILIES, check_same
+from torchtitan_scape.huggingface.families import FAMILIES, check_same, resolve_tie
 from torchtitan_scape.huggingface.folder import (
     CONFIG,
     read_folder,
@@ -170,7 +170,9 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
         described, theirs = read_folder(options.model)
         adapter = spec.state_dict_adapter(args, None)
         try:
-            check_same(FAMILIES[config.model.name](args, adapter.to_hf(dict(model.named_parameters()))), described)
+            ours = FAMILIES[config.model.name](args, adapter.to_hf(dict(model.named_parameters())))
+            check_same(ours, described)
+            theirs, note = resolve_tie(ours, described, theirs)
             values = adapter.from_hf(theirs)
         except (KeyError, ValueError) as error:
             what = f"it has {error}" if isinstance(error, KeyError) else error
@@ -179,6 +181,8 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
         values = {name: value.float().contiguous() for name, value in values.items()}
         with one_process():
             dcp.save(values, storage_writer=CheckedWriter(part), checkpoint_id=part, no_dist=True)
+    if note:
+        print(note)
     print(f"{options.output} holds the model of {options.model}; a run of {options.config} starts from it with")
     print(f"  --checkpoint.enable --checkpoint.initial_load_path={options.output}")
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests import server
-from torchtitan_scape.config.checks import check_config, remarks
+from torchtitan_scape.config.checks import check_config, import_custom, remarks
+from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.trainer.layout import layout_of
+from torchtitan_scape.trainer.specs import register
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "--job.config_file=train_configs/embedded.toml"
@@ -132,6 +134,13 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
             r"48 is not a multiple of local_batch_size 8 x 1 data-parallel ranks x 4 simulated replicas = 32",
         ),
         (2, ["--training.seq_len=255"], "seq_len = 255 must be a multiple of 2"),
+        (2, ["--validation.seq_len=127"], r"\[validation\] seq_len = 127 must be a multiple of 2"),
+        (
+            4,
+            ["--parallelism.tensor_parallel_degree=2", "--validation.seq_len=126"],
+            r"\[validation\] seq_len = 126 must be a multiple of 4",
+        ),
+        (2, ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=0"], "profile_freq = 0; it must be 1"),
         (2, ["--comm.mode=local_tensor"], "local_tensor"),
         (
             2,
@@ -196,6 +205,15 @@ def test_a_foreign_package_named_kernels_raises_an_error(tmp_path: Path) -> None
     assert result.stderr.startswith(f"error: {message}")
 
 
+def test_a_cache_folder_that_cannot_be_created_is_named() -> None:
+    """PyTorch creates it while it is imported, before the trainer runs."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
+    command = [sys.executable, "-m", "torchtitan_scape.train", RECIPE]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 2 and "'/dev/null/cache'; set TORCHINDUCTOR_CACHE_DIR or TMPDIR" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_starting_without_a_launcher_names_the_script() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
     result = server.run("torchtitan_scape.train", RECIPE, environment=environment)
@@ -220,3 +238,70 @@ def test_a_run_shorter_than_one_round_gives_a_warning(method: str, interval: str
     assert f"steps = {steps - 1} with [sync] method = '{method}'" in message and "flush_at_end" in message
     assert not remarks(parse([*arguments, "--sync.flush_at_end"]))
     assert not remarks(parse([RECIPE, "--training.steps=1"]))
+
+
+def test_a_schedule_shorter_than_the_run_gives_a_warning() -> None:
+    (message,) = remarks(parse([RECIPE, "--lr_scheduler.total_steps=5", "--training.steps=10"]))
+    assert "total_steps = 5 with [training] steps = 10: after step 5 the learning rate stays" in message
+    assert not remarks(parse([RECIPE, "--lr_scheduler.total_steps=10", "--training.steps=10"]))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "custom_import = 'own_module' cannot be imported: ModuleNotFoundError"),
+        ("import nosuch_package", "'own_module' cannot be imported: ModuleNotFoundError: No module named 'nosuch_pack"),
+        ("raise RuntimeError('two\\nlines')", "'own_module' cannot be imported: RuntimeError: two lines; correct the"),
+    ],
+)
+def test_a_custom_module_that_cannot_be_imported_is_named(
+    text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "own_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        import_custom(parse([RECIPE, "--experimental.custom_import=own_module"]))
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn"])
+def test_attention_without_a_cpu_backward_pass_is_refused(flavor: str) -> None:
+    config = parse([RECIPE, f"--model.flavor={flavor}"])
+    register(config, with_data=False)  # a dry run builds it
+    with pytest.raises(ValueError, match=f"flavor = '{flavor}' on a CPU: its .* attention cannot be trained there"):
+        register(config, device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    "arguments, key",
+    [
+        (["--job.dump_folder={file}"], "job.dump_folder"),
+        (["--job.dump_folder={file}/a/b"], "job.dump_folder"),
+        (["--metrics.enable_tensorboard", "--metrics.save_tb_folder={file}/tb"], "metrics.save_tb_folder"),
+        (["--comm.save_traces_folder={file}"], "comm.save_traces_folder"),
+        (["--profiling.enable_profiling", "--profiling.save_traces_folder={file}"], "profiling.save_traces_folder"),
+        (["--checkpoint.enable", "--checkpoint.folder={file}"], "checkpoint.folder"),
+    ],
+)
+def test_folders_that_cannot_be_written_are_refused(arguments: list[str], key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    given = [argument.format(file=tmp_path / "file") for argument in arguments]
+    config = parse([RECIPE, f"--job.dump_folder={tmp_path}/out", *given])
+    with pytest.raises(ValueError, match=f"{key}: nothing can be written to .*/file is not a folder; set --{key} to"):
+        check_folders(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is created"
+
+
+def test_folders_that_are_not_used_are_not_checked(tmp_path: Path) -> None:
+    unused = ["--metrics.save_tb_folder=/dev/null/tb", "--checkpoint.folder=/dev/null", "--comm.trace_buf_size=0"]
+    folders = [f"--job.dump_folder={tmp_path}/new/out", "--comm.save_traces_folder=/dev/null"]
+    check_folders(parse([RECIPE, *unused, *folders, "--metrics.no-enable-tensorboard"]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_read_only_checkout_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default dump folder is in the repository. Root may write anywhere, so access is simulated."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    config = parse([RECIPE, f"--job.dump_folder={tmp_path}/outputs/embedded"])
+    with pytest.raises(ValueError, match=f"{tmp_path} is not writable for this user; set --job.dump_folder"):
+        check_folders(config)

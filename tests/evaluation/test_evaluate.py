@@ -113,6 +113,80 @@ def test_scores_are_those_of_our_logits(
     assert set(found["task_hashes"]) == set(THREE.split(",")) and found["task_versions"]["local_choice"] == 2.0
 
 
+def write_task(folder: Path, name: str, kind: str, rows: list[dict[str, Any]], rest: str) -> None:
+    """Write a task of the harness with its data."""
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / name}.jsonl}}}}\ntest_split: test\n"
+    (folder / f"{name}.yaml").write_text(f"task: {name}\noutput_type: {kind}\n{source}{rest}\n")
+
+
+def test_scores_do_not_depend_on_the_batch_size(
+    exported: dict[str, Path], model_of: Any, tmp_path: Path, harness: None
+) -> None:
+    """The last window of a periodic text repeats an earlier one, with fewer tokens to predict. Likewise, one text is
+    split into context and continuation at different places.
+    """
+    ours = Ours(model_of("llama")[0], "llama")
+    texts = ["ab" * 100, "x" * 200, "another text"]
+    write_task(
+        tmp_path,
+        "periodic",
+        "loglikelihood_rolling",
+        [{"text": text} for text in texts],
+        "doc_to_text: ''\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: bits_per_byte}]",
+    )
+    splits = [("ab ab", " ab ab ab"), ("ab ab ab", " ab ab"), ("ab ab ab ab", " ab")]
+    write_task(
+        tmp_path,
+        "splits",
+        "loglikelihood",
+        [{"a": before, "b": after} for before, after in splits],
+        "doc_to_text: '{{a}}'\ndoc_to_target: '{{b}}'\ntarget_delimiter: ''\n"
+        "metric_list: [{metric: perplexity, aggregation: perplexity}]",
+    )
+    bits = -sum(map(ours.whole, texts)) / sum(map(len, texts)) / math.log(2)
+    mean = sum(ours.after(*split)[0] for split in splits) / len(splits)
+    for size in (1, 2, 8):
+        more = ("--batch-size", str(size))
+        found = evaluate(given(exported["llama"], "periodic,splits", tmp_path, *more), tmp_path / f"scores{size}")
+        assert found["results"]["periodic"]["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
+        assert math.log(found["results"]["splits"]["perplexity"]["value"]) == pytest.approx(-mean, rel=1e-5)
+
+
+def test_overflow_is_infinite_and_other_results_are_kept(
+    exported: dict[str, Path], tmp_path: Path, harness: None
+) -> None:
+    """A perplexity beyond FP64, one whose standard error overflows, and texts without a byte."""
+    from lm_eval.api.metrics import perplexity
+
+    from torchtitan_scape.evaluation.harness import _safe_stderr
+
+    rolling = "doc_to_text: ''\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: word_perplexity}, "
+    rolling += "{metric: byte_perplexity}, {metric: bits_per_byte}]"
+    write_task(tmp_path, "one_word", "loglikelihood_rolling", [{"text": "q" * 2000}, {"text": "z" * 900}], rolling)
+    write_task(tmp_path, "empty", "loglikelihood_rolling", [{"text": ""}], rolling)
+    found = evaluate(given(exported["llama"], "one_word,empty", tmp_path), tmp_path / "scores")
+    results = found["results"]
+    assert results["one_word"]["word_perplexity"] == {"value": math.inf, "stderr": None}
+    assert 0 < results["one_word"]["bits_per_byte"]["value"] < 100
+    assert results["empty"]["bits_per_byte"]["value"] is None
+    (path,) = (tmp_path / "scores").glob("*.json")
+    assert "Infinity" not in path.read_text() and "NaN" not in path.read_text()
+    assert "| one_word | word_perplexity | inf | - | 2 |" in path.with_suffix(".md").read_text()
+    estimate = _safe_stderr(perplexity, 10)
+    assert estimate is not None and math.isnan(estimate([-500.0, -400.0])) and math.isnan(estimate([-800.0, 0.0]))
+
+
+def test_an_answer_longer_than_a_sequence_is_one_line(
+    exported: dict[str, Path], tmp_path: Path, capsys: Any, harness: None
+) -> None:
+    options = "doc_to_text: 'a'\ndoc_to_target: '{{text}}'\nmetric_list: [{metric: acc}]"
+    write_task(tmp_path, "answers", "loglikelihood", [{"text": "b" * 80}], options)
+    assert main(given(exported["llama"], "answers", tmp_path)) == 2
+    err: str = capsys.readouterr().err
+    assert err.endswith("has 80 tokens; a sequence of this model has 64\n"), err  # After progress bars.
+
+
 def test_likelihoods_of_a_bf16_model_are_fp32(
     exported: dict[str, Path], local: Path, tmp_path: Path, harness: None
 ) -> None:

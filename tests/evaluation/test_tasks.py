@@ -1,6 +1,7 @@
 """Names of the papers' tasks in the harness, and the papers' figures in the table."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def test_the_table_has_the_papers_columns() -> None:
     own = {"alias": "own", "acc,strict": 1, "acc_stderr,strict": float("nan")}
     results = {"lambada_openai": report.metrics_of(lambada), "own": report.metrics_of(own)}
     assert results["own"] == {"acc,strict": {"value": 1.0, "stderr": None}}
+    endless = report.metrics_of({"perplexity,none": math.inf, "perplexity_stderr,none": math.inf, "f1,none": math.nan})
+    assert endless == {"perplexity": {"value": math.inf, "stderr": None}, "f1": {"value": None, "stderr": None}}
+    assert json.loads(report.as_json(endless)) == endless and "Infinity" not in report.as_json(endless)
     document = {
         **{"model": "m", "model_type": "gpt2", "dtype": "bfloat16", "digest": "d", "bos": False, "longest": 1024},
         **{"limit": None, "versions": {"lm_eval": "0"}, "results": results, "shown": list(results)},

@@ -200,6 +200,11 @@ def refuse(case: str) -> None:
     match case:
         case "ddp":
             replicate(DistributedDataParallel(model), adamw, "dense", world)
+        case "ddp around it":  # as Lightning Fabric's setup(model, optimizer)
+            optimizer = make_optimizer(model, "topk")
+            wrapped = DistributedDataParallel(model)
+            wrapped(batch(0, rank)[0]).sum().backward()
+            optimizer.step()
         case "foreign":
             replicate(model, torch.optim.AdamW(make_model().parameters()), "dense", world)
         case "missing":
@@ -258,6 +263,7 @@ def refuse(case: str) -> None:
 
 REFUSALS = {
     "ddp": "wrapped in DistributedDataParallel.* pass the module inside it",
+    "ddp around it": "the parameters belong to a DistributedDataParallel module",
     "foreign": r"the optimizer has a parameter of shape \(64, 32\) that the model does not contain",
     "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",
     "method": "method is 'topp'; it must be one of dense, scape",
@@ -277,7 +283,7 @@ REFUSALS = {
     "options": "density=0.[12].*every replica needs the same",
     "models": "parameters=.*every replica needs the same model",
     "state of another method": "the saved state has method='quantized', this run has 'topk'",
-    "state of another replica": "the saved state has replica=[01], this run has [01]",
+    "state of another replica": "the saved state has replica=[01], this run has [01].*loads its own file",
     "state of one rank": "the saved state has density=0.5, this run has 0.1",
     "state of the wrapped optimizer": "the state has no 'replica' entry",
     "group": "all parameters must be passed at construction",

@@ -113,7 +113,7 @@ def test_the_rank_that_the_others_wait_for_is_named(where: str, pool2: Pool, tmp
     results = pool2(train, str(tmp_path), arguments, late=(1, where))
     for result in results:
         first, last = result["lines"][0], result["lines"][-1]
-        assert first != last
+        assert first != last and first.startswith("sync: step 1 | lr 0.001 | sent/step: ")  # warm-up of two steps
         found = re.search(r"rank 1 delays the others by (\d+) ms", last)
         assert found and float(found[1]) > 100, last
     waits = json.loads((tmp_path / "summary.json").read_text())["wait_seconds_per_step_by_rank"]

@@ -54,3 +54,8 @@ def test_a_file_without_an_owner_is_no_lock(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
     with pytest.raises(ValueError, match=f"nothing can be written to {folder} .*; choose another folder"):
         FolderLock(folder)
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(ValueError, match=r"job\.dump_folder is empty; set it to a folder"):
+        FolderLock("")

@@ -69,6 +69,16 @@ def test_missing_data_ends_in_one_line_from_a_rank_without_output(tmp_path: Path
     assert not (tmp_path / "out").exists(), "nor is an empty folder left"
 
 
+def test_an_error_of_one_rank_in_set_up_ends_all_without_a_restart(tmp_path: Path) -> None:
+    """Only rank 0 writes to TensorBoard, after the process groups exist."""
+    arguments = [f"--job.dump_folder={tmp_path}/out", "--metrics.save_tb_folder=/sys/out", "--checkpoint.enable"]
+    result, _ = launch({"MAX_RESTARTS": "2"}, *SHORT, *arguments)
+    output = result.stdout + result.stderr
+    assert result.returncode == 2, output
+    assert "/sys/out" in output and "Traceback" not in output and "restarting" not in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dry_run_can_take_steps(tmp_path: Path) -> None:
     """No other rank selects entries, but masks are valid. Two recipes are combined, and the resolved options are
     written.
@@ -97,6 +107,85 @@ def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
     assert result.returncode == 2 and "none.toml does not exist" in result.stderr
     result, _ = launch({"NNODES": "2"})
     assert result.returncode == 2 and "RDZV_ENDPOINT" in result.stderr
+    for name, value in (("NGPU", "auto"), ("NGPU", "0"), ("NNODES", "2:4"), ("NNODES", "-1")):
+        result, _ = launch({name: value})
+        assert result.returncode == 2 and result.stderr == f"error: {name}={value}; it must be a number, 1 or more\n"
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("own.toml", "{here}/own.toml"),
+        ("train_configs/embedded.toml", "train_configs/embedded.toml"),  # not in the folder of the call
+        ("train_configs/study.toml,own.toml", "{here}/train_configs/study.toml,{here}/own.toml"),
+        ("../call/my own.toml", "{here}/../call/my own.toml"),
+        ("{here}/own.toml", "{here}/own.toml"),
+        ("own.toml,", ""),
+        ("own.toml,none.toml", ""),
+    ],
+)
+def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: str, tmp_path: Path) -> None:
+    here = tmp_path / "call"
+    (here / "train_configs").mkdir(parents=True)
+    for name in ("own.toml", "my own.toml", "train_configs/study.toml"):
+        (here / name).write_text("[training]\nsteps = 1\n")
+    python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
+    python.write_text(
+        '#!/bin/sh\ntest "$1" = -m || exec echo 0.2.2\n'
+        'while test "$1" != --job.config_file; do shift; done\necho "$2"\n'
+    )
+    python.chmod(0o755)
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=here,
+        env={**os.environ, "PYTHON": str(python), "NGPU": "1", "CONFIG_FILE": given.format(here=here)},
+    )
+    if expected:
+        assert result.stdout.splitlines()[-1] == expected.format(here=here), result.stderr
+    else:
+        assert result.returncode == 2 and "does not exist" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("own.toml", "{here}/own.toml"),
+        ("train_configs/embedded.toml", "train_configs/embedded.toml"),  # not in the folder of the call
+        ("train_configs/study.toml,own.toml", "{here}/train_configs/study.toml,{here}/own.toml"),
+        ("../call/my own.toml", "{here}/../call/my own.toml"),
+        ("{here}/own.toml", "{here}/own.toml"),
+        ("own.toml,", ""),
+        ("own.toml,none.toml", ""),
+    ],
+)
+def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: str, tmp_path: Path) -> None:
+    here = tmp_path / "call"
+    (here / "train_configs").mkdir(parents=True)
+    for name in ("own.toml", "my own.toml", "train_configs/study.toml"):
+        (here / name).write_text("[training]\nsteps = 1\n")
+    python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
+    python.write_text(
+        "#!/bin/sh\n"
+        'test "$1" = -m || exec echo 0.2.2\n'
+        'while test "$1" != --job.config_file; do shift; done\n'
+        'echo "$2"\n'
+    )
+    python.chmod(0o755)
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=here,
+        env={**os.environ, "PYTHON": str(python), "NGPU": "1", "CONFIG_FILE": given.format(here=here)},
+    )
+    if expected:
+        assert result.stdout.splitlines()[-1] == expected.format(here=here), result.stderr
+    else:
+        assert result.returncode == 2 and "does not exist" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow

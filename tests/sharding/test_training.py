@@ -135,7 +135,12 @@ def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
     [
         ({"weights": "int8"}, 1, 1, "one rank on the shard axis.*raise parallelism.data_parallel_shard_degree"),
         ({"secondary": True}, 2, 2, "secondary = True; it saves bytes between nodes.*1 node.* of 2 rank"),
-        ({"secondary": True, "hops": 1}, 4, 2, "secondary = True; it needs two hops"),
+        # A dry run, which has one process and therefore one node unless a key says otherwise.
+        ({"secondary": True}, 4, 4, "start more than one node; .* unless topology.ranks_per_node or topology.machine"),
+        ({"gradients": "int8+int4"}, 4, 4, "set 'int8' or 'int4', or start more .* unless topology.ranks_per_node"),
+        ({"weights": "int8", "hops": 2}, 4, 4, "hops = 2; .* set 1 or 'auto', or start more .*topology.ranks_per_node"),
+        ({"secondary": True, "hops": 1}, 4, 2, "secondary = True; it needs two hops.*; set hops = 'auto'"),
+        ({"gradients": "int8+int4", "hops": 1}, 4, 2, "two codes need two hops.*, or set hops = 'auto'"),
         ({"gradients": "int8+int4"}, 2, 2, "gradients = 'int8\\+int4'; two codes need two hops"),
         ({"gradients": "int8", "hops": 2}, 2, 1, "hops = 2; two hops need several ranks on each of several nodes"),
     ],
@@ -144,6 +149,12 @@ def test_options_without_effect_are_refused(options: dict[str, Any], world: int,
     layout = plan_layout(world, ranks_per_node=per_node, machine=get_machine("local"), replicate=1, shard=world)
     with pytest.raises(ValueError, match=message):
         ShardingOptions(**options).check(layout)
+
+
+def test_a_shard_axis_inside_a_node_names_the_degree() -> None:
+    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("local"), replicate=2, shard=2)
+    with pytest.raises(ValueError, match=r"1 node.* of 2 rank.*; raise parallelism.data_parallel_shard_degree"):
+        ShardingOptions(secondary=True).check(layout)
 
 
 def test_wrong_options_are_refused() -> None:

@@ -1,8 +1,10 @@
 """Checks across sections, and ranges of TorchTitan's own keys."""
 
+from importlib import import_module
 from operator import attrgetter
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.methods.registry import METHODS
 
 
@@ -76,16 +78,40 @@ def check_config(config: JobConfig, device_type: str) -> None:
         config.observe.check(config.training.steps)
 
 
+def import_custom(config: JobConfig) -> None:
+    """Import the module of the user's, which may register model converters, before its names are checked.
+
+    Raises:
+        ValueError: It cannot be imported.
+    """
+    module = config.experimental.custom_import
+    if not module:
+        return
+    try:
+        import_module(module)
+    except Exception as error:  # a module of the user's raises what it likes
+        raise ValueError(
+            f"[experimental] custom_import = {module!r} cannot be imported: {type(error).__name__}: {one_line(error)}; "
+            "correct the module, or add its folder to PYTHONPATH"
+        ) from error
+
+
 def remarks(config: JobConfig) -> list[str]:
     """Return warnings about settings that are valid but probably not intended."""
     round_steps, steps = options_of(config.sync).steps_per_round(), config.training.steps
+    lines, last = list[str](), config.lr_scheduler.total_steps
+    if last is not None and last < steps:
+        lines.append(
+            f"[lr_scheduler] total_steps = {last} with [training] steps = {steps}: after step {last} the learning rate "
+            "stays at its last value"
+        )
     if 0 < steps < round_steps and not config.sync.flush_at_end:
-        return [
+        lines.append(
             f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, which needs {round_steps} steps "
             "to exchange all parameters: parameters that were not exchanged are validated and saved with their initial "
             "values; [sync] flush_at_end = true exchanges all in the last step"
-        ]
-    return []
+        )
+    return lines
 
 
 def _check_levels(config: JobConfig) -> None:
@@ -189,6 +215,7 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "checkpoint.keep_latest_k": (0, _INT32),
         "checkpoint.load_step": (-1, _INT32),
     },
+    "profiling.enable_memory_snapshot": {"profiling.profile_freq": (1, _INT32)},
     "profiling.enable_profiling": {
         "profiling.profile_freq": (1, _INT32),
         "profiling.profiler_active": (1, _INT32),

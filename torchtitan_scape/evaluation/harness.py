@@ -4,17 +4,22 @@ Requires the extra `eval`; importers check that it is installed.
 """
 
 import difflib
+import functools
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import datasets.config
+import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from huggingface_hub import constants
+from lm_eval import evaluator_utils
+from lm_eval.api.metrics import stderr_for_metric
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
@@ -141,6 +146,60 @@ class _Model(HFLM):
         with replaced(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+        """Return log-likelihoods of (text, context, continuation).
+
+        The harness evaluates equal token sequences once (`logits_cache`), but reads the logits of a shorter
+        continuation at the positions of the longest one. Then sequences are evaluated separately.
+
+        Raises:
+            ValueError: A continuation does not fit into a sequence.
+        """
+        lengths: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for texts, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"the answer {texts[1][:40]!r}... has {len(continuation)} tokens; "
+                    f"a sequence of this model has {self.max_length}"
+                )
+            lengths[*context, *continuation[:-1]].add(len(continuation))
+        with replaced(self, "logits_cache", all(len(found) == 1 for found in lengths.values())):
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+
+
+def _aggregate_safely(tasks: Mapping[str, Any]) -> None:
+    """Replace the tasks' aggregations by ones that return infinity on overflow and NaN for an empty sum."""
+
+    def safe(aggregate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(aggregate)
+        def aggregate_safely(items: Any) -> Any:
+            try:
+                return aggregate(items)
+            except OverflowError:
+                return math.inf
+            except ZeroDivisionError:
+                return math.nan
+
+        return aggregate_safely
+
+    for task in tasks.values():  # Metrics may be added while documents are evaluated.
+        task.aggregation = lambda own=task.aggregation: {metric: safe(found) for metric, found in own().items()}
+
+
+def _safe_stderr(metric: Callable[..., Any], bootstrap_iters: int) -> Callable[..., Any] | None:
+    """Return the harness's standard error of an aggregation; NaN if that overflows. NumPy's numbers do not raise later
+    in the averages of groups.
+    """
+    estimate = stderr_for_metric(getattr(metric, "__wrapped__", metric), bootstrap_iters)
+
+    def estimate_safely(items: Any) -> Any:
+        try:
+            return np.float64(estimate(items))
+        except (OverflowError, ZeroDivisionError):
+            return np.float64(math.nan)
+
+    return estimate_safely if estimate else None
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -188,7 +247,9 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
     if processes > 1:  # The harness assumes a single process for a model that it did not load.
         lm.accelerator, lm._rank, lm._world_size = accelerator, accelerator.process_index, processes
     _check_generation(tasks["tasks"], lm)
-    with environment(DISABLE_MULTIPROC="1"):  # Resampling would fork processes.
+    _aggregate_safely(tasks["tasks"])
+    # Resampling would fork processes.
+    with environment(DISABLE_MULTIPROC="1"), replaced(evaluator_utils, "stderr_for_metric", _safe_stderr):
         found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
     if processes > 1:
         accelerator.wait_for_everyone()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,26 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """Return value and standard error by metric, from the harness's results of one task: "acc,none", "acc_stderr,none",
     names.
 
-    The name of a filter is kept. Values that are unknown or not finite are None.
+    The name of a filter is kept. Values that are unknown or not a number are None, as are infinite standard errors.
     """
     found = {}
     for key, value in result.items():
         metric, comma, filter_name = key.partition(",")
         if comma and not metric.endswith("_stderr"):
             name = metric if filter_name == "none" else key
-            error = result.get(f"{metric}_stderr,{filter_name}")
-            found[name] = {"value": _finite(value), "stderr": _finite(error)}
+            error = _number(result.get(f"{metric}_stderr,{filter_name}"))
+            found[name] = {"value": _number(value), "stderr": None if error == math.inf else error}
     return found
 
 
-def _finite(value: Any) -> float | None:
+def _number(value: Any) -> float | None:
     known = isinstance(value, int | float) or hasattr(value, "dtype")
-    return float(value) if known and math.isfinite(value) else None
+    return float(value) if known and not math.isnan(value) else None
+
+
+def as_json(document: Mapping[str, Any]) -> str:
+    """Return a document as JSON. JSON has no infinity; parsers read the number 1e999 as infinity."""
+    return re.sub(r'(?m)^( *"value": -?)Infinity', r"\g<1>1e999", json.dumps(document, indent=1)) + "\n"
 
 
 def table(document: Mapping[str, Any]) -> str:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 MAX_FILE_BYTES = 5_000_000_000
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+# Exceptions for damaged files, or for JSON of another structure.
+_STRUCTURE = (KeyError, TypeError, AttributeError, RecursionError)
+_DAMAGES = (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, *_STRUCTURE)
 
 
 @contextmanager
@@ -71,6 +74,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     try:
         config = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(config, dict):
+            raise TypeError(f"{CONFIG} is not a table")
         files = [WEIGHTS]
         if (folder / INDEX).is_file():
             files = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
@@ -83,6 +88,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except FileNotFoundError as error:
         missing = error.filename or files[0]
         raise ValueError(f"{folder} is not a Hugging Face model: {missing} is missing") from None
-    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except _DAMAGES as error:
         raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from None
     return config, tensors

@@ -1,10 +1,12 @@
 """Checks when a replica optimizer is built: its optimizer fits the method, and all replicas have the same settings."""
 
+import gc
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
@@ -37,6 +39,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
             f"method {name!r} works with {' or '.join(entry.optimizers)}, not with {given}; pass one of these as "
             "optimizer"
         )
+
+
+def refuse_ddp_at_first_step(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
+    """Let the first step raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
+
+    It would all-reduce all gradients before the method sees them. Modules are wrapped after the optimizer is built, and
+    do not tell their parameters, so the modules of this process are searched, once.
+    """
+
+    def look(*_: Any) -> None:
+        handle.remove()
+        parameters = {id(shard.parameter) for shard in shards}
+        for one in gc.get_objects():
+            if type(one) is DistributedDataParallel and any(id(p) in parameters for p in one.parameters()):
+                raise ValueError(
+                    "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
+                    "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
+                    "model to setup() or prepare()"
+                )
+
+    handle = optimizer.register_step_pre_hook(look)
 
 
 def describe_parameters(shards: Sequence[Shard]) -> int:

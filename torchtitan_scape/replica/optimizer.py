@@ -150,6 +150,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             max_skipped_steps,
         )
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
+        agreement.refuse_ddp_at_first_step(self, self._shards)
         if self._overlap is not None:
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap

@@ -50,6 +50,12 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
             "(helpers that gather optimizer state by parameter drop the method's state)"
         )
     for key, value in _layout(optimizer).items():
+        if key == "replica" and saved["layout"].get(key) != value:
+            return (
+                f"the saved state has replica={saved['layout'].get(key)!r}, this run has {value!r}; replicas differ, "
+                "so every rank saves and loads its own file. torchtitan_scape.checkpoint_states returns all states for "
+                "torch.distributed.checkpoint"
+            )
         if saved["layout"].get(key) != value:
             return (
                 f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "

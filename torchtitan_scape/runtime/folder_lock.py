@@ -24,6 +24,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not str(folder):
+            raise ValueError("job.dump_folder is empty; set it to a folder for the results, such as outputs/run-1")
         self._path = Path(folder, NAME)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

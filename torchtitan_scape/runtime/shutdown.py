@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness
+from torchtitan_scape.runtime.setup_errors import setup_error
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Shutdown:
         self.rank = self.liveness.rank
         self.stop = StopRequest(self._announce, self._end_at_once)
         self.close: Callable[[], Any] | None = None
+        self._is_setup = True  # until the first step of this process is complete
         # The launcher counts restarts without progress; local rank 0 writes the progress file.
         self._progress = os.environ.get("SCAPE_PROGRESS_FILE") if os.environ.get("LOCAL_RANK") == "0" else None
 
@@ -108,6 +110,7 @@ class Shutdown:
     def after_step(self, trainer: Any, first: bool) -> None:
         """Record progress of the main thread, and after the first step of this process also the start step."""
         if first:
+            self._is_setup = False
             self._note(f"resumed {trainer.step - 1}")
             self.expect(trainer.job_config.comm.train_timeout_seconds)
         else:
@@ -176,21 +179,27 @@ class Shutdown:
             if code:
                 self.liveness.report(self._failure(code, f"stopped with exit code {code}"))
         except user_errors as error:
-            code = getattr(error, "exit_code", WRONG_INPUT)
-            if os.environ.get("SCAPE_TRACEBACK"):
-                traceback.print_exc()
-            message = f"{' '.join(str(error).split())} (SCAPE_TRACEBACK=1 shows where)"
-            get_error_handler().record_exception(ValueError(message))  # Read by the launcher.
-            self.liveness.print_error(message)
-            self.liveness.report(self._failure(code, f"stopped: {' '.join(str(error).split())}"))
+            code = self._rejected(getattr(error, "exit_code", WRONG_INPUT), str(error))
             self._close(CLOSE_SECONDS)
         except BaseException as error:
-            code = self._broken(error)
+            text = setup_error(error) if self._is_setup and self.liveness.failure is None else None
+            code = self._broken(error) if text is None else self._rejected(WRONG_INPUT, text)
             self._close(CLOSE_SECONDS)
         self.liveness.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+    def _rejected(self, code: int, text: str) -> int:
+        """Print an error of the input, in one line. Return the exit code."""
+        if os.environ.get("SCAPE_TRACEBACK"):
+            traceback.print_exc()
+        text = " ".join(text.split())
+        message = f"{text} (SCAPE_TRACEBACK=1 shows where)"
+        get_error_handler().record_exception(ValueError(message))  # Read by the launcher.
+        self.liveness.print_error(message)
+        self.liveness.report(self._failure(code, f"stopped: {text}"))
+        return code
 
     def _broken(self, error: BaseException) -> int:
         """Print the lost rank, or the error of this rank. Return the exit code."""

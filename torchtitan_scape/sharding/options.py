@@ -125,8 +125,18 @@ class ShardingOptions(Options):
         two = even and len(nodes) > 1 and len(nodes[0]) > 1
         if self.hops == 2 and not two:
             rule = f"two hops need several ranks on each of several nodes; {_describe(nodes)}; set 1 or 'auto'"
-            self.require(False, "hops", rule)
+            more = _more_nodes(layout)
+            self.require(False, "hops", f"{rule}, or {more}" if more else rule)
         return 1 if self.hops == 1 or not two else 2
+
+    def _two_hops(self, layout: Layout) -> str:
+        """Return the key to change if the shard axis has one hop."""
+        if self.hops == 1:
+            return "set hops = 'auto'"
+        return _more_nodes(layout) or (
+            "set parallelism.data_parallel_shard_degree to a multiple of the ranks per node, so that the shard axis "
+            "has the same number of ranks, two or more, on each of several nodes"
+        )
 
     def check(self, layout: Layout) -> None:
         """Check the options against the parallelism degrees.
@@ -145,12 +155,13 @@ class ShardingOptions(Options):
         hops = self.hops_over(layout)
         if self.secondary:
             if len(nodes) == 1:
-                rule = f"it saves bytes between nodes, but {_describe(nodes)}; raise data_parallel_shard_degree"
-                self.require(False, "secondary", rule)
+                fix = _more_nodes(layout) or "raise parallelism.data_parallel_shard_degree"
+                self.require(False, "secondary", f"it saves bytes between nodes, but {_describe(nodes)}; {fix}")
             if hops == 1 and len(nodes[0]) > 1:
-                self.require(False, "secondary", f"it needs two hops, and {_describe(nodes)}; leave hops at 'auto'")
+                self.require(False, "secondary", f"it needs two hops, and {_describe(nodes)}; {self._two_hops(layout)}")
         if len(self.gradient_codes) > hops:
-            self.require(False, "gradients", f"two codes need two hops, but {_describe(nodes)}; set 'int8' or 'int4'")
+            rule = f"two codes need two hops, but {_describe(nodes)}; set 'int8' or 'int4', or {self._two_hops(layout)}"
+            self.require(False, "gradients", rule)
         if self.sparse:
             rule = f"the residuals differ between replicas, so one replica is supported, not {layout.replicate}"
             fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients = 'dense'"
@@ -187,6 +198,16 @@ class ShardingOptions(Options):
         if self.weights != "dense" and validates:
             lines.append(f"validation uses the weights as all-gathered, in {self.weights}; checkpoints contain FP32")
         return lines
+
+
+def _more_nodes(layout: Layout) -> str:
+    """Return the fix if all ranks are on one node, and "" otherwise. A dry run has one process, and no launcher."""
+    if layout.nodes > 1:
+        return ""
+    return (
+        f"start more than one node; a dry run places all {layout.world_size} ranks on one, unless "
+        "topology.ranks_per_node or topology.machine sets fewer ranks per node"
+    )
 
 
 def _describe(nodes: tuple[tuple[int, ...], ...]) -> str:

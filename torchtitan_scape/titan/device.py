@@ -3,10 +3,11 @@
 import logging
 import os
 import resource
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -77,6 +78,20 @@ def _check_version() -> None:
         )
 
 
+def _end_without_cache(error: OSError) -> NoReturn:
+    """End a command of this package in one line, because PyTorch creates its cache folder while it is imported.
+
+    Raises:
+        SystemExit: A command is running.
+        OSError: The package is imported by another program.
+    """
+    command = getattr(sys.modules["__main__"], "__spec__", None)
+    if command is None or not command.name.startswith("torchtitan_scape."):
+        raise error
+    print(f"error: {error}; set TORCHINDUCTOR_CACHE_DIR or TMPDIR to a folder that can be written", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def prepare() -> str:
     """Select the device before the first `import torchtitan`, which binds it by name, and return its type.
 
@@ -86,10 +101,15 @@ def prepare() -> str:
     """
     _check_version()
     available = torch._utils._get_available_device_type()
-    if available:
-        return available
-    with device_lookup("cpu", _CpuDevice()):
-        import torchtitan.tools.utils
+    try:
+        if available:
+            import torchtitan
+
+            return available
+        with device_lookup("cpu", _CpuDevice()):
+            import torchtitan.tools.utils
+    except OSError as error:
+        _end_without_cache(error)
     if torchtitan.tools.utils.device_type != "cpu":
         raise RuntimeError("torchtitan was imported before torchtitan_scape.titan; import it later")
     return "cpu"

@@ -3,8 +3,10 @@
 The functions import TorchTitan themselves, because `device_lookup` must be active during its first import.
 """
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +36,23 @@ def checkpoint_manager(manager: type) -> AbstractContextManager[None]:
     import torchtitan.train
 
     return replaced(torchtitan.train, "CheckpointManager", manager)
+
+
+def optional_lspci() -> AbstractContextManager[None]:
+    """Make TorchTitan treat an `lspci` that cannot be run as a missing one.
+
+    Reason: it looks up the GPU's name with `lspci`, and handles FileNotFoundError only. Where a folder of PATH is not
+    readable, a missing program is a PermissionError.
+    """
+    from torchtitan.tools import utils
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return subprocess.run(*args, **kwargs)
+        except OSError as error:
+            raise FileNotFoundError(error.errno, error.strerror, "lspci") from error
+
+    return replaced(utils, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
 
 
 def gradient_norm(norm: Callable[[], Any]) -> AbstractContextManager[None]:

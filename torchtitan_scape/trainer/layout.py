@@ -59,6 +59,7 @@ def layout_of(config: JobConfig) -> Layout:
 def _check_batch(config: JobConfig, layout: Layout) -> None:
     """Raise ValueError where TorchTitan would fail with an assertion without the numbers."""
     training, readers, simulated = config.training, layout.replicate * layout.shard, config.topology.simulate_replicas
+    validation = config.validation
     micro = training.local_batch_size * readers * simulated
     if training.global_batch_size > 0 and training.global_batch_size % micro:
         raise ValueError(
@@ -68,11 +69,12 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
             + f" = {micro}"
         )
     divisor = layout.tensor * 2 * layout.context
-    if training.seq_len % divisor:
-        raise ValueError(
-            f"[training] seq_len = {training.seq_len} must be a multiple of {divisor} "
-            "(tensor degree x 2 x context degree)"
-        )
+    for section, settings in (("training", training), *([("validation", validation)] if validation.enable else ())):
+        if settings.seq_len % divisor:
+            raise ValueError(
+                f"[{section}] seq_len = {settings.seq_len} must be a multiple of {divisor} "
+                "(tensor degree x 2 x context degree)"
+            )
 
 
 def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:

@@ -80,6 +80,8 @@ class ReplicaMetrics(MetricsProcessor):
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
         extra |= {f"sync/{name}": value for name, value in figures.items()}
+        if "lr" in extra:  # TorchTitan writes it to TensorBoard, but not to its log line.
+            figures["lr"] = extra["lr"]
         extra |= {f"sync/bytes_sent/{level}": value for level, value in sent.replicas.items()}
         extra["sync/bytes_sent/dense_equivalent"] = sent.dense
         extra |= {f"shard/bytes_sent/{level}/{kind}": value for (level, kind), value in sent.shards.items()}
@@ -168,7 +170,10 @@ def build_metrics_processor(
 
 
 def _sync_fields(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> list[str]:
-    fields = [f"step {step}", f"sent/step: {sent_text(sent.replicas, sent.dense)}"]
+    fields = [f"step {step}"]
+    if "lr" in figures:
+        fields.append(f"lr {figures['lr']:.4g}")
+    fields.append(f"sent/step: {sent_text(sent.replicas, sent.dense)}")
     if sent.shards:
         fields.append(f"shard axis: {shards_text(sent.shards)}")
     if "residual_norm" in figures:  # only methods with a residual return it

@@ -59,7 +59,7 @@ def _gpt2(builders: dict[str, Any]) -> TrainSpec:
 FAMILIES: dict[str, Callable[[dict[str, Any]], TrainSpec]] = {"llama3": _llama, "gpt2": _gpt2}
 
 
-def register(job_config: JobConfig, with_data: bool = True) -> None:
+def register(job_config: JobConfig, with_data: bool = True, device_type: str = "") -> None:
     """Register the TrainSpec of the config's model family; it takes precedence over TorchTitan's.
 
     The builders are bound to the config here, because TorchTitan passes only the [optimizer] section to
@@ -67,9 +67,10 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
 
     Args:
         with_data: build tokenizer and data loader; False for a dry run.
+        device_type: refuse models that cannot be trained on this device.
 
     Raises:
-        ValueError: The name or the flavor is unknown.
+        ValueError: The name or the flavor is unknown, or the device does not support it.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
     if name not in FAMILIES:
@@ -89,6 +90,12 @@ def register(job_config: JobConfig, with_data: bool = True) -> None:
     train_spec.register_train_spec(name, spec)
     if flavor not in spec.model_args:
         raise ValueError(f"[model] flavor = {flavor!r}; known for {name!r} are {', '.join(spec.model_args)}")
+    attention = getattr(spec.model_args[flavor], "attn_type", "sdpa")
+    if device_type == "cpu" and attention != "sdpa":
+        raise ValueError(
+            f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
+            "flavor, or run on GPUs"
+        )
 
 
 def whole_model(config: JobConfig) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:

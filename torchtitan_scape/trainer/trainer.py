@@ -17,7 +17,8 @@ from topology.groups import build_groups, build_level_groups
 from topology.layout import Layout
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.reader import GlobalLayout
-from torchtitan_scape.config.checks import check_config, remarks
+from torchtitan_scape.config.checks import check_config, import_custom, remarks
+from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.core.workloads import local_shapes
@@ -68,6 +69,7 @@ class ScapeTrainer(Trainer):
     shutdown: Shutdown | None = None  # None in tests, where a process builds several trainers
 
     def __init__(self, job_config: JobConfig) -> None:
+        import_custom(job_config)
         check_config(job_config, DEVICE_TYPE)
         check_library_keys(job_config, DEVICE_TYPE, model_converters)
         if "LOCAL_RANK" not in os.environ:
@@ -82,7 +84,10 @@ class ScapeTrainer(Trainer):
         if self.simulated > 1 and job_config.training.global_batch_size < 0:
             readers = self.layout.shard * self.simulated
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
-        register(job_config, with_data=not is_dry_run(job_config))
+        trains = not is_dry_run(job_config)
+        if trains:
+            check_folders(job_config)
+        register(job_config, with_data=trains, device_type=DEVICE_TYPE if trains else "")
         self._resolve_options(job_config)
         self.forecast: Forecast | None = None
         self.memory: MemoryReport | None = None
@@ -95,7 +100,7 @@ class ScapeTrainer(Trainer):
                 logger.info(line)
             if job_config.comm.mode != "fake_backend":
                 self.memory.check()
-        with ExitStack() as self._dry_run, patches.checkpoint_manager(ReplicaCheckpointer):
+        with ExitStack() as self._dry_run, patches.checkpoint_manager(ReplicaCheckpointer), patches.optional_lspci():
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
