@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.common import OUTPUTS, RESULTS, guarded, names, parser
+from scripts.common import OUTPUTS, RESULTS, guarded, names, parser, with_value
 from scripts.study import emulated, slurm
 from scripts.study.grid import GRIDS, BudgetSet, Grid
 from scripts.study.launchers import predicted_set
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
             one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')
             one.add_argument("--poll", type=float, default=30.0, help="seconds between two looks at Slurm's queue")
-    args = own.parse_args(arguments)
+    args = own.parse_args(with_value(sys.argv[1:] if arguments is None else arguments, "--sbatch"))
     return guarded(lambda: command(args))
 
 

@@ -28,6 +28,10 @@ class SlurmSet:
         self.per_node = get_machine(self.machine).ranks_per_node
         self.folder = (queue.work / one.name).resolve()
         self.timeout = float(one.launch.get("timeout", 1200))
+        try:
+            self.options_of_sbatch = shlex.split(args.sbatch)
+        except ValueError as error:
+            raise ValueError(f"--sbatch {args.sbatch!r}: {error}") from None
         uneven = [size for size in one.sizes if size % self.per_node]
         if uneven:
             raise ValueError(f"set {one.name!r}: {uneven[0]} ranks, but a node of {self.machine} has {self.per_node}")
@@ -76,7 +80,7 @@ class SlurmSet:
         if self.alive(size):
             print(f"[{size} ranks] job {self.number(size)} is in the queue")
             return
-        command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *shlex.split(self.args.sbatch)]
+        command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *self.options_of_sbatch]
         answer = subprocess.run([*command, str(self.write_job(size, specs))], capture_output=True, text=True)
         if answer.returncode:
             raise ValueError(f"sbatch refused the job of {size} ranks: {' '.join(answer.stderr.split())}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.common import EMBEDDED, ROOT
+from scripts.common import EMBEDDED, ROOT, with_value
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
@@ -250,5 +250,16 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     job = tmp_path / "work" / "all" / "size-2.sh"
     assert "#SBATCH --partition=gh" in job.read_text() and job.read_text().count("vista.sbatch") == 2
 
-    run(grid, "--poll=0.1", **environment)
+    run(grid, "--poll=0.1", "--sbatch", "--time=00:10:00", **environment)
     assert job.read_text().count("vista.sbatch") == 1
+    assert "--time=00:10:00" in (tmp_path / "submitted").read_text().splitlines()[1]
+    result = run(grid, "--sbatch", "-A 'project", **environment)
+    assert result.returncode == 2 and result.stderr == 'error: --sbatch "-A \'project": No closing quotation\n'
+
+
+def test_a_value_may_begin_with_dashes() -> None:
+    for given in (["run", "s", "--sbatch", "--time=1"], ["--sbatch", "-A", "s"], ["--sbatch", "--sbatch"]):
+        i = given.index("--sbatch")
+        assert with_value(given, "--sbatch") == [*given[:i], f"--sbatch={given[i + 1]}", *given[i + 2 :]]
+    for given in (["list", "s"], ["run", "s", "--sbatch"], ["run", "--sbatch=-A x"]):
+        assert with_value(given, "--sbatch") == given
