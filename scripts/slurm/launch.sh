@@ -60,6 +60,24 @@ requeue() {
     fi
 }
 
+# Refuses values of variables that would fail later, in every rank or in srun.
+check_values() {
+    local count='^[1-9][0-9]{0,5}$' tasks cpus
+    [[ "$RANKS_PER_NODE" =~ $count ]] ||
+        refuse "RANKS_PER_NODE=$RANKS_PER_NODE; it must be the number of ranks per node, 1 or more"
+    [[ "${MASTER_PORT:-1}" =~ $count ]] || refuse "MASTER_PORT=$MASTER_PORT; it must be a number, 1 or more"
+    [[ "${REQUEUE_LIMIT:-0}" =~ ^[0-9]{1,6}$ ]] || refuse "REQUEUE_LIMIT=$REQUEUE_LIMIT; it must be a number, 0 or more"
+    [[ "${LOG_RANK:-0}" =~ ^[0-9]+(,[0-9]+)*$ ]] ||
+        refuse "LOG_RANK=$LOG_RANK; it must be ranks with commas between, such as 0,1"
+    # srun cannot start more tasks than the allocation has CPUs. The CPUs are known per group of nodes: "72(x2),36".
+    tasks="${SLURM_NTASKS_PER_NODE:-$RANKS_PER_NODE}"
+    cpus=$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-0}" | sed 's/(.*//' | sort -n | sed -n 1p)
+    if [ "$RANKS_PER_NODE" -gt "${tasks%%(*}" ] && [ "$RANKS_PER_NODE" -gt "$cpus" ]; then
+        refuse "RANKS_PER_NODE=$RANKS_PER_NODE, but the job has $tasks task(s) per node; submit it with" \
+            "sbatch --ntasks-per-node=$RANKS_PER_NODE"
+    fi
+}
+
 load_modules() {
     local names
     read -ra names <<<"$1"
@@ -87,7 +105,7 @@ choose_python() {
 
 launch() {
     set -euo pipefail # not earlier: shell functions of the modules may fail with it
-    local status=0 error recipe recipes
+    local status=0 error recipe recipes event step
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         refuse "this is not a Slurm job; submit it: sbatch --nodes=N $0"
     fi
@@ -100,6 +118,7 @@ launch() {
             refuse "CONFIG_FILE: ${recipe:-an empty name} does not exist; recipes are in train_configs/"
         fi
     done
+    check_values
     choose_python
 
     # Set once for all ranks. Rank 0 runs on the first node of the list, because ranks fill one node after the other.
@@ -126,15 +145,16 @@ launch() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" \
         --ntasks-per-node="$RANKS_PER_NODE" --distribution=block:cyclic --kill-on-bad-exit=1 --export=ALL \
         "${SRUN_OPTIONS[@]}" scripts/slurm/rank.sh "$@" || status=$?
-    if [ "$status" -ne 0 ]; then
-        requeue "$status"
-        if [[ "$(tail -n 1 "$LOG_DIR/progress" 2>/dev/null)" == "stopped "* ]]; then
-            echo "the run stopped on request and wrote a checkpoint; submit the same job again to continue"
-            exit 75
-        fi
+    # The messages precede the requeue, which may end this script.
+    read -r event step _ < <(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true) || true
+    if [ "$status" -ne 0 ] && [ "${event:-}" = stopped ]; then
+        status=75 # srun reports the code of any rank
+        echo "stopped on request after step $step, with a checkpoint (exit code 75); submit the same job to continue"
+    elif [ "$status" -ne 0 ]; then
         error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
         echo "error: srun ended with exit code $status: ${error:-see the output above or the logs};" \
             "the logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2
     fi
+    if [ "$status" -ne 0 ]; then requeue "$status"; fi
     exit "$status"
 }

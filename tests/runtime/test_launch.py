@@ -131,43 +131,6 @@ def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: st
         (here / name).write_text("[training]\nsteps = 1\n")
     python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
     python.write_text(
-        '#!/bin/sh\ntest "$1" = -m || exec echo 0.2.2\n'
-        'while test "$1" != --job.config_file; do shift; done\necho "$2"\n'
-    )
-    python.chmod(0o755)
-    result = subprocess.run(
-        [str(ROOT / "run_train.sh")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=here,
-        env={**os.environ, "PYTHON": str(python), "NGPU": "1", "CONFIG_FILE": given.format(here=here)},
-    )
-    if expected:
-        assert result.stdout.splitlines()[-1] == expected.format(here=here), result.stderr
-    else:
-        assert result.returncode == 2 and "does not exist" in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ("own.toml", "{here}/own.toml"),
-        ("train_configs/embedded.toml", "train_configs/embedded.toml"),  # not in the folder of the call
-        ("train_configs/study.toml,own.toml", "{here}/train_configs/study.toml,{here}/own.toml"),
-        ("../call/my own.toml", "{here}/../call/my own.toml"),
-        ("{here}/own.toml", "{here}/own.toml"),
-        ("own.toml,", ""),
-        ("own.toml,none.toml", ""),
-    ],
-)
-def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: str, tmp_path: Path) -> None:
-    here = tmp_path / "call"
-    (here / "train_configs").mkdir(parents=True)
-    for name in ("own.toml", "my own.toml", "train_configs/study.toml"):
-        (here / name).write_text("[training]\nsteps = 1\n")
-    python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
-    python.write_text(
         "#!/bin/sh\n"
         'test "$1" = -m || exec echo 0.2.2\n'
         'while test "$1" != --job.config_file; do shift; done\n'

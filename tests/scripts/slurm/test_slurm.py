@@ -136,6 +136,8 @@ def test_a_job_at_its_time_limit_is_requeued_and_continues(tmp_path: Path) -> No
     when = {"STANDIN_SIGNAL_WHEN": str(out / "checkpoint" / "step-2")}
     result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
     assert result.returncode != 0 and "Stopped on request at step" in result.stdout + result.stderr, result.stderr
+    plain = [line for line in result.stdout.splitlines() if line.startswith("stopped on request after step ")]
+    assert len(plain) == 1 and "with a checkpoint (exit code" in plain[0] and "error:" not in result.stderr
     assert "requeueing job" in result.stdout and (tmp_path / "requeued").read_text().strip().isdigit()
     assert "Traceback" not in result.stdout + result.stderr
     result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, "SLURM_RESTART_COUNT": "1"}, *arguments)
@@ -154,7 +156,7 @@ def test_a_signal_before_the_trainer_runs_stops_it_at_its_first_step(tmp_path: P
     assert "Stopped on request at step " in result.stdout + result.stderr, result.stderr
     assert "requeueing job" in result.stdout and "Traceback" not in result.stdout + result.stderr
     assert result.returncode == 75 and "error:" not in result.stderr
-    assert "the run stopped on request and wrote a checkpoint" in result.stdout
+    assert "stopped on request after step " in result.stdout and "submit the same job" in result.stdout
 
 
 def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) -> None:
@@ -266,12 +268,30 @@ def test_a_failing_rank_ends_all_ranks_soon(tmp_path: Path) -> None:
         ({"CONFIG_FILE": EMBEDDED, "MODULES": "gcc cuda"}, "there is no 'module' command to load gcc cuda;"),
         ({"MODULES": "gcc", "BASH_FUNC_module%%": "() { false; }"}, "module load gcc failed; set MODULES to others"),
         ({"CONFIG_FILE": EMBEDDED, "SLURM_JOB_ID": ""}, "this is not a Slurm job"),
+        ({"CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": "auto"}, "RANKS_PER_NODE=auto; it must be the number"),
+        ({"CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": "0"}, "RANKS_PER_NODE=0; it must be the number"),
+        ({"CONFIG_FILE": EMBEDDED, "REQUEUE_LIMIT": "never"}, "REQUEUE_LIMIT=never; it must be a number, 0 or more"),
+        ({"CONFIG_FILE": EMBEDDED, "LOG_RANK": "all"}, "LOG_RANK=all; it must be ranks with commas"),
+        ({"CONFIG_FILE": EMBEDDED, "MASTER_PORT": "auto"}, "MASTER_PORT=auto; it must be a number"),
     ],
 )
 def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], message: str, tmp_path: Path) -> None:
     result, _ = submit("vista", tmp_path, environment)
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_more_ranks_than_the_allocation_holds_are_refused(tmp_path: Path) -> None:
+    """The task count of the file's header remains if only RANKS_PER_NODE is set. Exclusive nodes have enough CPUs."""
+    job = {"TRAIN_SCRIPT": REPORT, "RANKS_PER_NODE": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    for cpus in ("", "1(x2)", "72,1"):
+        result, _ = submit("vista", tmp_path, {**job, "SLURM_JOB_CPUS_PER_NODE": cpus})
+        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+        assert "RANKS_PER_NODE=2, but the job has 1 task(s) per node" in result.stderr
+        assert "sbatch --ntasks-per-node=2" in result.stderr
+    for enough in ({"SLURM_JOB_CPUS_PER_NODE": "72(x2)"}, {"SLURM_NTASKS_PER_NODE": "2"}):
+        result, _ = submit("vista", tmp_path, {**job, **enough})
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("name", ["PYTHON", "VIRTUAL_ENV"])
