@@ -15,7 +15,7 @@ from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface.check import distance, filled
-from torchtitan_scape.huggingface.families import FAMILIES, check_same
+from torchtitan_scape.huggingface.families import _DEFAULTS, FAMILIES, check_same
 from torchtitan_scape.trainer.specs import whole_model
 
 FAMILY_KEYS = {
@@ -27,6 +27,8 @@ LLAMA = {
     **{"intermediate_size": 224, "rms_norm_eps": 1e-5},
 }
 ROTARY = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+ROTARY_DEFAULT = {"rope_theta": 10000.0, "rope_type": "default"}
 
 
 def published(folder: Path, **changes: Any) -> Any:
@@ -108,6 +110,16 @@ def test_a_config_that_is_no_table_is_one_line(content: str, tmp_path: Path) -> 
     (tmp_path / "model" / "config.json").write_bytes(content.encode("latin1"))
     code, output = run_import(tmp_path / "model", tmp_path / "imported")
     assert code == 2 and output.count("\n") == 1 and str(tmp_path / "model") in output, output
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    defaults = _DEFAULTS[model_type]
+    assert {key: config[key] for key in defaults} == defaults
+    assert config.get("rope_parameters", ROTARY_DEFAULT) == ROTARY_DEFAULT
+    assert config.get("max_position_embeddings", 2048) == 2048
 
 
 def config_of(family: str) -> dict[str, Any]:

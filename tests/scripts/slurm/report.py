@@ -1,4 +1,7 @@
-"""Replaces the trainer: writes a rank's arguments and environment. With FAIL=R rank R fails, and the others wait."""
+"""Replaces the trainer: writes a rank's arguments and environment.
+
+With FAIL=R rank R fails, and the others wait. With STOP="STEP SIGNAL" the ranks end as after a signal at that step.
+"""
 
 import json
 import os
@@ -13,6 +16,10 @@ if failing := os.environ.get("FAIL"):
     if rank == failing:
         sys.exit(f"[rank {rank}] error: as asked for")
     time.sleep(120)
+if stop := os.environ.get("STOP"):
+    if progress := os.environ.get("SCAPE_PROGRESS_FILE"):
+        Path(progress).write_text(f"resumed 0\nstopped {stop}\n")
+    sys.exit(75)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_NODEID")
 facts = {name: os.environ[name] for name in names}
 facts["ranks_per_node"] = ranks_per_node_from_environment(os.environ, int(facts["WORLD_SIZE"]))

@@ -159,6 +159,16 @@ def test_a_signal_before_the_trainer_runs_stops_it_at_its_first_step(tmp_path: P
     assert "stopped on request after step " in result.stdout and "submit the same job" in result.stdout
 
 
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGUSR1"])
+def test_a_requested_stop_ends_with_a_plain_line(signal: str, tmp_path: Path) -> None:
+    """A job that was canceled with scancel is not requeued. srun may kill a task that was about to end with 75."""
+    result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "STOP": f"7 {signal}"})
+    assert result.returncode == 75 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("stopped on request after step 7, with a checkpoint (exit code 75);")
+    assert len(lines) == (2 if signal == "SIGUSR1" else 1) == 1 + (tmp_path / "requeued").exists()
+
+
 def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) -> None:
     job = {"TRAIN_SCRIPT": REPORT, "FAIL": "1", "REQUEUE_LIMIT": "2"}
     for environment, requeued in ((job, 0), *[({**job, "REQUEUE_ON_FAILURE": "1"}, n) for n in (1, 2, 2)]):
