@@ -84,7 +84,9 @@ def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
     got = [*inputs["input"][0].tolist(), labels[0, -1].item()]
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     assert got.count(eos) == 1 and bos not in got and tokenizer.decode(got) == "abcd"
-    (inputs, _) = next(iter(TextDataset("text_files", str(tmp_path / "a.jsonl"), tokenizer, 4)))
+    (inputs, _) = next(
+        iter(TextDataset("text_files", str(tmp_path / "a.jsonl"), BoundaryTokenizer(tokenizer, "bos_eos"), 4))
+    )
     assert inputs["input"].tolist()[0] == bos
     with pytest.raises(ValueError, match="border"):
         Data(border="bos")  # type: ignore[arg-type]

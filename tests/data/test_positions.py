@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, _split_ranges, documents
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset
 from torchtitan_scape.data.simulated import SimulatedDataLoader
@@ -229,15 +230,19 @@ def test_a_share_without_a_token_is_an_error(workers: int, tmp_path: Path, token
 
 
 def test_a_limited_number_of_epochs(texts: Path, tokenizer: Any) -> None:
+    encoder = BoundaryTokenizer(tokenizer, "bos_eos")
+
     def sequences(epochs: int) -> int:
-        data = TextDataset("text_files", str(texts), tokenizer, 16, 0, 1, passes=epochs)
+        data = TextDataset("text_files", str(texts), encoder, 16, 0, 1, passes=epochs)
         total, state = 0, data.state_dict()
         for _ in data:
             total += 1
             if total == 151:
                 state = data.state_dict()
         if total > 151:  # A resumed run ends at the same point.
-            again = TextDataset("text_files", str(texts), tokenizer, 16, 0, 1, passes=epochs)
+            again = TextDataset(
+                "text_files", str(texts), BoundaryTokenizer(tokenizer, "bos_eos"), 16, 0, 1, passes=epochs
+            )
             again.load_state_dict(state)
             assert sum(1 for _ in again) == total - 151
             again.load_state_dict(data.state_dict())

@@ -4,9 +4,16 @@ Published tokenizers define them in one of three ways: names of BOS and EOS in t
 tokenizer.json that adds them to every text, or neither (GPT-2). Documents get the tokens that `[data] border` selects.
 """
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_scape.data.pieces import PIECE, SplitRule, rule_of
 from torchtitan_scape.titan.data import BaseTokenizer
+
+logger = logging.getLogger(__name__)
+
+LONG = 1 << 23  # Characters of a piece that are reported, because its tokens need gigabytes of memory.
 
 
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:
@@ -20,13 +27,42 @@ def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[i
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
 
+class PieceSplitter:
+    """Splitter of long texts for one tokenizer; see pieces.py."""
+
+    def __init__(self, tokenizer: BaseTokenizer) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        self._rule: SplitRule | None = None
+        self._inspected = self._reported = False
+
+    def __call__(self, text: str, begin: int = 0) -> Iterator[tuple[int, str, bool]]:
+        """Yield index of the first character, text, and whether it is the last, of each piece from `begin` on."""
+        if len(text) - begin <= PIECE:
+            yield begin, text[begin:], True
+            return
+        if not self._inspected:
+            self._rule, self._inspected = rule_of(self._tokenizer), True
+        for first, piece in self._rule.pieces(text, begin) if self._rule else ((begin, text[begin:]),):
+            if len(piece) > LONG and not self._reported:
+                self._reported = True
+                reason = "it has no safe place to split" if self._rule else "this tokenizer has no known place to split"
+                logger.warning(f"A text of {len(piece):,} characters is encoded at once, because {reason}")
+            yield first, piece, first + len(piece) == len(text)
+
+
 class BoundaryTokenizer:
-    """Tokenizer whose `encode` adds the document border to a text and ignores the tokenizer's own template."""
+    """Tokenizer that adds the document border to a text and ignores the tokenizer's own template."""
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self._encode = tokenizer.tokenizer.encode
         self._before, self._after = border_ids(tokenizer, border)
+        self._split = PieceSplitter(tokenizer)
+
+    def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
+        """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
+        for first, piece, last in self._split(text, begin):
+            ids: list[int] = self._encode(piece, add_special_tokens=False).ids
+            yield first, (self._before if first == 0 else []) + ids + (self._after if last else [])
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        ids: list[int] = self._encode(text, add_special_tokens=False).ids
-        return self._before + ids + self._after
+        return [token for _, ids in self.encode_pieces(text) for token in ids]

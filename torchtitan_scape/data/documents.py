@@ -6,6 +6,9 @@ so on; later epochs have ordinary shares. The rest consists of units:
     map-style   [begin, end): documents by index
     streamed    a file, or the whole stream, with the library's own position in it
 
+A unit also refers to a single document, its first one: `current` is the document that was yielded last, so that its
+rest can be read again without storing its text.
+
 With another number of readers, map-style data and streams whose number of files is a multiple of the number of readers
 (each then reads its own files) are redistributed: the combined rest of an epoch is divided among the new readers, so
 that no document is read twice in an epoch or left out. Other streams are read by all readers, one document in N each:
@@ -20,6 +23,9 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 logger = logging.getLogger(__name__)
+
+# Documents of a stream between two records of the library's position, which costs more than a short document.
+_STRIDE = 64
 
 Unit = list[Any]
 Units = list[Unit]
@@ -37,6 +43,7 @@ class Documents:
         self.epoch = self.empty = 0
         self.whole = True  # The current epoch is an ordinary share, read from its beginning.
         self.left: list[Units] = [self.share(rank, world)]
+        self.current: Unit = []
 
     def share(self, rank: int, world: int) -> Units:
         """Return the units of a whole epoch that reader `rank` of `world` reads."""
@@ -47,7 +54,15 @@ class Documents:
         raise NotImplementedError
 
     def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        """Yield the documents of a unit, and update the unit to its rest before each of them."""
+        """Yield the documents of a unit; set `current`, and update the unit to its rest, before each of them."""
+        raise NotImplementedError
+
+    def document(self, unit: Unit) -> dict[str, Any]:
+        """Return the document that a value of `current` refers to.
+
+        Raises:
+            ValueError: It does not exist.
+        """
         raise NotImplementedError
 
     def deal(self, units: list[Units]) -> Units:
@@ -119,8 +134,15 @@ class StoredDocuments(Documents):
     def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
         # The library raises an error for an empty range after the last document.
         for sample in self.data.select(range(*unit)) if unit[0] < unit[1] else ():
+            self.current = [unit[0], unit[0] + 1]
             unit[0] += 1
             yield sample
+
+    def document(self, unit: Unit) -> dict[str, Any]:
+        if not 0 <= unit[0] < len(self.data):
+            raise ValueError(f"{self.name} has no document {unit[0]}; it has {len(self.data)}")
+        found: dict[str, Any] = self.data[unit[0]]
+        return found
 
     def deal(self, units: list[Units]) -> Units:
         left = sorted(unit for reader_units in units for unit in reader_units if unit[0] < unit[1])
@@ -161,19 +183,36 @@ class StreamedDocuments(Documents):
             return [[None, None, 0, world, rank, 0]]
         return [[file, None, 0, 1, 0, 0] for file in range(rank, files, world)]
 
-    def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        file, state, _, step, offset, first = unit
+    def _opened(self, file: int | None, state: dict[str, Any] | None) -> IterableDataset:
         # A separate copy, because the library's streams store their position.
         stream = self.data.shard(1, 0) if file is None else self.data.shard(self.size(), file)
         stream.set_epoch(self.epoch)
         if state is not None:
             stream.load_state_dict(state)
-        self._stream = stream
-        for sample in stream:
+        return stream
+
+    def read(self, unit: Unit) -> Iterator[dict[str, Any]]:
+        file, state, known, step, offset, first = unit  # `state` precedes document number `known`.
+        stream = self._stream = self._opened(file, state)
+        samples = iter(stream)
+        while True:
+            if unit[2] - known >= _STRIDE:
+                state, known = stream.state_dict(), unit[2]
+            if (sample := next(samples, None)) is None:
+                break
             number, unit[2] = unit[2], unit[2] + 1
             if number >= first and number % step == offset:
+                self.current = [file, state, known, 1, 0, number]
                 yield sample
         self._stream = None
+
+    def document(self, unit: Unit) -> dict[str, Any]:
+        file, state, known, _, _, number = unit
+        for i, sample in enumerate(self._opened(file, state), known):
+            if i == number:
+                found: dict[str, Any] = sample
+                return found
+        raise ValueError(f"{self.name} has no document {number} in file {file}")
 
     def state_dict(self) -> dict[str, Any]:
         if self._stream is not None:

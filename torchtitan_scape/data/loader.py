@@ -4,19 +4,21 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_scape.data.borders import BoundaryTokenizer
-from torchtitan_scape.data.documents import Documents, documents
+from torchtitan_scape.data.documents import Documents, Unit, documents
 from torchtitan_scape.titan.config import Training, Validation
 from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTextDataset, ParallelAwareDataloader
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # Format 1 stores the rest of a document as tokens.
+Partial = list[Any]  # Unit of a document, first character of a piece, tokens of the piece to skip.
 Item = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -34,26 +36,33 @@ class TextDataset(HuggingFaceTextDataset):
     Args:
         name: Name of the dataset.
         path: `dataset_path`.
-        tokenizer: Encodes each document.
+        tokenizer: Encodes each document, in pieces.
         seq_len: Tokens per sequence.
         rank, world: This reader and the number of readers.
         passes: Epochs to read; 0 for no end.
+
+    The token buffer contains fewer tokens than a sequence and those of one piece of a document. The position refers to
+    that piece by its document and its first character, so that its size does not depend on the documents.
     """
 
     def __init__(
         self,
         name: str,
         path: str | None,
-        tokenizer: BaseTokenizer,
+        tokenizer: BoundaryTokenizer,
         seq_len: int,
         rank: int = 0,
         world: int = 1,
         passes: int = 0,
     ) -> None:
         self._token_buffer: list[int]
-        super().__init__(name, path, tokenizer, seq_len, infinite=passes != 1)
+        super().__init__(name, path, cast(BaseTokenizer, tokenizer), seq_len, infinite=passes != 1)
+        self._encode_pieces = tokenizer.encode_pieces
         self.passes = passes
         self._begin = 0  # Tokens before this index of the buffer have been yielded.
+        self._piece: Partial | None = None  # Piece at the end of the buffer.
+        self._piece_begin = 0  # Index of its first token in the buffer.
+        self._partial: list[Partial] = []  # Documents to read before the others, from a checkpoint.
         self._data: Documents = documents(self.dataset_name, self._data, self._text_processor, rank, world)
         self._sequences_yielded = 0
         self._at_epoch_start: tuple[int, int] | None = None
@@ -77,18 +86,35 @@ class TextDataset(HuggingFaceTextDataset):
         return iter(self._data)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield sequences as TorchTitan does, without its copy of the rest of a document per sequence."""
+        """Yield sequences as TorchTitan does, with the documents encoded in pieces."""
         yield from self._sequences()  # Tokens restored from a checkpoint.
+        while self._partial:
+            unit, begin, skip = self._partial.pop(0)
+            yield from self._document(self._data.document(unit), unit, begin, skip)
         while True:
             for sample in self._get_data_iter():
-                text = self._text_processor(sample)
-                self._token_buffer += self._tokenizer.encode(text, add_bos=True, add_eos=True)
-                yield from self._sequences()
+                yield from self._document(sample, self._data.current)
             if not self.infinite:
                 logger.warning(f"{self.dataset_name}: end of data")
                 return
             logger.warning(f"{self.dataset_name}: end of epoch, the data are repeated")
             self._data.set_epoch(self._data.epoch + 1)
+
+    def _document(self, sample: dict[str, Any], unit: Unit, begin: int = 0, skip: int = 0) -> Iterator[Item]:
+        """Yield the sequences that a document completes.
+
+        Args:
+            sample: The document.
+            unit: Reference to it.
+            begin: First character of the piece to start with.
+            skip: Tokens of that piece that were yielded before.
+        """
+        for first, tokens in self._encode_pieces(self._text_processor(sample), begin):
+            self._piece, self._piece_begin = [unit, first, skip], len(self._token_buffer)
+            self._token_buffer += tokens[skip:]
+            skip = 0
+            yield from self._sequences()
+            self._piece = None
 
     def _sequences(self) -> Iterator[Item]:
         """Yield all complete sequences in the buffer."""
@@ -101,28 +127,37 @@ class TextDataset(HuggingFaceTextDataset):
         self._begin = 0
 
     def state_dict(self) -> dict[str, Any]:
+        partial, tokens = self._partial, self._token_buffer[self._begin :]
+        if self._piece is not None:
+            unit, first, skip = self._piece
+            partial = [[unit, first, skip + max(0, self._begin - self._piece_begin)], *partial]
+            tokens = self._token_buffer[self._begin : self._piece_begin]
         position = {
             "format": FORMAT,
             "data": [self.dataset_name, self._data.size()],
             **self._data.state_dict(),
-            "tokens": self._token_buffer[self._begin :],
+            "tokens": tokens,
+            "partial": partial,
         }
         return {"position": json.dumps(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         position = self._checked(state["position"])
         self._data.load_state_dict(position)
-        self._token_buffer, self._begin = position["tokens"], 0
-        self._at_epoch_start = None
+        self._restore([position])
 
     def load_old(self, positions: Sequence[str]) -> str:
         """Continue from the positions of another number of readers. Return a description for the log."""
         old = [self._checked(position) for position in positions]
         text = self._data.load_old(old)
-        own_positions = old[self._data.rank :: self._data.world]
-        self._token_buffer, self._begin = [token for position in own_positions for token in position["tokens"]], 0
-        self._at_epoch_start = None
+        self._restore(old[self._data.rank :: self._data.world])
         return text
+
+    def _restore(self, positions: Sequence[dict[str, Any]]) -> None:
+        """Continue with the tokens and partially read documents of these positions."""
+        self._token_buffer = [token for position in positions for token in position["tokens"]]
+        self._partial = [partial for position in positions for partial in position["partial"]]
+        self._begin, self._piece, self._at_epoch_start = 0, None, None
 
     def _checked(self, text: str) -> dict[str, Any]:
         """Parse a checkpoint's position.
@@ -132,8 +167,9 @@ class TextDataset(HuggingFaceTextDataset):
         """
         try:
             position: dict[str, Any] = json.loads(text)
-            known = position["format"] == FORMAT and isinstance(position["epoch"], int) and position["left"] != []
+            known = position["format"] in FORMATS and isinstance(position["epoch"], int) and position["left"] != []
             known = known and all(isinstance(token, int) for token in position["tokens"])
+            known = known and all(len(partial) == 3 for partial in position.setdefault("partial", []))
             saved = position["data"]
         except (TypeError, ValueError, KeyError):
             known = False
@@ -155,7 +191,8 @@ class TextDataLoader(ParallelAwareDataloader):
     """TorchTitan's data loader with a JSON state. The state has one entry per data-parallel rank i, without pickle:
 
         dp_rank_{i}: str     JSON of the position: format, data (name and number of documents or files), epoch, empty
-                             (documents skipped), left (see documents.py), tokens (not yet yielded)
+                             (documents skipped), left (see documents.py), tokens (not yet yielded), partial
+                             (documents of which a part was yielded)
         world_size: int      data-parallel ranks, including simulated replicas
 
     The state is that after the last yielded batch, even if a worker process has read ahead. It does not depend on the
@@ -235,7 +272,7 @@ def text_loader(
     config: Training | Validation, tokenizer: BaseTokenizer, rank: int, world: int, border: str, passes: int = 0
 ) -> TextDataLoader:
     """Return the data loader that a section describes, for data-parallel reader `rank` of `world`."""
-    with_border: Any = BoundaryTokenizer(tokenizer, border)
+    with_border = BoundaryTokenizer(tokenizer, border)
     data = TextDataset(config.dataset, config.dataset_path, with_border, config.seq_len, rank, world, passes)
     options: dict[str, Any] = {**asdict(config.dataloader), "batch_size": config.local_batch_size}
     return TextDataLoader(data, dp_rank=rank, dp_world_size=world, **options)

@@ -6,10 +6,11 @@ range of documents with about as many bytes as the others. For a stream only its
 """
 
 import json
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from datasets import Dataset, IterableDataset
 
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import write_whole
-from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.data.borders import PieceSplitter, border_ids
 from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.prepared import mixed
@@ -53,22 +54,38 @@ class PrepareTask:
 
 
 class Encoder:
-    """Encoder of texts to ids, with the document border around each text."""
+    """Encoder of texts to ids, with the document border around each text. Long texts are encoded in pieces."""
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self._encode = tokenizer.tokenizer.encode_batch_fast
         self._before, self._after = border_ids(tokenizer, border)
+        self._split = PieceSplitter(tokenizer)
 
-    def __call__(self, texts: Sequence[str]) -> tuple[list[int], list[int]]:
+    def __call__(self, texts: Sequence[str]) -> tuple["array[int]", list[int]]:
         """Return the concatenated ids of all texts, and the number of ids of each."""
-        ids: list[int] = []
+        ids = array("i")
         ends = [0]
-        for encoded in self._encode(list(texts), add_special_tokens=False):
-            ids += self._before
-            ids += encoded.ids
-            ids += self._after
-            ends.append(len(ids))
+        for pieces in self._grouped(texts):
+            encodings = self._encode([piece for _, piece, _ in pieces], add_special_tokens=False)
+            for (first, _, last), encoded in zip(pieces, encodings, strict=True):
+                ids.extend(
+                    array("i", (self._before if first == 0 else []) + encoded.ids + (self._after if last else []))
+                )
+                if last:
+                    ends.append(len(ids))
         return ids, [end - begin for begin, end in pairwise(ends)]
+
+    def _grouped(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str, bool]]]:
+        """Yield the pieces of all texts, in groups to encode together."""
+        group, size = [], 0
+        for piece in chain.from_iterable(map(self._split, texts)):
+            group.append(piece)
+            size += len(piece[1])
+            if size >= CHARACTERS_AT_ONCE:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
 
 
 class TextSource:
