@@ -107,7 +107,7 @@ def test_a_run_resumes_inside_a_document(workers: int, kind: str, novel: Path, t
         batches = iter(first)
         found = labels(batches, n)
         state = json.loads(json.dumps(first.state_dict()))
-        assert len(state["dp_rank_0"]) < 600
+        assert len(state["dp_rank_0"]) < 700
         again = loader(novel, tokenizer)
         again.load_state_dict(state)
         assert again.state_dict() == state

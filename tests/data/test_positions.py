@@ -1,5 +1,6 @@
 """Positions of readers: the same batches after resuming, and every document once with another number of readers."""
 
+import copy
 import itertools
 import json
 from collections import Counter
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data import identity
 from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, _split_ranges, documents
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset
@@ -217,6 +219,49 @@ def test_a_mismatched_position_is_refused(texts: Path, tokenizer: Any, tmp_path:
             one.load_state_dict({"dp_rank_0": damaged, "world_size": 1})
     with pytest.raises(ValueError, match="text_files with 40 documents or files, this run's text_files with 5"):
         loader(texts / "1.jsonl", tokenizer, 0, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("whole", [identity.WHOLE, 0])
+def test_other_data_of_the_same_size_are_refused(
+    whole: int, texts: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "WHOLE", whole)  # with 0 the documents are sampled
+    state = loader(texts, tokenizer, 0, 1).state_dict()
+    for file in texts.glob("*.jsonl"):
+        (texts / "other").mkdir(exist_ok=True)
+        (texts / "other" / file.name).write_text(file.read_text().replace("<17>", "<71>"))
+    other = loader(texts / "other", tokenizer, 0, 1)
+    for load in (other.load_state_dict, lambda state: other.load_old([state])):
+        with pytest.raises(ValueError, match=r"another text: digest .*exclude_from_loading=dataloader") as error:
+            load(state)
+        assert "\n" not in str(error.value)
+    position = json.loads(state["dp_rank_0"])
+    del position["digests"]  # as in older checkpoints
+    other.load_state_dict({**state, "dp_rank_0": json.dumps(position)})
+
+
+def test_another_tokenizer_is_refused(texts: Path, tokenizer: Any, tmp_path: Path) -> None:
+    state = loader(texts, tokenizer, 0, 1).state_dict()
+    definition = json.loads(tokenizer.tokenizer.to_str())
+    vocabulary = definition["model"]["vocab"]
+    a, b = list(vocabulary)[70:72]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    other = copy.copy(tokenizer)
+    other.tokenizer = type(tokenizer.tokenizer).from_str(json.dumps(definition))
+    with pytest.raises(ValueError, match="another tokenizer: digest "):
+        loader(texts, other, 0, 1).load_state_dict(state)
+
+
+def test_a_stream_is_identified_by_its_files(tmp_path: Path) -> None:
+    def digest(folder: str, documents: list[str]) -> str:
+        file = tmp_path / folder / "a.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        return identity.data_digest(load_dataset("json", data_files=[str(file)], split="train", streaming=True))
+
+    first = digest("a", ["one", "two"])
+    assert len(first) == 16 and digest("a", ["one", "two", "three"]) == first != digest("b", ["one", "two"])
+    assert identity.data_digest(Dataset.from_dict({"tokens": [1]})) == ""
 
 
 @pytest.mark.parametrize("workers", [0, 1])

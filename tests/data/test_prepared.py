@@ -342,6 +342,18 @@ def test_a_pair_has_no_splits(other: str, tmp_path: Path, tokenizer: Any) -> Non
         build_dataloader(1, 0, tokenizer, config)
 
 
+def test_the_position_of_a_pair_belongs_to_its_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    """The index of another pair with as many tokens is equal."""
+    one = build_dataloader(1, 0, tokenizer, config_of(literal(tmp_path / "one", [[1] * 100])))
+    other = build_dataloader(1, 0, tokenizer, config_of(literal(tmp_path / "other", [[1] * 99 + [2]])))
+    state = one.state_dict()
+    with pytest.raises(ValueError, match=r"sampled = .*; use the same data"):
+        other.load_state_dict(state)
+    position = json.loads(state["position"])
+    del position["sampled"]  # as in older checkpoints
+    other.load_state_dict({"position": json.dumps(position)})
+
+
 # Validation
 
 

@@ -54,6 +54,7 @@ class BoundaryTokenizer:
     """Tokenizer that adds the document border to a text and ignores the tokenizer's own template."""
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
+        self.tokenizer = tokenizer.tokenizer
         self._encode = tokenizer.tokenizer.encode
         self._before, self._after = border_ids(tokenizer, border)
         self._split = PieceSplitter(tokenizer)

@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, Unit, documents
+from torchtitan_scape.data.identity import data_digest, tokenizer_digest
 from torchtitan_scape.titan.config import Training, Validation
 from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTextDataset, ParallelAwareDataloader
 
@@ -63,6 +64,7 @@ class TextDataset(HuggingFaceTextDataset):
         self._piece: Partial | None = None  # Piece at the end of the buffer.
         self._piece_begin = 0  # Index of its first token in the buffer.
         self._partial: list[Partial] = []  # Documents to read before the others, from a checkpoint.
+        self._digests = {"text": data_digest(self._data), "tokenizer": tokenizer_digest(tokenizer.tokenizer)}
         self._data: Documents = documents(self.dataset_name, self._data, self._text_processor, rank, world)
         self._sequences_yielded = 0
         self._at_epoch_start: tuple[int, int] | None = None
@@ -135,6 +137,7 @@ class TextDataset(HuggingFaceTextDataset):
         position = {
             "format": FORMAT,
             "data": [self.dataset_name, self._data.size()],
+            "digests": self._digests,
             **self._data.state_dict(),
             "tokens": tokens,
             "partial": partial,
@@ -163,36 +166,39 @@ class TextDataset(HuggingFaceTextDataset):
         """Parse a checkpoint's position.
 
         Raises:
-            ValueError: The position is damaged or belongs to other data.
+            ValueError: The position is damaged, or belongs to other data or another tokenizer.
         """
+        restart = "start the data from the beginning with --checkpoint.exclude_from_loading=dataloader"
         try:
             position: dict[str, Any] = json.loads(text)
             known = position["format"] in FORMATS and isinstance(position["epoch"], int) and position["left"] != []
             known = known and all(isinstance(token, int) for token in position["tokens"])
             known = known and all(len(partial) == 3 for partial in position.setdefault("partial", []))
-            saved = position["data"]
-        except (TypeError, ValueError, KeyError):
+            saved, digests = position["data"], dict(position.get("digests", {}))
+        except (TypeError, ValueError, KeyError, AttributeError):
             known = False
         if not known:
-            raise ValueError(
-                f"the data position in the checkpoint is not readable: {str(text)[:80]!r}; restart the data with "
-                "--checkpoint.exclude_from_loading=dataloader"
-            )
+            raise ValueError(f"the data position in the checkpoint is not readable: {str(text)[:80]!r}; {restart}")
         if saved != [self.dataset_name, self._data.size()]:
             raise ValueError(
                 f"the checkpoint's data are {saved[0]} with {saved[1]} documents or files, this run's "
-                f"{self.dataset_name} with {self._data.size()}; use the same data, or start the new data from the "
-                "beginning with --checkpoint.exclude_from_loading=dataloader"
+                f"{self.dataset_name} with {self._data.size()}; use the same data, or {restart}"
             )
+        for kind, own in self._digests.items():
+            if (other := digests.get(kind, own)) != own:
+                raise ValueError(
+                    f"the checkpoint was trained on {self.dataset_name} with another {kind}: digest {other}, this "
+                    f"run's {own}; use the same {kind}, or {restart}"
+                )
         return position
 
 
 class TextDataLoader(ParallelAwareDataloader):
     """TorchTitan's data loader with a JSON state. The state has one entry per data-parallel rank i, without pickle:
 
-        dp_rank_{i}: str     JSON of the position: format, data (name and number of documents or files), epoch, empty
-                             (documents skipped), left (see documents.py), tokens (not yet yielded), partial
-                             (documents of which a part was yielded)
+        dp_rank_{i}: str     JSON of the position: format, data (name and number of documents or files), digests (of
+                             text and tokenizer), epoch, empty (documents skipped), left (see documents.py), tokens
+                             (not yet yielded), partial (documents of which a part was yielded)
         world_size: int      data-parallel ranks, including simulated replicas
 
     The state is that after the last yielded batch, even if a worker process has read ahead. It does not depend on the

@@ -78,10 +78,11 @@ class Split:
         digest: Digest of the manifest, or of the index of a single pair.
         entries: Entries of the tokenizer.
         bytes_per_token: UTF-8 bytes of text per token; None if unknown.
+        sampled: Digest of a sample of the tokens, for a pair, whose index has only their number; "" otherwise.
 
     Attributes:
         tokens: Number of tokens.
-        digest, bytes_per_token: As above.
+        digest, bytes_per_token, sampled: As above.
     """
 
     def __init__(
@@ -90,12 +91,13 @@ class Split:
         digest: str,
         entries: int,
         bytes_per_token: float | None = None,
+        sampled: str = "",
     ) -> None:
         self._names = [name for name, _ in shards]
         self._shards = [tokens for _, tokens in shards]
         self._ends = np.cumsum([0, *map(len, self._shards)]).tolist()[1:]
         self.tokens, self.digest, self.bytes_per_token = (self._ends or [0])[-1], digest, bytes_per_token
-        self._entries = entries
+        self.sampled, self._entries = sampled, entries
 
     def samples(self, seq_len: int) -> int:
         return max(0, (self.tokens - 1) // seq_len)
@@ -184,7 +186,8 @@ def _from_pair(key: str, path: Path, facts: dict[str, Any], job: JobConfig) -> S
     logger.warning(
         f"{prefix} does not record its tokenizer: {job.model.hf_assets_path} must contain the one that encoded it"
     )
-    return Split([(str(prefix), pair.tokens)], pair.digest()[:16], facts["entries"])
+    digest, sampled = pair.digest()[:16], pair.sampled_digest()[:16]
+    return Split([(str(prefix), pair.tokens)], digest, facts["entries"], sampled=sampled)
 
 
 def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConfig) -> Split:
@@ -223,8 +226,8 @@ def _allow_files(n: int) -> None:
 class PreparedDataLoader(BaseDataLoader):
     """Data loader of one rank, which reads for `simulated` replicas in turn.
 
-    Its state is {"position": JSON of format, data (the manifest's digest), samples, seq_len, seed, consumed}. Between
-    two steps it is equal on all ranks. The seed is restored from it.
+    Its state is {"position": JSON of format, data (the manifest's digest), samples, seq_len, seed, consumed}, and for
+    a pair also `sampled`. Between two steps it is equal on all ranks. The seed is restored from it.
 
     Args:
         data: The training split.
@@ -308,7 +311,8 @@ class PreparedDataLoader(BaseDataLoader):
         return 0
 
     def _identity(self) -> dict[str, Any]:
-        return {"format": FORMAT, "data": self.data.digest, "samples": self.samples, "seq_len": self.seq_len}
+        found = {"format": FORMAT, "data": self.data.digest, "samples": self.samples, "seq_len": self.seq_len}
+        return {**found, "sampled": self.data.sampled} if self.data.sampled else found
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": json.dumps({**self._identity(), "seed": self.seed, "consumed": self.consumed})}
@@ -329,6 +333,8 @@ class PreparedDataLoader(BaseDataLoader):
         try:
             found = json.loads(state_dict["position"])
             seed, consumed = int(found.pop("seed")), int(found.pop("consumed"))
+            if self.data.sampled:
+                found.setdefault("sampled", self.data.sampled)  # Older checkpoints lack it.
             readable = consumed >= 0 and found.keys() == self._identity().keys()
         except (TypeError, ValueError, KeyError, AttributeError):
             readable = False
