@@ -74,7 +74,7 @@ class Links:
             return cls(levels, f"preflight {path}", stored["memory_bandwidth"])
         except KeyError as error:
             reason = f"it has no {error}"
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error)
         again = "run `python -m torchtitan_scape.planner.preflight` again"
         raise ValueError(f"links cannot be read from {path}: {reason}; {again}")

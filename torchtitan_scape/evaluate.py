@@ -9,7 +9,6 @@ share of the documents. Results are a JSON document and a table, each written as
 
 import argparse
 import hashlib
-import json
 import logging
 import os
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.command import one_line, parser_of
-from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.core.files import parse_json, write_whole
 from torchtitan_scape.huggingface.loading import DifferentError
 
 _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
@@ -120,7 +119,7 @@ def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
 def _model_of(document: Path) -> str | None:
     """Whose scores a document has; None where it cannot be read."""
     try:
-        return str(json.loads(document.read_bytes())["model"])
+        return str(parse_json(document.read_bytes())["model"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -150,7 +149,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 def _config(folder: Path) -> dict[str, Any]:
     """config.json of a model's folder. Raises ValueError where it is none."""
     try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        found: dict[str, Any] = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         found = {}
     weights = (folder / name for name in ("model.safetensors", "model.safetensors.index.json"))

@@ -240,6 +240,18 @@ def test_every_flipped_bit_of_the_manifest_is_detected(copy: Path) -> None:
             read_manifest(copy)
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, ""])
+def test_a_strange_manifest_is_damaged(content: str, copy: Path) -> None:
+    path = copy / "manifest.json"
+    if not content:  # valid, with a file of another folder
+        (copy.parent / "outside").write_bytes(b"")
+        files = {"../outside": {"bytes": 0, "crc32": "00000000"}}
+        content = json.dumps({"format": storage.FORMAT, "files": files, "crc32": storage._sum_of(files)})
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        read_manifest(copy)
+
+
 def test_files_of_a_larger_world_are_ignored(copy: Path) -> None:
     (copy / "__7_0.distcp").write_bytes(b"stale")
     assert is_complete(copy) and find_damage(copy) is None

@@ -1,5 +1,6 @@
 """Pairs in Megatron's format, compared with bytes written here from the description of the format alone."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, harm, message",
     [
-        ("a.bin", lambda data: data[:-1], r"a\.bin is damaged: 15 bytes, 16 expected by a\.idx"),
+        ("a.bin", lambda data: data[:-1], r"a\.bin is damaged: 15 bytes, other than a\.idx says"),
         ("a.bin", None, r"a\.bin: No such file"),
         ("a.idx", None, r"a\.idx: No such file"),
         ("a.idx", lambda data: data[:-8], r"a\.idx is damaged: \d+ bytes, \d+ expected for 3 sequences"),
@@ -91,7 +92,7 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("a.idx", lambda data: b"X" + data[1:], "is not an index of Megatron's format"),
         ("a.idx", lambda data: data[:9] + b"\2" + data[10:], "version 2"),
         ("a.idx", lambda data: data[:17] + b"\7" + data[18:], "type 7"),
-        ("a.idx", lambda data: data[:34] + b"\5" + data[35:], "sequences do not follow each other"),
+        ("a.idx", lambda data: data[:34] + b"\5" + data[35:], "is damaged: "),
         ("a.idx", lambda data: data[:-8] + struct.pack("<q", 2), "documents do not follow each other"),
     ],
 )
@@ -102,6 +103,20 @@ def test_a_damaged_pair_is_named(name: str, harm: object, message: str, tmp_path
     with pytest.raises(ValueError, match=message) as error:
         Pair(tmp_path / "a")
     assert "\n" not in str(error.value)
+
+
+def test_a_sparse_index_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A file of 20 GB with a header and a hole takes no space on disk."""
+    literal(tmp_path / "a")
+    header = (tmp_path / "a.idx").read_bytes()[:34]
+    n = 10**9
+    with open(tmp_path / "a.idx", "wb") as file:
+        file.write(header[:18] + struct.pack("<QQ", n, n + 1))
+        file.truncate(34 + 12 * n + 8 * (n + 1))
+    for size in (16, 0):
+        os.truncate(tmp_path / "a.bin", size)
+        with pytest.raises(ValueError, match=rf"a\.bin is damaged: {size} bytes, other than a\.idx says"):
+            Pair(tmp_path / "a")
 
 
 def test_a_shard_is_compared_with_its_manifest(tmp_path: Path) -> None:

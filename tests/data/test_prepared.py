@@ -272,6 +272,15 @@ def _no_json(folder: Path) -> None:
     (folder / "manifest.json").write_text("{")
 
 
+def _deep(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"format":' + "[" * 100_000)
+
+
+def _outside(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"train-00000"', '"../train-00000"'))
+
+
 def _without_digest(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"digest"', '"digests"'))
@@ -289,6 +298,8 @@ def _tokenizer(folder: Path) -> None:
         (lambda f, c: _cut(f), r"damaged: .*train-00001\.idx has 5 bytes, 62 expected"),
         (lambda f, c: _unfinished(f), r"has no manifest\.json: it contains no prepared data, or they are unfinished"),
         (lambda f, c: _no_json(f), r"manifest\.json cannot be read"),
+        (lambda f, c: _deep(f), r"manifest\.json cannot be read \(its JSON is nested too deeply\)"),
+        (lambda f, c: _outside(f), r"names the file '\.\./train-00000', which is not in its folder"),
         (lambda f, c: _without_digest(f), r"manifest\.json cannot be read \(its tokenizer lacks digest\)"),
         (lambda f, c: _tokenizer(f), "with another tokenizer than the one in .*: its entries is 300, not 258"),
         (lambda f, c: setattr(c.data, "border", "eos"), "set .data. border = 'bos_eos', or .* --border eos"),

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.core.files import parse_json, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ FILE = "best.json"
 def read(folder: Path) -> dict[str, Any]:
     """Return the contents of this dump folder's file, see `BestCheckpoint`. Raises ValueError if there is none."""
     try:
-        found: dict[str, Any] = json.loads((folder / FILE).read_bytes())
+        found: dict[str, Any] = parse_json((folder / FILE).read_bytes())
         return {"checkpoint_step": found["checkpoint_step"], "losses": found["losses"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise ValueError(f"{folder / FILE} is missing or cannot be read: no validation was noted there") from None
@@ -41,7 +41,7 @@ class BestCheckpoint:
 
     def _read(self) -> list[list[Any]]:
         try:
-            found = json.loads(self.path.read_bytes())
+            found = parse_json(self.path.read_bytes())
             losses = [[int(step), float(loss), bool(saved)] for step, loss, saved in found["losses"]]
             return losses if found["validation"] == self.validation else []
         except FileNotFoundError:

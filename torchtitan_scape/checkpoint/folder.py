@@ -1,6 +1,5 @@
 """Contents of checkpoint folders, the same on all ranks."""
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torchtitan_scape.checkpoint.reader import load_into
 from torchtitan_scape.checkpoint.record_format import to_present_format
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
 from torchtitan_scape.checkpoint.storage import find_damage
+from torchtitan_scape.core.files import parse_json
 
 
 def read_record(path: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def read_record(path: str) -> dict[str, Any]:
     """
     state: dict[str, Any] = {RUN_METADATA: {"json": ""}}
     load_into(path, state)
-    return to_present_format(json.loads(state[RUN_METADATA]["json"]), path)
+    return to_present_format(parse_json(state[RUN_METADATA]["json"]), path)
 
 
 def names_in(path: str) -> set[str]:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_scape.core.files import sync_folder
+from torchtitan_scape.core.files import parse_json, require_plain_name, sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
@@ -246,11 +246,13 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = parse_json((path / MANIFEST).read_bytes())
         version, files = manifest["format"], manifest["files"]
         if version == FORMAT and manifest["crc32"] != _sum_of(files):
             raise ValueError
         sums = [FileSum(name, one["bytes"], int(one["crc32"], 16)) for name, one in files.items()]
+        for name in files:
+            require_plain_name(name, path / MANIFEST)
     except FileNotFoundError:
         if (path / METADATA).is_file():
             raise ValueError(f"{path} has no {MANIFEST}, so its files cannot be checked") from None

@@ -22,6 +22,7 @@ from torchtitan_scape.config.help import help_text
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
+from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.core.patching import environment
 from torchtitan_scape.core.type_checks import check_section, check_value
 from torchtitan_scape.titan.config import ConfigManager
@@ -61,7 +62,7 @@ class _Composed(ConfigManager):
             return PrimitiveConstructorSpec(
                 nargs=1,
                 metavar="[[A,B],...]",
-                instance_from_str=lambda given: json.loads(given[0]),
+                instance_from_str=lambda given: parse_json(given[0]),
                 is_instance=lambda value: isinstance(value, list),
                 str_from_instance=lambda value: [json.dumps(value)],
             )

@@ -1,8 +1,28 @@
-"""Atomic file writes."""
+"""Atomic file writes, and JSON of unknown origin."""
 
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: The content is not JSON, or is nested so deeply that the parser gives up.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def require_plain_name(name: str, where: Path) -> None:
+    """Raise ValueError if a file name that was read from `where` leads out of that file's folder."""
+    if not isinstance(name, str) or name != Path(name).name:
+        raise ValueError(f"{where} names the file {name!r}, which is not in its folder")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -194,6 +194,9 @@ class Pair:
         self.lengths, offsets, first = (
             index[begin:end].view(kind) for begin, end, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
         )
+        # Before any pass over the index, which may be a sparse file of any length.
+        if n and (size == 0 or int(offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize != size):
+            raise ValueError(f"{path} is damaged: {size} bytes, other than {index_path.name} says")
         filled = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
         if n and not ((self.lengths >= 0).all() and offsets[0] == 0 and (offsets[1:] == filled[:-1]).all()):
             raise ValueError(f"{index_path} is damaged: its sequences do not follow each other")

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, Unit, documents
 from torchtitan_scape.data.identity import data_digest, tokenizer_digest
@@ -170,7 +171,7 @@ class TextDataset(HuggingFaceTextDataset):
         """
         restart = "start the data from the beginning with --checkpoint.exclude_from_loading=dataloader"
         try:
-            position: dict[str, Any] = json.loads(text)
+            position: dict[str, Any] = parse_json(text)
             known = position["format"] in FORMATS and isinstance(position["epoch"], int) and position["left"] != []
             known = known and all(isinstance(token, int) for token in position["tokens"])
             known = known and all(len(partial) == 3 for partial in position.setdefault("partial", []))

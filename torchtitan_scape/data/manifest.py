@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.core.files import parse_json, require_plain_name, write_whole
 from torchtitan_scape.data.indexed import IndexedShard, paths_of
 from torchtitan_scape.titan.data import BaseTokenizer
 
@@ -93,10 +93,12 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            found = json.loads(path.read_bytes())
+            found = parse_json(path.read_bytes())
             if found.pop("format") != FORMAT:
                 raise ValueError
             found["shards"] = tuple(IndexedShard(**shard) for shard in found["shards"])
+            for shard in found["shards"]:
+                require_plain_name(shard.name, path)
             del found["splits"]
             manifest = cls(**found)
             if missing := {"digest", "entries", "bos", "eos"} - manifest.tokenizer.keys():

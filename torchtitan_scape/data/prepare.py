@@ -22,7 +22,7 @@ import numpy as np
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line, parser_of
-from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.core.files import parse_json, write_whole
 from torchtitan_scape.data.datasets import DATASETS
 from torchtitan_scape.data.indexed import damage, dtype_for
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts
@@ -147,7 +147,7 @@ def _lock(file: IO[str], end: float, folder: Path) -> None:
 def _head(path: Path) -> dict[str, Any]:
     """Return the JSON object of a plan or a manifest."""
     try:
-        found: dict[str, Any] = dict(json.loads(path.read_bytes()).items())
+        found: dict[str, Any] = dict(parse_json(path.read_bytes()).items())
         return found
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged; delete {path.parent}, or give another --output") from None

@@ -19,7 +19,7 @@ import pyarrow.compute
 from datasets import Dataset, IterableDataset
 
 from torchtitan_scape.core.command import one_line
-from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.core.files import parse_json, write_whole
 from torchtitan_scape.data.borders import PieceSplitter, border_ids
 from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
@@ -221,7 +221,7 @@ class PrepareWork:
     def shards(self, index: int) -> list[IndexedShard] | None:
         """Return the shards of a completed task; None if the task is incomplete."""
         try:
-            return [IndexedShard(**shard) for shard in json.loads(self.record(index).read_bytes())]
+            return [IndexedShard(**shard) for shard in parse_json(self.record(index).read_bytes())]
         except (OSError, ValueError, TypeError):
             return None
 

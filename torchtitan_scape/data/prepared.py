@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.data.indexed import Pair, Tokens, map_tokens, paths_of
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest, tokenizer_facts
 from torchtitan_scape.data.simulated import Batch
@@ -331,7 +332,7 @@ class PreparedDataLoader(BaseDataLoader):
             return
         restart = "restart the data with --checkpoint.exclude_from_loading=dataloader"
         try:
-            found = json.loads(state_dict["position"])
+            found = parse_json(state_dict["position"])
             seed, consumed = int(found.pop("seed")), int(found.pop("consumed"))
             if self.data.sampled:
                 found.setdefault("sampled", self.data.sampled)  # Older checkpoints lack it.

@@ -1,6 +1,5 @@
 """README.md of an exported model."""
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from torchtitan_scape.checkpoint import best
 from torchtitan_scape.checkpoint.whole import CheckpointInfo
 from torchtitan_scape.config.resolved import Resolved
+from torchtitan_scape.core.files import parse_json
 
 
 def card(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: Namespace, compared: str) -> str:
@@ -52,7 +52,7 @@ def _rows(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: 
 
 def _summary(run: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((run / "summary.json").read_bytes())
+        found: dict[str, Any] = parse_json((run / "summary.json").read_bytes())
         return found
     except (OSError, ValueError):
         return {}

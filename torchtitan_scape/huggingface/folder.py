@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchtitan_scape.core.files import parse_json, require_plain_name
+
 MAX_FILE_BYTES = 5_000_000_000
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 # Exceptions for damaged files, or for JSON of another structure.
 _STRUCTURE = (KeyError, TypeError, AttributeError, RecursionError)
-_DAMAGES = (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, *_STRUCTURE)
+_DAMAGES = (SafetensorError, ValueError, *_STRUCTURE)
 
 
 @contextmanager
@@ -73,16 +75,15 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ValueError: A file is missing or damaged.
     """
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = parse_json((folder / CONFIG).read_bytes())
         if not isinstance(config, dict):
             raise TypeError(f"{CONFIG} is not a table")
         files = [WEIGHTS]
         if (folder / INDEX).is_file():
-            files = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+            files = sorted(set(parse_json((folder / INDEX).read_bytes())["weight_map"].values()))
         tensors: dict[str, Tensor] = {}
         for file in files:
-            if file != Path(file).name:
-                raise ValueError(f"{folder / INDEX} names the file {file!r}, which is not in its folder")
+            require_plain_name(file, folder / INDEX)
             with safe_open(folder / file, framework="pt") as stored:
                 tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except FileNotFoundError as error:

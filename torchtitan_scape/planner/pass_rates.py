@@ -1,6 +1,5 @@
 """Rates of the optimizer's passes on a GPU, as measured by `scripts/gpu_check.sh speed`. No torch."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any
 
 from topology.links import Links
 from topology.machines import Device
+from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 
@@ -111,7 +111,7 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
 def _read(path: Path) -> PassRates | None:
     """Return the rates in a file; None for any other file, a smoke test, or a run without dense AdamS and SCAPE."""
     try:
-        stored = json.loads(path.read_text())
+        stored = parse_json(path.read_text())
         machine, results = stored["machine"], [step.get("result") for step in stored["steps"].values()]
         passes = [result for result in results if result and result.get("settings") and result.get("dense")]
         if stored["smoke"] or not passes:

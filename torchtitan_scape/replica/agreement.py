@@ -48,8 +48,13 @@ def refuse_ddp_at_first_step(optimizer: torch.optim.Optimizer, shards: Sequence[
     do not tell their parameters, so the modules of this process are searched, once.
     """
 
+    is_first = True  # The hook stays: PyTorch does not permit its removal while the hooks run.
+
     def look(*_: Any) -> None:
-        handle.remove()
+        nonlocal is_first
+        if not is_first:
+            return
+        is_first = False
         parameters = {id(shard.parameter) for shard in shards}
         for one in gc.get_objects():
             if type(one) is DistributedDataParallel and any(id(p) in parameters for p in one.parameters()):
@@ -59,7 +64,7 @@ def refuse_ddp_at_first_step(optimizer: torch.optim.Optimizer, shards: Sequence[
                     "model to setup() or prepare()"
                 )
 
-    handle = optimizer.register_step_pre_hook(look)
+    optimizer.register_step_pre_hook(look)
 
 
 def describe_parameters(shards: Sequence[Shard]) -> int:

@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from torchtitan_scape.core.files import parse_json
+
 NAME = "run.lock"
 WAIT_SECONDS = 5.0  # for an earlier run that is about to end
 
@@ -63,7 +65,7 @@ class FolderLock:
     def _holder(self) -> str:
         try:
             self._file.seek(0)
-            held = json.loads(self._file.read())
+            held = parse_json(self._file.read())
             minutes = (time.time() - held["since"]) / 60
             return f"process {held['process']} on {held['host']}, started {minutes:.0f} min ago"
         except (ValueError, KeyError, TypeError):
