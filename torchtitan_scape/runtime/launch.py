@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,6 +41,29 @@ OWN_CODES = (WRONG_INPUT, LOST, NOT_SAVED, STOPPED, 128 + signal.SIGINT, 128 + s
 END_SECONDS = 10.0  # Time for the other ranks of a node to report the lost rank and end; a halted one never would.
 AGENT_SECONDS = 20.0  # Time for torchrun's agent to return after its ranks have ended.
 PAUSE_SECONDS = 3.0  # Delay before this process exits, in which ranks of other nodes read the reason from its store.
+
+
+class Output:
+    """A standard stream that discards text once its reader is gone: a closed terminal, or a `tee` that has ended."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._tried(lambda: self._stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        self._tried(lambda: self._stream.flush())
+
+    def _tried(self, action: Callable[[], int | None]) -> int | None:
+        try:
+            return action()
+        except OSError:
+            self._stream = open(os.devnull, "w")  # noqa: SIM115  # Until the process ends.
+            return None
 
 
 class Ranks:
@@ -140,6 +163,7 @@ class Ranks:
 
 
 def main() -> None:
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)  # type: ignore[assignment]
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
         # Suppress their multi-line reports of a failed rank.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
