@@ -67,11 +67,13 @@ def test_ranks_that_wait_for_a_lost_rank_end_and_name_it() -> None:
     because starting takes time.
 
     A rank that fails by itself, for example because a recipe is unreadable on one node, passes its reason and exit code
-    to all. Ranks that halt for less than the timeout, or that ended normally, have no effect.
+    to all. A rank that hangs outside of the collective is named although it has heartbeats. Ranks that halt for less
+    than the timeout, or that ended normally, have no effect.
     """
     failing, killed, halted = Group("wait", "wait", "fail"), Group("wait", "wait"), Group("wait", "wait")
     hosting, working = Group("wait", "wait"), Group("work", "work", "leave")
-    groups = (failing, killed, halted, hosting, working)
+    hanging = Group("reduce", "hang", "reduce")
+    groups = (failing, killed, halted, hosting, working, hanging)
     for group in groups:
         group.wait_until_there()
     time.sleep(2.0)  # For one heartbeat of each rank.
@@ -87,6 +89,8 @@ def test_ranks_that_wait_for_a_lost_rank_end_and_name_it() -> None:
     killed.ends({0: (3, f", process {killed.ranks[1].pid}) is lost: no heartbeat")})
     halted.ends({0: (3, f", process {halted.ranks[1].pid}) is lost: no heartbeat")})
     hosting.ends({1: (3, "rank 0, its launcher or its host has ended")})
+    stalled = f", process {hanging.ranks[1].pid}) in runtime/peer.py:33 (<module>) does not take part, 2 wait"
+    hanging.ends({0: (3, stalled), 2: (3, stalled)})
     working.ends({0: (0, ""), 1: (0, ""), 2: (0, "")})
     assert time.monotonic() - begin < 30.0
 

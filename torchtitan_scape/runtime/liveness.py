@@ -11,6 +11,7 @@ stream.
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -24,6 +25,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from torchtitan_scape.runtime.rendezvous import WrongEndpointError, listen_at
+from torchtitan_scape.runtime.stalls import Place, main_thread_place, places_in_words, stalled_rank
+
+logger = logging.getLogger(__name__)
 
 WRONG_INPUT, LOST, NOT_SAVED, STOPPED = 2, 3, 4, 75
 """Exit codes: wrong input, a restart does not help; a rank was lost or failed; stopped on request without a checkpoint;
@@ -83,6 +87,8 @@ class Liveness:
         self._progress = self._last_response = time.monotonic()
         self._beats: dict[int, tuple[int, float]] = {}  # Other ranks' heartbeat count, and the time of its first read.
         self._names: dict[int, str] = {}
+        self._places: dict[int, Place] = {}  # Of ranks without progress.
+        self._has_place = self._places_logged = False
         self._failure: Failure | None = None
         self._to_report: Failure | None = None
         self._reported, self._leaving, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -137,15 +143,17 @@ class Liveness:
             time.sleep(2 * self._interval)  # Time for all ranks to read it.
 
     def find_failure(self) -> Failure | None:
-        """Return the rank that made a collective fail, or None if all others are alive. Takes up to ten intervals."""
+        """Return the rank that made a collective fail, or None if it is not known. Takes up to twelve intervals."""
         if self._is_single:
             return None
         self._alerted = True
         self._wake.set()
         begin = time.monotonic()
-        while (waited := time.monotonic() - begin) < 2 * self._silence_limit:
+        while (waited := time.monotonic() - begin) < 2 * self._silence_limit + 2 * self._interval:
             # Not immediately: if this process was halted, its view of the others is outdated.
             found = self._detect_failure(self._silence_limit) if waited > 2 * self._interval else None
+            if found is None and waited > 2 * self._silence_limit and self._searching:
+                found = self._stalled()
             if failure := self._failure or found:
                 self.report(failure)
                 return self._failure or failure
@@ -208,22 +216,43 @@ class Liveness:
         if self._failure is None and store.check(["failed"]):
             self._failure = Failure(**json.loads(store.get("failed")))
             self._reported.set()
+        stuck = self._alerted or time.monotonic() - self._progress >= self._limit
+        if stuck or self._has_place:
+            here = Place("a collective that failed", True) if self._alerted else main_thread_place()
+            store.set(f"place/{self.rank}", json.dumps(asdict(here) if stuck else None))
+            self._has_place = stuck
         successor = (self.rank + 1) % self.world
-        suspicious = self._alerted or self._seconds_silent(successor) > self._silence_limit
+        suspicious = stuck or self._seconds_silent(successor) > self._silence_limit
         if suspicious != self._suspicious:
             self._suspicious = suspicious
             searchers = store.add("searchers", 1 if suspicious else -1)
             self._searching = suspicious and searchers <= _SEARCHERS
         for rank in range(self.world) if self._searching else [successor]:
+            if self._searching and store.check([f"place/{rank}"]):
+                place = json.loads(store.get(f"place/{rank}"))
+                self._places |= {rank: Place(**place)} if place else {}
             if rank == self.rank:
                 continue
             beat = store.add(f"beat/{rank}", 0)
             now = time.monotonic()
             if rank not in self._beats or beat != self._beats[rank][0]:
                 self._beats[rank] = (beat, now)
-            elif now - self._beats[rank][1] > 2 * self._interval and rank not in self._names:
+            late = now - self._beats[rank][1] > 2 * self._interval or self._searching
+            if late and rank not in self._names:
                 known = store.check([f"name/{rank}"])
                 self._names[rank] = store.get(f"name/{rank}").decode() if known else "not started"
+
+    def _stalled(self) -> Failure | None:
+        """Return a failure if ranks that are alive do not take part in a collective."""
+        found = stalled_rank(self._places, self._names)
+        return None if found is None else Failure(found[0], LOST, found[1])
+
+    def _report_places(self) -> None:
+        """Log once what the ranks do, if all have reported it: NCCL's watchdog may end this process next."""
+        if self._searching and not self._places_logged and len(self._places) == self.world:
+            self._places_logged = True
+            seconds = time.monotonic() - self._progress
+            logger.warning(f"no step was completed for {seconds:.0f} s: {places_in_words(self._places)}")
 
     # -------------------------------------------------------------------------------- monitor thread
 
@@ -240,6 +269,7 @@ class Liveness:
             # If this process was halted, it must read the others' heartbeats first.
             if now - before < 2 * self._interval and now - self._progress >= self._limit:
                 failure = failure or self._detect_failure(self._limit)
+                self._report_places()
             if failure is None:
                 continue
             self.report(failure)
