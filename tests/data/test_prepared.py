@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from tests.data.test_indexed import literal
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import BYTE_TOKENIZER
-from torchtitan_scape.data import prepared as prepared_data
+from torchtitan_scape.data import BYTE_TOKENIZER, splits
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.indexed import PairWriter
 from torchtitan_scape.data.manifest import Manifest, tokenizer_facts
-from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split
+from torchtitan_scape.data.prepared import PreparedDataLoader
+from torchtitan_scape.data.splits import Permutation, Split
 from torchtitan_scape.data.validation_batches import by_rows, validation_batches
 
 S = 4  # Sequence length.
@@ -329,7 +329,7 @@ def test_many_shards_can_be_open_and_an_unreadable_one_is_one_line(
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         found = []
         for n in (64, 65, 1 << 40):
-            prepared_data._allow_files(n)
+            splits._allow_files(n)
             found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         assert found == [256, 321, hard]
     finally:
@@ -338,7 +338,7 @@ def test_many_shards_can_be_open_and_an_unreadable_one_is_one_line(
     def forbidden(path: Path, dtype: Any) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(prepared_data, "map_tokens", forbidden)
+    monkeypatch.setattr(splits, "map_tokens", forbidden)
     with pytest.raises(
         ValueError, match=r"training\.dataset_path: .*train-00000\.bin cannot be read: Permission denied"
     ):

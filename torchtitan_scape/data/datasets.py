@@ -8,7 +8,7 @@ Importing this file registers the following datasets, whose names are lower-case
     slimpajama_6b, slimpajama_6b_validation         DKYoon/SlimPajama-6B, streamed, or a local copy
     openwebtext                                     Skylion007/openwebtext, streamed, or a local copy
     text_files                                      any local text; `dataset_path` is required
-    prepared                                        output of torchtitan_scape.data.prepare, or a Megatron pair
+    prepared                                        output of torchtitan_scape.data.prepare, a Megatron pair, or a blend
 """
 
 import functools
@@ -23,8 +23,9 @@ from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTE
 from torchtitan_scape.data.hub import HubDataset
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, load_text_files
-from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
+from torchtitan_scape.data.prepared import PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.data.splits import NAME
 from torchtitan_scape.titan.config import Training, Validation
 from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig
 

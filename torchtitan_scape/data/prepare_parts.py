@@ -23,7 +23,7 @@ from torchtitan_scape.core.files import parse_json, write_whole
 from torchtitan_scape.data.borders import PieceSplitter, border_ids
 from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
-from torchtitan_scape.data.prepared import mixed
+from torchtitan_scape.data.splits import mixed
 from torchtitan_scape.titan.data import BaseTokenizer
 
 # Limits of a group of documents that is encoded together.

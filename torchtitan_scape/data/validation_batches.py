@@ -12,8 +12,8 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import check_dataset
 from torchtitan_scape.data.exhaustion import raise_together
 from torchtitan_scape.data.loader import text_loader
-from torchtitan_scape.data.prepared import NAME, Split, open_split
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
+from torchtitan_scape.data.splits import NAME, Split, open_split
 from torchtitan_scape.titan.data import BaseTokenizer
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _log_whole_split(share: int, readers: int, left: int, tail: int = 0) -> None
 def _prepared(config: JobConfig, tokenizer: BaseTokenizer, readers: list[int], world: int) -> PreparedBatches:
     validation = config.validation
     size, seq_len = validation.local_batch_size, validation.seq_len
-    data = open_split("validation", validation, tokenizer, config)
+    data = open_split("validation", validation.dataset_path or "", validation, tokenizer, config)
     n = data.samples(seq_len)
     if validation.steps == WHOLE:
         share = n // world

@@ -25,6 +25,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.indexed import paths_of
+from torchtitan_scape.data.splits import NAME, blend_of
 
 PACKAGES = (torchtitan_scape, kernels, topology)
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
@@ -99,7 +100,12 @@ def facts(config: JobConfig) -> dict[str, str]:
     collected[f"environment: {key}"] = os.environ.get(key, "none")
     # Only tokenizer files, because the folder may also contain weights.
     collected |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
-    collected |= file_facts("training data", config.training.dataset_path)
+    training = config.training
+    blend = (
+        blend_of(training.dataset_path or "") if training.dataset.lower() == NAME else [(1.0, training.dataset_path)]
+    )
+    for _, path in blend:
+        collected |= file_facts("training data", path)
     if config.validation.enable:
         collected |= file_facts("validation data", config.validation.dataset_path)
     for name, source, corpus in CORPORA:
