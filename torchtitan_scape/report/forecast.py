@@ -47,7 +47,7 @@ def workload_of(config: JobConfig) -> Workload:
     """Return the configured model for the cost model. Its TrainSpec must be registered; nothing is allocated."""
     args, parameters = _model_of(config)
     workload = Workload(
-        name=f"{config.model.name} {config.model.flavor}",
+        name=config.model.title,
         layers=args.n_layers,
         width=args.dim,
         heads=args.n_heads,

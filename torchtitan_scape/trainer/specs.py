@@ -15,6 +15,7 @@ from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+from torchtitan_scape.models.sizes import with_sizes
 from torchtitan_scape.titan.components import build_cross_entropy_loss
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
@@ -86,10 +87,12 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         "build_metrics_processor_fn": build_metrics_processor,
     }
     spec = FAMILIES[name](builders)
-    train_spec._extra_train_specs.pop(name, None)
-    train_spec.register_train_spec(name, spec)
     if flavor not in spec.model_args:
         raise ValueError(f"[model] flavor = {flavor!r}; known for {name!r} are {', '.join(spec.model_args)}")
+    sized = with_sizes(spec.model_args[flavor], job_config.model)
+    spec = replace(spec, model_args={**spec.model_args, flavor: sized})
+    train_spec._extra_train_specs.pop(name, None)
+    train_spec.register_train_spec(name, spec)
     attention = getattr(spec.model_args[flavor], "attn_type", "sdpa")
     if device_type == "cpu" and attention != "sdpa":
         raise ValueError(

@@ -187,7 +187,7 @@ class ScapeTrainer(Trainer):
         if entries > rows:
             raise ValueError(
                 f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, but the embedding of "
-                f"{self.job_config.model.flavor} has {rows}; use the tokenizer of the model"
+                f"{self.job_config.model.title} has {rows}; use the tokenizer of the model"
             )
 
     def _attach_checkpointer(self) -> None:
