@@ -16,8 +16,8 @@ from tests.test_training import RECIPE, train
 from torchtitan_scape.config.model_sizes import Model, ModelSizes
 from torchtitan_scape.config.parsing import parse, resolve
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.models.sizes import with_sizes
-from torchtitan_scape.report.forecast import workload_of
 from torchtitan_scape.runtime.agreement import facts
 from torchtitan_scape.trainer.specs import whole_model
 
@@ -45,18 +45,13 @@ def test_a_published_7b_model_is_declared_by_its_sizes() -> None:
 
 def test_sizes_replace_those_of_a_flavor() -> None:
     config = parse([*RECIPE, *sized("embedded", n_layers=1, n_kv_heads=4, rope_theta=500.0, ffn_dim=100)])
-    workload, args = workload_of_sized(config), whole_model(config)[1]
+    workload, args = workload_of(config), whole_model(config)[1]
     assert (workload.width, workload.layers, workload.kv_heads, workload.ffn) == (128, 1, 4, 100)
     assert workload.vocab == 4096 and args.rope_theta == 500.0
     assert config.model.title == "llama3 embedded (n_layers 1, n_kv_heads 4, ffn_dim 100, rope_theta 500)"
     assert LLAMA_ARGS["embedded"].n_layers == 6, "the flavor itself is unchanged"
     gpt2 = parse([*RECIPE, *sized("tiny", "gpt2", positions=64)])
-    assert workload_of_sized(gpt2).positions == 64
-
-
-def workload_of_sized(config: Any) -> Any:
-    whole_model(config)
-    return workload_of(config)
+    assert workload_of(gpt2).positions == 64
 
 
 @given(st.integers(2, 400), st.integers(1, 3000))

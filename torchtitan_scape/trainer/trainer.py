@@ -29,7 +29,8 @@ from torchtitan_scape.data.simulated import SimulatedDataLoader
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of
+from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.report.forecast import Forecast, check_memory
 from torchtitan_scape.report.interfaces import InterfaceCount
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.sample import log_samples
