@@ -186,9 +186,7 @@ def get_workload(name: str) -> Workload:
         ValueError: The name is unknown; the message lists the names.
     """
     if name not in WORKLOADS:
-        raise ValueError(
-            f"there is no model {name!r}; known are {', '.join(WORKLOADS)}, and for the planner any recipe, such as a.toml"
-        )
+        raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}")
     return WORKLOADS[name]
 
 

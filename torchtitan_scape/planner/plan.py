@@ -2,7 +2,7 @@
 
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --model llama_1_8b
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model llama_1_8b --network-bandwidth 3.5
-    python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model train_configs/radius_2b.toml  # any recipe
+    python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model train_configs/radius_2b.toml
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --parameters 7e9 --layers 32 --width 4096
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
     python -m torchtitan_scape.planner.plan --paper  # the paper's measured points against the model
@@ -26,7 +26,7 @@ from typing import Any
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.command import Parser
-from torchtitan_scape.core.workloads import WORKLOADS, Workload, get_workload
+from torchtitan_scape.core.workloads import WORKLOADS, Workload
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import (
     CODED,
@@ -307,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
         "--parameters",
         type=float,
         default=0.0,
-        help="of a Llama instead of --model, such as 7e9; sets the feed-forward",
+        help="of a Llama instead of --model, such as 7e9",
     )
     add("--layers", type=int, default=0, help="of that Llama; by default width / 128")
     add("--width", type=int, default=0, help="of that Llama; by default from the parameters")
@@ -336,8 +336,10 @@ def _model(options: argparse.Namespace) -> Workload:
             raise ValueError(f"--model {options.model} and numbers of another model; give the name or the numbers")
         return workload_of_numbers(**numbers)
     name = options.model or DEFAULT
+    if name in WORKLOADS:
+        return WORKLOADS[name]
     if not name.endswith(".toml"):
-        return get_workload(name)
+        raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}, and recipes, such as a.toml")
     # A recipe needs torch and TorchTitan, and seconds to import them.
     from torchtitan_scape.models.registry import recipe_workload
 

@@ -26,10 +26,10 @@ from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader
 from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.report.forecast import Forecast, check_memory
 from torchtitan_scape.report.interfaces import InterfaceCount
 from torchtitan_scape.report.memory import MemoryReport
