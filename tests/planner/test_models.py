@@ -79,7 +79,7 @@ def test_any_number_of_parameters_is_met(parameters: float, layers: int, vocab: 
         ),
         (["--parameters", "7e9", "--model", "llama_1_8b"], "--model llama_1_8b and numbers of another model"),
         (["--model", "nowhere.toml"], "the recipe nowhere.toml cannot be read: No such file"),
-        (["--model", "{root}/train_configs/methods/adamw.toml"], "adamw.toml has no .model. flavor; put a model"),
+        (["--model", "{root}/train_configs/methods/adamw.toml"], "adamw.toml has no .model. flavor; add a model"),
         (["--model", "{tmp}/wrong.toml"], r"wrong.toml: \[model.sizes\] width is unknown"),
         (["--model", "{root}/train_configs/models/gpt_345m.toml", "--seq-len", "4096"], "learned positions for 1024"),
     ],

@@ -81,9 +81,7 @@ def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:
     resolved = resolve(list(arguments))
     if "model.flavor" not in resolved.origins:
         files = ",".join(resolved.files)
-        raise ValueError(
-            f"{files} has no [model] flavor; put a model before it: train_configs/models/llama_500m.toml,..."
-        )
+        raise ValueError(f"{files} has no [model] flavor; add a model: train_configs/models/llama_500m.toml,{files}")
     config = resolved.config
     found = workload_of(config)
     return found if found.batch > 0 else replace(found, batch=config.training.local_batch_size * ranks)

@@ -190,8 +190,8 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
         raise ValueError(
             f"{case.workload.name} needs {found.memory / 1e9:.0f} GB a rank at least (estimated), and "
             f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
-            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try, or shard "
-            "over several nodes: --shard-axis compares that"
+            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try, or "
+            "--shard-axis for a replica on several nodes"
         )
     return found
 

@@ -69,8 +69,8 @@ def _with_parameters(workload: Workload, parameters: float) -> Workload:
     if not least <= parameters <= most:
         raise ValueError(
             f"--parameters {parameters:g} with {workload.layers} layers, width {workload.width} and a vocabulary of "
-            f"{workload.vocab}; these make {least:.3g} to {most:.3g} parameters: take such a number, or other --layers, "
-            "--width or --vocab"
+            f"{workload.vocab}; these make {least:.3g} to {most:.3g} parameters: take such a number, or other "
+            "--layers, --width or --vocab"
         )
     exact = (parameters - fixed) / each
     step = FFN_STEP if exact >= 64 * FFN_STEP else 1  # a multiple, as tensor cores need, where it changes little
