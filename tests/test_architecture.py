@@ -23,7 +23,7 @@ ARROWS = {
 # Folders of torchtitan_scape and the other packages, lowest first. A folder imports only folders to its left.
 ORDER = (
     *(("kernels", "topology"), ("core",), ("titan",), ("optimizers",), ("methods",), ("sharding",), ("replica",)),
-    *(("config",), ("checkpoint",), ("planner",), ("data",), ("models",), ("huggingface",), ("observe",), ("report",)),
+    *(("config",), ("checkpoint",), ("data",), ("models",), ("planner",), ("huggingface",), ("observe",), ("report",)),
     *(("runtime",), ("evaluation",), ("trainer",), ("train", "evaluate", "export"), ("scripts",)),
 )
 LONGEST = 450

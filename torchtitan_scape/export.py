@@ -155,7 +155,7 @@ def _trained(values: dict[str, Tensor], config: JobConfig) -> dict[str, Tensor]:
 
 
 def _check_record(saved: CheckpointInfo, config: JobConfig) -> None:
-    here = {"model": f"{config.model.name} {config.model.flavor}", "border": config.data.border}
+    here = {"model": config.model.title, "border": config.data.border}
     for key, value in here.items():
         there = (saved.record or {}).get(key, value)
         if there != value:
@@ -176,7 +176,7 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
             values = adapter.from_hf(theirs)
         except (KeyError, ValueError) as error:
             what = f"it has {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{options.model} is not {config.model.name} {config.model.flavor}: {what}") from None
+            raise ValueError(f"{options.model} is not {config.model.title}: {what}") from None
         check_shapes({name: tuple(value.shape) for name, value in values.items()}, _shapes(model), str(options.model))
         values = {name: value.float().contiguous() for name, value in values.items()}
         with one_process():

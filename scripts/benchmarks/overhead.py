@@ -318,7 +318,7 @@ def measure_consistency(_: argparse.Namespace, rest: list[str]) -> dict[str, Any
     train(trainer)
     median = {name: statistics.median(values) for name, values in trainer.seconds.items()}
     facts = {
-        "recipe": f"{config.model.name} {config.model.flavor}, {config.sync.method}, {trainer.layout.describe()}",
+        "recipe": f"{config.model.title}, {config.sync.method}, {trainer.layout.describe()}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in trainer.model_parts[0].parameters()),

@@ -83,7 +83,7 @@ class EmulatedSet:
         raw.unlink(missing_ok=True)
         wanted: Options = {"output": str(raw), "plain": self.plain, **timing(spec)}
         wanted |= {} if self.real else {"compute": self.wait(spec.size)}
-        wanted |= {key: spec.about[key] for key in ("every_forward", "peer", "rank") if key in spec.about}
+        wanted |= {key: spec.about[key] for key in ("every_forward", "last_only", "peer", "rank") if key in spec.about}
         del wanted["steps"]
         arguments = ["-m", *TIMED, *self.arguments(spec, log, steps)]
         self.start(spec.size, arguments, log, rate, TIMED_RUN=json.dumps(wanted))

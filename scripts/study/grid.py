@@ -26,7 +26,7 @@ _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload
 _TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
 # Keys of a method that are not options of the trainer.
 _METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
-_METHOD_KEYS += ("every_forward", "start_from")
+_METHOD_KEYS += ("every_forward", "last_only", "start_from")
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
 Options = dict[str, Any]
@@ -269,7 +269,7 @@ class Grid:
         known = spelled_out | base | overrides
         if one.launcher != "simulated":
             known |= {f"launch.{k}": v for k, v in {"launcher": one.launcher, "ranks": size, **one.launch}.items()}
-        for name in ("peer", "rank", "every_forward", "start_from"):
+        for name in ("peer", "rank", "every_forward", "last_only", "start_from"):
             known |= {f"launch.{name}": about[name]} if name in about else {}
         options = {key: value for key, value in sorted(known.items()) if counts(key)}
         label = str(declared.get("label", method))

@@ -1,5 +1,6 @@
 """The launchers `simulated`, `local` and `predicted`, and the stored result of a run."""
 
+import functools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from scripts.study.store import SETUP, Store
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import Machine, get_machine
-from torchtitan_scape.core.workloads import WORKLOADS, get_workload
+from torchtitan_scape.core.workloads import Workload
 from torchtitan_scape.planner.step import Assumptions, predict
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -145,11 +146,18 @@ def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str,
     return lambda spec: predicted(spec, machine, links, assumptions)
 
 
+@functools.cache
+def _workload(arguments: tuple[str, ...], ranks: int) -> Workload:
+    from torchtitan_scape.models.registry import recipe_workload  # selects the device
+
+    return recipe_workload(arguments, ranks)
+
+
 def predicted(spec: RunSpec, machine: Machine, links: Links, assumptions: Assumptions) -> dict[str, Any]:
     """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
-    if spec.recipe_name not in WORKLOADS:
-        raise ValueError(f"the planner has no model of {spec.recipe}; known are {', '.join(WORKLOADS)}")
-    workload, shard = get_workload(spec.recipe_name), spec.of.launch.get("shard", 1)
+    relevant = ("--job.config_file", "--model.", "--training.")
+    workload = _workload(tuple(one for one in spec.arguments if one.startswith(relevant)), spec.size)
+    shard = spec.of.launch.get("shard", 1)
     per_node = min(machine.ranks_per_node or spec.size, spec.size)
     layout = plan_layout(spec.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=shard)
     batch = spec.sequences or workload.batch

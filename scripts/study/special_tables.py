@@ -42,7 +42,7 @@ def shard_steps(cells: list[Cell]) -> str:
     for count, by_method in _by_count(cells).items():
         for cell in by_method.values():
             row = _form(count, cell) | {"step, ms": ms(cell["step_seconds"])}
-            for name in ("dense", "zeropp-published"):
+            for name in ("dense", "dense-last", "zeropp-published"):
                 if other := by_method.get(name):
                     speedup = _ratio(other["step_seconds"], cell["step_seconds"])
                     row[f"speed-up over {_form(count, other)['method']}"] = speedup

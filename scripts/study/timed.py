@@ -68,6 +68,8 @@ def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str,
         planned = {key: per_node * value for key, value in planned.items()}
         if spec.about.get("every_forward"):  # the closed form has one gather per update
             planned["network weights"] *= batch // spec.size
+        if spec.about.get("last_only"):  # the closed form has one reduce-scatter per micro-batch
+            planned["network gradients"] /= batch // spec.size
         replicas = per_node * summary["planned_bytes_per_step_and_rank"]
         found["planned"] = planned | ({"network replicas": replicas} if replicas else {})
         found["by_kind"] = {

@@ -9,6 +9,8 @@ The environment variable TIMED_RUN contains, as JSON:
     plain          true: no FSDP around the model
     peer, rank     data-parallel training of peers.py in the place of our method, and PowerSGD's rank
     every_forward  true: weights that cross nodes once per update (hpZ) do so in every forward pass, as published
+    last_only      true: FSDP2 reduce-scatters gradients in the last micro-batch of a step only, and adds up whole
+                   gradients before it (`set_requires_gradient_sync`)
     calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange, which
                    cost passes and trainer alone
 
@@ -24,11 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from scripts.common import write
 from scripts.study.peers import PEERS, without_fsdp
@@ -81,6 +84,9 @@ class TimedTrainer(ScapeTrainer):
         self._passes_started += 1
         if self.wanted.get("every_forward"):
             self.replica_optimizer.sharding.version.changed()
+        if self.wanted.get("last_only"):
+            last = self._passes_started % self.gradient_accumulation_steps == 0
+            cast(FSDPModule, self.model_parts[0]).set_requires_gradient_sync(last)
         if self.peer is not None:
             if self.steps_taken == self.wanted["warm_up"] - 1 and not self._silent_seconds:
                 self._silent_seconds = [self._silent_pass(**kwargs) for _ in range(SILENT_PASSES)]

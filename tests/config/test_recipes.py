@@ -3,17 +3,21 @@
 import itertools
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torchtitan.config import ConfigManager
 
+from tests.pool import Pool
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table, parse, resolve
 from torchtitan_scape.config.recipes import COMMAND_LINE, EARLIER, Recipe, flatten, load
 from torchtitan_scape.config.resolved import Resolved, values_of
+from torchtitan_scape.methods import registry
+from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.trainer.layout import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +55,33 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["gpt_355m"] = MODELS["gpt_345m"] | {"training.steps": 500_000, "sync.radius.start": 80_000}
+MODELS["gpt_2b"] = MODELS["gpt_345m"] | {
+    "model.flavor": "2.0B",
+    "training.steps": 300_000,
+    "training.local_batch_size": 8,
+    "sync.radius.start": 60_000,
+    "lr_scheduler.warmup_steps": 3000,  # 1 % of the steps
+}
+# Batch and sequence of TAGC's code: 20 micro-batches on each of two ranks.
+MODELS["gpt_124m"] = MODELS["gpt_345m"] | {
+    "model.flavor": "124M",
+    "training.local_batch_size": 6,
+    "training.global_batch_size": 2 * 20 * 6,
+    "training.seq_len": 512,
+    "training.mixed_precision_param": "float32",
+}
+# configs/20B.yml of GPT-NeoX: 12 data-parallel ranks with 32 micro-batches of 4 sequences. 14 B tokens.
+MODELS["neox_20b"] = {
+    "model.flavor": "20B",
+    "optimizer.lr": 0.97e-4,
+    "optimizer.beta2": 0.95,
+    "optimizer.weight_decay": 0.01,
+    "lr_scheduler.min_lr_factor": 0.1,
+    "training.global_batch_size": 12 * 32 * 4,
+    "training.seq_len": 2048,
+    "training.steps": round(14e9 / (1536 * 2048)),
+}
+MODELS["neox_10b"] = MODELS["neox_20b"] | {"model.flavor": "custom", "model.sizes.dim": 4608}
 ALL: dict[str, Any] = {
     "lr_scheduler.decay_type": "cosine",
     "lr_scheduler.decay_ratio": None,  # from the end of the warm-up to the last step
@@ -99,6 +130,25 @@ METHODS: dict[str, dict[str, Any]] = {
         "sync.sparta.code": "1bit",
     },
 }
+METHODS |= {
+    name: {"optimizer.name": optimizer, "sync.method": name, f"sync.{name}.{key}": value}
+    for name, optimizer, key, value in (
+        ("quantized", "AdamW", "code", "e2m1"),
+        ("topk", "AdamW", "density", 0.01),
+        ("tagc", "AdamW", "density", 0.0125),
+        ("powersgd", "AdamW", "rank", 4),
+        ("demo", "SignSGD", "values", "sign"),
+        ("diloco", "AdamW", "inner_steps", 30),
+        ("streaming_diloco", "AdamW", "inner_steps", 100),
+        ("sparseloco", "AdamW", "density", 64 / 4096),
+    )
+}
+# Systems of the shard axis. A method for the replicas may follow.
+SHARDING: dict[str, dict[str, Any]] = {
+    "zeropp": {"sharding.weights": "int8", "sharding.secondary": True, "sharding.gradients": "int8+int4"},
+    "levels": {"sharding.levels.weights": 2, "sharding.levels.gradients": 8, "sharding.gradients": "int4"},
+    "tagc_sharding": {"sharding.gradients": "tagc", "sharding.tagc.sparsity": 0.9},
+}
 # (machine, shard degree, ranks, ranks per node, resulting replicas).
 MACHINES = {"vista": ("vista", 1, 32, 1, 32), "frontier": ("frontier", 8, 64, 8, 8), "one_gpu": ("auto", 1, 1, 1, 1)}
 
@@ -126,7 +176,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_recipe_part_is_listed_here() -> None:
-    for folder, known in (("models", {*MODELS, "common"}), ("methods", METHODS), ("machines", MACHINES)):
+    for folder, known in (("models", {*MODELS, "common"}), ("methods", {*METHODS, *SHARDING}), ("machines", MACHINES)):
         assert {path.stem for path in (RECIPES / folder).glob("*.toml")} == set(known)
 
 
@@ -142,6 +192,8 @@ def test_composed_recipes_match_the_papers(model: str, machine: str, ranks: Any)
         wanted = ALL | MODELS[model] | expected | {"topology.machine": preset}
         assert {key: values[key] for key in wanted} == wanted, method
         check_config(config, "cpu")
+        if model == "gpt_124m":  # 40 micro-batches of two ranks cannot be divided among more
+            config.training.global_batch_size = -1
         layout = layout_of(config)
         assert (layout.replicate, layout.shard) == (replicas, shard)
 
@@ -168,10 +220,107 @@ def test_every_recipe_passes_the_checks(path: Path, ranks: Any) -> None:
     layout_of(config)
 
 
-def test_radius_355m_is_gpt_355m_with_radius() -> None:
-    values = dict(values_of(built(load(given("radius_355m"), check))))
-    wanted = ALL | MODELS["gpt_355m"] | METHODS["radius"]
+@pytest.mark.parametrize(
+    "recipe, model, method",
+    [
+        ("radius_355m", "gpt_355m", METHODS["radius"]),
+        ("radius_2b", "gpt_2b", METHODS["radius"] | {"sync.radius.density": 0.4}),
+        ("tagc_124m", "gpt_124m", SHARDING["tagc_sharding"]),
+        ("neox_20b_frontier", "neox_20b", SHARDING["levels"]),
+        ("neox_10b_frontier", "neox_10b", SHARDING["levels"]),
+    ],
+)
+def test_recipes_of_papers_are_a_model_with_a_method(recipe: str, model: str, method: dict[str, Any]) -> None:
+    values = dict(values_of(built(load(given(recipe), check))))
+    wanted = ALL | MODELS[model] | method
     assert {key: values[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "recipe, world, per_node, parameters, layout",
+    [
+        ("radius_2b", 64, 8, 2_019_640_320, (64, 1)),
+        ("tagc_124m", 2, 1, 124_475_904, (1, 2)),
+        ("neox_20b_frontier", 384, 8, 20_551_587_840, (48, 8)),
+        ("neox_10b_frontier", 384, 8, 10_147_686_912, (48, 8)),
+        ("llama_1_8b_zeropp", 4, 2, 1_831_201_280, (1, 4)),
+        ("llama_1_8b_frontier", 64, 8, 1_831_201_280, (8, 8)),
+    ],
+)
+def test_recipes_of_papers_have_their_layout_and_fit(
+    recipe: str, world: int, per_node: int, parameters: int, layout: tuple[int, int], ranks: Any
+) -> None:
+    """Sizes, degrees, and for machines with a preset the memory, as a dry run states them."""
+    from torchtitan_scape.models.registry import workload_of
+    from torchtitan_scape.report.memory import MemoryReport
+
+    ranks(world, per_node)
+    config = built(load(given(recipe), check))
+    check_config(config, "cuda")
+    found = layout_of(config)
+    assert (found.replicate, found.shard) == layout and workload_of(config).parameters == parameters
+    levels = config.sharding.levels
+    levels.check(found) if levels.active else config.sharding.check(found)
+    config.comm.mode = "fake_backend"
+    report = MemoryReport.of(config, found, None)
+    assert config.topology.machine == "auto" or report.lines()[0].endswith(": fits")
+
+
+# -------------------------------------------------------------------------------------- methods and sharding
+
+
+def test_every_method_and_sharding_system_has_a_file() -> None:
+    assert {expected["sync.method"] for expected in METHODS.values()} == set(registry.METHODS)
+    kinds = set()
+    for name in SHARDING:
+        sharding = built(load(given(f"methods/{name}"), check)).sharding
+        kinds.add("levels" if sharding.levels.active else "tagc" if sharding.sparse else "")
+        assert sharding.active
+    sections = {field.name for field in fields(ShardingOptions) if is_dataclass(field.type)}
+    assert kinds == {"", *sections}, "the options of [sharding] itself, and each of its subsections"
+
+
+@pytest.mark.parametrize("name", SHARDING)
+def test_sharding_systems_combine_with_methods(name: str) -> None:
+    """The method that follows is the method between replicas; the shard axis stays as it is."""
+    for method, expected in METHODS.items():
+        values = dict(values_of(built(load(given(f"methods/{name}", f"methods/{method}"), check))))
+        wanted = SHARDING[name] | expected
+        assert {key: values[key] for key in wanted} == wanted
+
+
+SHORT = ["--training.steps=3", "--validation.no-enable", "--metrics.no-enable-tensorboard", "--sync.flush_at_end"]
+
+
+def train_each(folder: str, files: dict[str, list[str]]) -> dict[str, tuple[list[float], bool]]:
+    """Train three steps with each file; return the losses, and whether all parameters are finite."""
+    from tests.test_training import train
+
+    found = {}
+    for name, more in files.items():
+        recipe = f"--job.config_file={given('embedded', f'methods/{name}')}"
+        result = train(f"{folder}/{name}", [*SHORT, recipe, *more])
+        found[name] = result["losses"], bool(result["parameters"].isfinite().all())
+    return found
+
+
+def test_every_method_file_trains(pool2: Pool, tmp_path: Path) -> None:
+    """Two replicas; the last step exchanges all that a round of local steps would exchange later."""
+    results = pool2(train_each, str(tmp_path), {name: [] for name in METHODS}, timeout=600)
+    for name in METHODS:
+        losses, finite = results[0][name]
+        assert len(losses) == 3 and losses[2] < losses[0] and finite, (name, losses)
+        assert results[1][name][0] == losses, name
+
+
+@pytest.mark.parametrize("name", SHARDING)
+def test_every_sharding_file_trains(name: str, pool4: Pool, tmp_path: Path) -> None:
+    """Two nodes of two ranks. The file of three levels is for nodes of eight ranks."""
+    of_two = ["--sharding.levels.gradients=2", "--parallelism.data_parallel_shard_degree=2"]
+    more = ["--topology.ranks_per_node=2", *(of_two if name == "levels" else [])]
+    for result in pool4(train_each, str(tmp_path), {name: more}, timeout=600):
+        losses, finite = result[name]
+        assert len(losses) == 3 and losses[2] < losses[0] and finite, losses
 
 
 # ------------------------------------------------------------------------------------------------- files

@@ -14,18 +14,20 @@ from scripts.common import EMBEDDED, ROOT, with_value
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
-from scripts.study.launchers import process_command
+from scripts.study.launchers import predicted, process_command
 from scripts.study.queue import Queue
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
 from tests.scripts.slurm.test_slurm import allocation, stand_ins
 from topology.links import Link, Links, scalar_stages, stage_seconds
+from topology.machines import get_machine
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner.step import Assumptions
 
 
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:
@@ -67,13 +69,13 @@ PREDICTED = {"launcher": "predicted", "methods": ["adams", "scape-0.01"], "sizes
 
 def test_a_study_continues_where_it_stopped_and_a_failure_stops_nothing(tmp_path: Path) -> None:
     large = "train_configs/llama_500m.toml"
-    grid = declare(tmp_path, PREDICTED | {"recipes": [large]}, PREDICTED | {"name": "embedded"})
+    grid = declare(tmp_path, PREDICTED | {"recipes": [large]}, PREDICTED | {"name": "shards", "launch": {"shard": 3}})
     first = run(grid)
     assert first.returncode == 1 and "4 runs done, 4 failed" in first.stdout, first.stdout + first.stderr
     store = Store(tmp_path / "out")
     failed = [line for line in store.own.values() if "error" in line["result"]]
-    assert {line["set"] for line in failed} == {"embedded"}
-    assert all("the planner has no model of" in line["result"]["error"] for line in failed)
+    assert {line["set"] for line in failed} == {"shards"}
+    assert all("3" in line["result"]["error"] for line in failed)
 
     runs = [line for line in store.own.values() if line["set"] == "all" and line["method"] != SETUP]
     changed = runs[0] | {"result": runs[0]["result"] | {"step_seconds": 123.0}}
@@ -86,6 +88,20 @@ def test_a_study_continues_where_it_stopped_and_a_failure_stops_nothing(tmp_path
     # Another bandwidth makes other runs.
     other = Grid(declare(tmp_path, PREDICTED | {"recipes": [large], "launch": {"network": 3.5}}))
     assert len(Queue(other, other.sets, again, 1, tmp_path).missing()) == 4
+
+
+def test_any_recipe_and_size_of_a_model_is_predicted(tmp_path: Path) -> None:
+    """A step of more layers takes longer; recipes need not be those of the papers."""
+    names, seconds = [], []
+    for layers in (2, 24):
+        one = {**PREDICTED, "name": f"layers-{layers}", "sizes": [4], "options": {"model.sizes.n_layers": layers}}
+        grid = Grid(declare(tmp_path, one))
+        (spec, *_) = grid.specs(grid.sets[0], "adams")
+        machine = get_machine("vista")
+        result = predicted(spec, machine, Links.from_machine(machine), Assumptions())
+        names.append(spec.key)
+        seconds.append(result["phases"]["compute"])
+    assert names[0] != names[1] and seconds[1] > 3 * seconds[0]
 
 
 EMULATED = {"launcher": "emulated", "methods": ["adams"], "sizes": [2], "sequences": [16], "launch": {"compute": "0.1"}}

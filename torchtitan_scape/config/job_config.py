@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from topology.machines import MACHINES
+from torchtitan_scape.config.model_sizes import Model
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.type_checks import check_section
 from torchtitan_scape.methods.options import MethodOptions
@@ -210,8 +211,9 @@ class Observe(Options):
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with the sections of this project and an extended [checkpoint]."""
+    """TorchTitan's configuration with the sections of this project, and extended [model] and [checkpoint]."""
 
+    model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     sync: Sync = field(default_factory=Sync)

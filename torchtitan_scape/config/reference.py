@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from torchtitan_scape.config.job_config import JobConfig
 
 # Sections of this project; the others are TorchTitan's.
-OWN = ("sync", "topology", "sharding", "checkpoint", "data", "sample", "observe")
+OWN = ("sync", "topology", "sharding", "model.sizes", "checkpoint", "data", "sample", "observe")
 _METHOD = "Method that synchronizes the replicas; its options are in the section [sync.METHOD]"
 # TorchTitan's dataclasses have no summaries,
 _TITAN = {
@@ -80,14 +80,18 @@ class ConfigSection:
 
     @property
     def is_own(self) -> bool:
-        return self.name.split(".")[0] in OWN
+        return _own_rank(self.name) < len(OWN)
 
 
 def sections() -> list[ConfigSection]:
     """Return all sections, those of this project first. Sections with subsections only are omitted."""
-    order = {name: number for number, name in enumerate(OWN)}
-    found = sorted(_sections(JobConfig, ""), key=lambda one: order.get(one.name.split(".")[0], len(order)))
+    found = sorted(_sections(JobConfig, ""), key=lambda one: _own_rank(one.name))
     return [one for one in found if one.keys or one.is_own]
+
+
+def _own_rank(name: str) -> int:
+    """Return the position in `OWN` of a section or of the section that contains it; len(OWN) for TorchTitan's."""
+    return next((i for i, own in enumerate(OWN) if name == own or name.startswith(f"{own}.")), len(OWN))
 
 
 def _sections(section: Any, path: str) -> Iterator[ConfigSection]:

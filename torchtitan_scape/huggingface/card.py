@@ -35,7 +35,7 @@ def _rows(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: 
     is_in_run = checkpoint.parent == run / config.checkpoint.folder  # Otherwise the run's folder describes other steps.
     summary = _summary(run) if is_in_run else {}
     final = summary if summary.get("steps") == saved.step else {}
-    yield "model", f"{config.model.name} {config.model.flavor}"
+    yield "model", config.model.title
     yield "step", "not known" if saved.step is None else saved.step
     tokens = final.get("tokens") if saved.tokens is None else saved.tokens
     yield "tokens", "not known" if tokens is None else f"{tokens:,}"

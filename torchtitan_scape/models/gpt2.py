@@ -65,6 +65,8 @@ class GPT2Args(BaseModelArgs):
 
 
 GPT2_ARGS = {
+    # Sizes are those of [model.sizes] alone.
+    "custom": GPT2Args(),
     # 124,928 parameters on bytes, like Llama's "study": for tests and studies.
     "tiny": GPT2Args(dim=64, n_layers=2, n_heads=4, vocab_size=260, max_seq_len=128),
     "124M": GPT2Args(dim=768, n_layers=12, n_heads=12),

@@ -20,6 +20,8 @@ LLAMA_ARGS = {
     # The SCAPE paper's models (Section V): the shapes of H2O-Danube3-500M and H2O-Danube-1.8B.
     "500M": _sizes(dim=1536, n_layers=16, n_heads=16, n_kv_heads=8, vocab_size=32000, rope_theta=100000),
     "1.8B": _sizes(dim=2560, n_layers=24, n_heads=32, n_kv_heads=8, vocab_size=32000, rope_theta=10000),
+    # Sizes are those of [model.sizes] alone.
+    "custom": _sizes(),
     # For dry runs: layers, width, heads, vocabulary and parameter count of GPT-NeoX-20B (arXiv:2204.06745), untied.
     # Its feed-forward has two matrices of width 24576, this one has three of width 16384.
     "20B": _sizes(dim=6144, n_layers=44, n_heads=64, vocab_size=50432),

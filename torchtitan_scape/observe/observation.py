@@ -47,7 +47,7 @@ class Observation:
         self._first_replica, self._is_writer = collectives.replica == 0, dist.get_rank() == 0
         optimizer = config.optimizer.name
         facts = {
-            "model": f"{config.model.name} {config.model.flavor}",
+            "model": config.model.title,
             "method": config.sync.method,
             "optimizer": optimizer,
             "steps": str(config.training.steps),

@@ -97,7 +97,7 @@ class Candidate:
 def make_case(
     machine: str,
     nodes: int,
-    model: str,
+    model: str | Workload,
     *,
     ranks_per_node: int = 0,
     links: Links | None = None,
@@ -109,12 +109,13 @@ def make_case(
     """Return a checked request. Values of 0 select the defaults.
 
     Args:
+        model: A workload, or the name of one.
         network_bandwidth: GB/s between nodes.
 
     Raises:
         ValueError: A name is unknown or a value out of range.
     """
-    found, workload = get_machine(machine), get_workload(model)
+    found, workload = get_machine(machine), get_workload(model) if isinstance(model, str) else model
     assumptions = assumptions or Assumptions()
     if nodes < 1:
         raise ValueError(f"{nodes} nodes; there must be 1 or more")
@@ -189,7 +190,8 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
         raise ValueError(
             f"{case.workload.name} needs {found.memory / 1e9:.0f} GB a rank at least (estimated), and "
             f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
-            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try"
+            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try, or "
+            "--shard-axis for a replica on several nodes"
         )
     return found
 

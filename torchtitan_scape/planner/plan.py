@@ -2,6 +2,8 @@
 
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --model llama_1_8b
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model llama_1_8b --network-bandwidth 3.5
+    python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model train_configs/radius_2b.toml
+    python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --parameters 7e9 --layers 32 --width 4096
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
     python -m torchtitan_scape.planner.plan --paper  # the paper's measured points against the model
 
@@ -11,6 +13,7 @@ the SCAPE paper's runs), which changes the answer: measure with `planner.preflig
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +26,7 @@ from typing import Any
 from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.command import Parser
+from torchtitan_scape.core.workloads import WORKLOADS, Workload
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import (
     CODED,
@@ -40,9 +44,13 @@ from torchtitan_scape.planner.candidates import (
     lower_memory_variants,
     make_case,
 )
+from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.shard_axis import ShardAxisVariant, forms, lines
 from torchtitan_scape.planner.step import Assumptions, Prediction
+
+DEFAULT = "llama_1_8b"
+NUMBERS = ("parameters", "layers", "width", "heads", "kv_heads", "vocab")
 
 # ----------------------------------------------------------------------------------------------- text
 
@@ -65,7 +73,7 @@ def report(case: PlanRequest) -> Iterator[str]:
 def _question(case: PlanRequest) -> Iterator[str]:
     w, a, device = case.workload, case.assumptions, case.machine.device
     yield (
-        f"{w.name}, {w.parameters / 1e9:.2f} G parameters, on {case.nodes} node(s) of {case.machine.name}: "
+        f"{w.name}, {_count(w.parameters)} parameters, on {case.nodes} node(s) of {case.machine.name}: "
         f"{case.ranks} ranks ({device.name}, {device.memory:g} GB), {case.batch} sequences of {w.sequence} tokens "
         "a step"
     )
@@ -207,6 +215,10 @@ def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
     yield "- in loss, if training is short (docs/benchmarks/equal_steps.md); this model predicts time only"
 
 
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
@@ -289,12 +301,24 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--machine", default="vista", help="a preset of topology/machines.py")
     add("--nodes", type=int, default=1)
-    add("--model", default="llama_1_8b", help="a workload of torchtitan_scape/core/workloads.py")
+    names = ", ".join(WORKLOADS)
+    add("--model", help=f"{names}, or a recipe: a.toml, or a.toml,b.toml; {DEFAULT} by default")
+    add(
+        "--parameters",
+        type=float,
+        default=0.0,
+        help="of a Llama instead of --model, such as 7e9",
+    )
+    add("--layers", type=int, default=0, help="of that Llama; by default width / 128")
+    add("--width", type=int, default=0, help="of that Llama; by default from the parameters")
+    add("--heads", type=int, default=0, help="of that Llama; by default width / 128")
+    add("--kv-heads", type=int, default=0, help="of that Llama; by default as many as heads")
+    add("--vocab", type=int, default=0, help="of that Llama; 32000 by default")
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
     add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
     add("--kernels", type=Path, help="speed.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
     add("--network-bandwidth", type=float, default=0.0, help="measured GB/s of a rank between nodes")
-    add("--global-batch", type=int, default=0, help="sequences a step; the paper's, rounded to the ranks, by default")
+    add("--global-batch", type=int, default=0, help="sequences a step; the model's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)
     add("--shard-axis", type=int, default=0, help="ranks of a replica: FSDP, ZeRO++ and three levels on them, compared")
     add("--mfu", type=float, default=Assumptions().mfu, help="share of the peak that forward and backward reach")
@@ -302,6 +326,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--paper", action="store_true", help="the SCAPE paper's points against the model, and the extrapolation")
     add("--output", type=Path, help="with --paper: a folder that gets table.md")
     return parser
+
+
+def _model(options: argparse.Namespace) -> Workload:
+    """Return the model that the options name, or describe by numbers. Raises ValueError."""
+    numbers = {name: getattr(options, name) for name in NUMBERS}
+    if any(numbers.values()):
+        if options.model:
+            raise ValueError(f"--model {options.model} and numbers of another model; give the name or the numbers")
+        return workload_of_numbers(**numbers)
+    name = options.model or DEFAULT
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    if not name.endswith(".toml"):
+        raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}, and recipes, such as a.toml")
+    # A recipe needs torch and TorchTitan, and seconds to import them.
+    from torchtitan_scape.models.registry import recipe_workload
+
+    ranks = options.nodes * (options.ranks_per_node or get_machine(options.machine).ranks_per_node or 1)
+    logging.disable(logging.WARNING)  # TorchTitan's, of a tokenizer that is not there yet
+    try:
+        return recipe_workload([f"--job.config_file={name}"], ranks)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _paper(output: Path | None) -> str:
@@ -328,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case = make_case(
                 options.machine,
                 options.nodes,
-                options.model,
+                _model(options),
                 ranks_per_node=options.ranks_per_node,
                 links=links,
                 network_bandwidth=options.network_bandwidth,

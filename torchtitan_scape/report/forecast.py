@@ -4,21 +4,18 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from topology.layout import Layout, simulated_layout
 from topology.links import Links
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
-from torchtitan_scape.core.workloads import Shape, Workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.titan import device
-from torchtitan_scape.titan.models import get_train_spec
 
 logger = logging.getLogger(__name__)
 
@@ -32,34 +29,6 @@ def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
     """Return the closed form of the configured three-level sharding, or None."""
     sums = METHODS[config.sync.method].is_linear
     return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
-
-
-def _model_of(config: JobConfig) -> tuple[Any, dict[str, Shape]]:
-    """Return the model's arguments and the shapes of its parameters, in order."""
-    spec = get_train_spec(config.model.name)
-    args = spec.model_args[config.model.flavor]
-    args.update_from_config(config)
-    with torch.device("meta"):
-        return args, {name: tuple(p.shape) for name, p in spec.model_cls(args).named_parameters()}
-
-
-def workload_of(config: JobConfig) -> Workload:
-    """Return the configured model for the cost model. Its TrainSpec must be registered; nothing is allocated."""
-    args, parameters = _model_of(config)
-    workload = Workload(
-        name=f"{config.model.name} {config.model.flavor}",
-        layers=args.n_layers,
-        width=args.dim,
-        heads=args.n_heads,
-        kv_heads=parameters["layers.0.attention.wk.weight"][0] * args.n_heads // args.dim,
-        ffn=parameters["layers.0.feed_forward.w2.weight"][1],
-        vocab=args.vocab_size,
-        sequence=config.training.seq_len,
-        batch=config.training.global_batch_size,
-        positions=parameters.get("pos_embeddings.weight", (0,))[0],
-    )
-    assert dict(zip(workload.names(), workload.shapes(), strict=True)) == parameters
-    return workload
 
 
 def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[ShardPlan, tuple[FlatRow, ...]]:

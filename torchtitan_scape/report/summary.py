@@ -12,8 +12,9 @@ from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of, workload_of
+from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE

@@ -1,7 +1,7 @@
 """TorchTitan's configuration sections and their parser."""
 
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig, Optimizer
-from torchtitan.config.job_config import ActivationCheckpoint, Checkpoint, Training, Validation
+from torchtitan.config.job_config import ActivationCheckpoint, Checkpoint, Model, Training, Validation
 
 __all__ = [
     "TORCH_DTYPE_MAP",
@@ -9,6 +9,7 @@ __all__ = [
     "Checkpoint",
     "ConfigManager",
     "JobConfig",
+    "Model",
     "Optimizer",
     "Training",
     "Validation",

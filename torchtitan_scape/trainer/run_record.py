@@ -20,7 +20,7 @@ def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -
         "tensor": layout.tensor,
         "simulate_replicas": simulated,
         "replicas": layout.replicate * simulated,
-        "model": f"{config.model.name} {config.model.flavor}",
+        "model": config.model.title,
         "optimizer": config.optimizer.name,
         "lr": config.optimizer.lr,
         "betas": [config.optimizer.beta1, config.optimizer.beta2],

@@ -11,16 +11,14 @@ import torch.nn as nn
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
-from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
-from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+from torchtitan_scape.models.registry import MODEL_FAMILIES, model_args
 from torchtitan_scape.titan.components import build_cross_entropy_loss
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
     TrainSpec,
     get_train_spec,
-    llama3_args,
     llama3_train_spec,
     parallelize_llama,
     train_spec,
@@ -34,11 +32,9 @@ from torchtitan_scape.trainer.validator import build_validator
 
 
 def _llama(builders: dict[str, Any]) -> TrainSpec:
-    """Return TorchTitan's Llama 3 spec with additional flavors."""
+    """Return TorchTitan's Llama 3 spec with this project's model and builders."""
     return replace(
         llama3_train_spec(),
-        model_cls=Llama,
-        model_args={**llama3_args, **LLAMA_ARGS},
         parallelize_fn=partial(parallelize, family=parallelize_llama),
         **builders,
     )
@@ -46,8 +42,6 @@ def _llama(builders: dict[str, Any]) -> TrainSpec:
 
 def _gpt2(builders: dict[str, Any]) -> TrainSpec:
     return TrainSpec(
-        model_cls=GPT2,
-        model_args=GPT2_ARGS,
         parallelize_fn=partial(parallelize, family=parallelize_gpt2),
         build_loss_fn=build_cross_entropy_loss,
         state_dict_adapter=GPT2StateDictAdapter,
@@ -73,10 +67,11 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         ValueError: The name or the flavor is unknown, or the device does not support it.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
-    if name not in FAMILIES:
-        raise ValueError(f"[model] name = {name!r}; known are {', '.join(map(repr, FAMILIES))}")
+    args = model_args(job_config.model)
     simulated = job_config.topology.simulate_replicas
     builders = {
+        "model_cls": MODEL_FAMILIES[name].model_cls,
+        "model_args": {flavor: args},
         "pipelining_fn": None,
         "build_optimizers_fn": partial(build_optimizers, job_config=job_config),
         "build_lr_schedulers_fn": build_schedulers,
@@ -88,9 +83,7 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
     spec = FAMILIES[name](builders)
     train_spec._extra_train_specs.pop(name, None)
     train_spec.register_train_spec(name, spec)
-    if flavor not in spec.model_args:
-        raise ValueError(f"[model] flavor = {flavor!r}; known for {name!r} are {', '.join(spec.model_args)}")
-    attention = getattr(spec.model_args[flavor], "attn_type", "sdpa")
+    attention = getattr(args, "attn_type", "sdpa")
     if device_type == "cpu" and attention != "sdpa":
         raise ValueError(
             f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "

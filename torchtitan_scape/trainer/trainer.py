@@ -26,10 +26,11 @@ from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader
 from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, check_memory, workload_of
+from torchtitan_scape.report.forecast import Forecast, check_memory
 from torchtitan_scape.report.interfaces import InterfaceCount
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.sample import log_samples
@@ -187,7 +188,7 @@ class ScapeTrainer(Trainer):
         if entries > rows:
             raise ValueError(
                 f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, but the embedding of "
-                f"{self.job_config.model.flavor} has {rows}; use the tokenizer of the model"
+                f"{self.job_config.model.title} has {rows}; use the tokenizer of the model"
             )
 
     def _attach_checkpointer(self) -> None:

@@ -1,0 +1,112 @@
+"""Models that the planner is asked about: by a recipe, and by numbers."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.models.registry import recipe_workload
+from torchtitan_scape.planner.numbers import workload_of_numbers
+from torchtitan_scape.planner.plan import main
+
+ROOT = Path(__file__).parents[2]
+FRONTIER = ["--machine", "frontier", "--nodes", "48"]
+
+
+def test_the_answer_for_a_7b_model_given_by_numbers(capsys: pytest.CaptureFixture) -> None:
+    assert main([*FRONTIER, "--parameters", "7e9", "--layers", "32", "--width", "4096"]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "Llama of 32 layers, width 4096, feed-forward 11680, 32 heads, 7.00 G parameters",
+        "Compress: no.",
+        "replicate 48 x shard 8",
+        "data_parallel_shard_degree = 8",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "numbers, sizes, parameters",
+    [
+        ({"layers": 32, "width": 4096}, (32, 4096, 11008), 6_738_415_616),  # Llama 2 7B
+        ({"parameters": 6.738415616e9, "layers": 32, "width": 4096}, (32, 4096, 11008), 6_738_415_616),
+        # Llama 3 8B: its heads of keys and values, vocabulary and feed-forward
+        (
+            {"parameters": 8_030_261_248, "layers": 32, "width": 4096, "kv_heads": 8, "vocab": 128256},
+            (32, 4096, 14336),
+            8_030_261_248,
+        ),
+    ],
+)
+def test_numbers_of_published_models_give_their_sizes(
+    numbers: dict[str, float], sizes: tuple[int, ...], parameters: int
+) -> None:
+    found = workload_of_numbers(**numbers)  # type: ignore[arg-type]
+    assert (found.layers, found.width, found.ffn) == sizes and found.parameters == parameters
+
+
+@given(st.floats(2e7, 5e12), st.sampled_from([0, 8, 24, 100]), st.sampled_from([260, 4096]))
+def test_any_number_of_parameters_is_met(parameters: float, layers: int, vocab: int) -> None:
+    try:
+        found = workload_of_numbers(parameters, layers=layers, vocab=vocab)
+    except ValueError as error:
+        # Few layers of a wide model, or many of a narrow one: no width of a multiple of 128 fits.
+        assert layers and re.search("these make .* to .* parameters", str(error))
+        return
+    assert found.parameters == pytest.approx(parameters, rel=0.02)
+    assert found.width % found.heads == 0 and found.layers == (layers or found.layers)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layers", "32"], "the size of the model is missing; give --parameters 7e9, or --layers 32 --width 4096"),
+        (["--heads", "32"], "the size of the model is missing"),
+        (["--parameters", "nan"], "--parameters nan; it must be positive"),
+        (["--parameters=-7e9"], "--parameters -7e.09; it must be positive"),
+        (["--parameters", "seven"], "invalid float value: 'seven'"),
+        (["--parameters", "7e9", "--layers", "-1"], "--layers -1; it must be positive"),
+        (["--parameters", "7e9", "--layers", "2.5"], "invalid int value: '2.5'"),
+        (["--parameters", "7e9", "--layers", "4", "--width", "64"], "these make .* to .* parameters: take such a"),
+        (["--parameters", "1e6"], "a vocabulary of 32000; these make"),
+        (["--parameters", "7e9", "--width", "4096", "--heads", "7"], "--heads 7 is no divisor of --width 4096; take 1"),
+        (
+            ["--layers", "2", "--width", "64", "--heads", "4", "--kv-heads", "3"],
+            "--kv-heads 3 is no divisor of --heads",
+        ),
+        (["--parameters", "7e9", "--model", "llama_1_8b"], "--model llama_1_8b and numbers of another model"),
+        (["--model", "nowhere.toml"], "the recipe nowhere.toml cannot be read: No such file"),
+        (["--model", "{root}/train_configs/methods/adamw.toml"], "adamw.toml has no .model. flavor; add a model"),
+        (["--model", "{tmp}/wrong.toml"], r"wrong.toml: \[model.sizes\] width is unknown"),
+        (["--model", "{root}/train_configs/models/gpt_345m.toml", "--seq-len", "4096"], "learned positions for 1024"),
+    ],
+)
+def test_a_wrong_model_is_one_line_and_exit_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "wrong.toml").write_text("[model.sizes]\nwidth = 3\n")
+    assert main([one.format(root=ROOT, tmp=tmp_path) for one in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and re.search(message, said.err)
+
+
+@pytest.mark.parametrize("name", ["llama_500m", "llama_1_8b", "gpt_345m"])
+def test_recipes_of_the_papers_equal_the_named_models(name: str) -> None:
+    found, named = recipe_workload([f"--job.config_file={ROOT}/train_configs/{name}.toml"], 32), get_workload(name)
+    assert found.names() == named.names() and found.shapes() == named.shapes()
+    assert (found.sequence, found.batch) == (named.sequence, named.batch)
+
+
+def test_a_recipe_of_the_users_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Sizes of its own, no global batch, and composed of two files."""
+    sizes = "dim = 512\nn_layers = 8\nn_heads = 8\nvocab_size = 32000\n"
+    (tmp_path / "model.toml").write_text(f'[model]\nflavor = "custom"\n[model.sizes]\n{sizes}')
+    (tmp_path / "mine.toml").write_text("[training]\nlocal_batch_size = 4\nseq_len = 1024\n")
+    given = f"{tmp_path}/model.toml,{tmp_path}/mine.toml"
+    assert main(["--machine", "vista", "--nodes", "8", "--model", given]) == 0
+    said = capsys.readouterr()
+    assert "llama3 custom (dim 512, n_layers 8, n_heads 8, vocab_size 32000), 60 M parameters" in said.out
+    assert "32 sequences of 1024 tokens a step" in said.out and said.err == ""
