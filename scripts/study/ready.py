@@ -9,6 +9,7 @@ from scripts.study.grid import RunSpec
 from scripts.study.peers import PEERS
 from topology.layout import Layout
 from topology.links import Links
+from topology.machines import Machine
 from torchtitan_scape.config.checks import check_config, import_custom
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.library_checks import check_library_keys
@@ -25,18 +26,18 @@ from torchtitan_scape.trainer.specs import register
 DEVICE = "cuda"  # of the nodes; this process may run on a login node without a GPU
 
 
-def step_seconds(spec: RunSpec, arguments: list[str], per_node: int) -> float:
+def step_seconds(spec: RunSpec, arguments: list[str], machine: Machine) -> float:
     """Return the step time of a run that the planner predicts from the links of its machine.
 
     Args:
-        arguments: The trainer's command line, without the folder of its output.
-        per_node: Ranks per node.
+        arguments: The trainer's command line.
+        machine: Where the recipe leaves it to the device's name.
 
     Raises:
         ValueError: The trainer would refuse the run before its first step, or a file is missing.
     """
     try:
-        config, layout = _checked(spec, arguments, per_node)
+        config, layout = _checked(spec, arguments, machine)
         plan, _ = shard_axis_of(config, layout, on_cpu=False)
         found = predict(
             method_of(config),
@@ -59,15 +60,15 @@ def _parsed(arguments: tuple[str, ...]) -> JobConfig:
 
 
 def _parse(arguments: list[str]) -> JobConfig:
-    """Parse a command line. Sizes of a run differ in its batch alone, and parsing takes half a second."""
-    batch = {key: "" for key in ("local_batch_size", "global_batch_size")}
+    """Parse a command line. Sizes of a run differ in batch and folder alone, and parsing takes half a second."""
+    batch = dict.fromkeys(("local_batch_size", "global_batch_size"), "")
     others = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         section, _, name = key.rpartition(".")
         if section == "--training" and name in batch:
             batch[name] = value
-        else:
+        elif key != "--job.dump_folder":
             others.append(argument)
     config = copy.deepcopy(_parsed(tuple(others)))
     for name, value in batch.items():
@@ -76,12 +77,14 @@ def _parse(arguments: list[str]) -> JobConfig:
     return config
 
 
-def _checked(spec: RunSpec, arguments: list[str], per_node: int) -> tuple[JobConfig, Layout]:
+def _checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobConfig, Layout]:
     config = _parse([f"--job.config_file={spec.config_file}", *arguments])
     import_custom(config)
     check_config(config, DEVICE)
     check_library_keys(config, DEVICE, model_converters)
-    config.topology.ranks_per_node = config.topology.ranks_per_node or per_node
+    config.topology.ranks_per_node = config.topology.ranks_per_node or machine.ranks_per_node
+    if config.topology.machine == "auto":
+        config.topology.machine = machine.name
     with environment(WORLD_SIZE=str(spec.size)):
         layout = layout_of(config)
     check_layout(config.optimizer.name, layout, config.sharding.levels.active)

@@ -66,7 +66,7 @@ class SlurmSet:
 
     def share(self, spec: RunSpec) -> float:
         """Return the seconds that a run may take. Raises ValueError if the run cannot start or does not fit."""
-        step = step_seconds(spec, [*spec.arguments[1:], *self.offline()], self.per_node)
+        step = step_seconds(spec, self.options(spec), get_machine(self.machine))
         launch = self.one.launch
         planned = float(launch.get("start", START)) + float(launch.get("margin", MARGIN)) * timing(spec)["steps"] * step
         share = float(launch.get("timeout", math.ceil(planned)))
@@ -79,7 +79,7 @@ class SlurmSet:
 
     def offline(self) -> list[str]:
         """Return options that replace gated tokenizers and data of the hub by files of this repository."""
-        return [f"--topology.machine={self.machine}", *(OFFLINE if self.tokens == "synthetic" else ())]
+        return list(OFFLINE if self.tokens == "synthetic" else ())
 
     def raw(self, spec: RunSpec) -> Path:
         return self.folder / "raw" / f"{spec.name}-{spec.size}.json"
@@ -191,8 +191,8 @@ class SlurmSet:
         launch = self.one.launch
         notes = [
             medians(launch) + ".",
-            "The methods of a job ran on the same nodes, one after the other; every size is a job of its own, or several "
-            "where their time exceeds a job's limit.",
+            "The methods of a job ran on the same nodes, one after the other. A size has a job of its own, or several "
+            "if its methods need more time than a job may have.",
             *(["Tokens are random, of the model's vocabulary; nothing is learned."] * (self.tokens == "synthetic")),
             PEERS_NOTE,
         ]
@@ -215,7 +215,7 @@ def time_limit(options: Sequence[str]) -> float:
     Raises ValueError for a time that sbatch does not know.
     """
     text = ""
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in zip(options, [*options[1:], ""], strict=False):
         if option in ("--time", "-t"):
             text = following
         elif option.startswith("--time="):
