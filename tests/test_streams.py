@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from kernels.common import offload
 from kernels.dense.reference import finite
 from topology.in_process import SimulatedReplicas
+from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.replica.guard import FiniteGuard
 
 
@@ -22,6 +23,65 @@ def test_simulated_replicas_use_the_stream_of_the_caller(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "set_stream", given.append)
     assert SimulatedReplicas(3).run(lambda replica: replica) == [0, 1, 2]
     assert given == ["the caller's"] * 2
+
+
+class _FakeDevice:
+    """Streams with a clock of their own each; work on a stream advances only its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = {1: 0.0, 2: 0.0}  # ms by stream
+        self.current = 1
+        clock = self.clock
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: Any) -> None:
+                self.stream, self.at = stream.cuda_stream, clock[stream.cuda_stream]
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, end: "Event") -> float:
+                assert self.stream == end.stream, "times of two streams cannot be subtracted"
+                return end.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.current))
+
+    def work(self, ms: float) -> None:
+        self.clock[self.current] += ms
+
+
+def test_phases_on_side_streams_are_measured_per_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP gathers on a stream of its own during the passes, whose time on the main stream it does not reduce."""
+    device, timer = _FakeDevice(monkeypatch), PhaseTimer(torch.device("cuda"))
+    timer.enabled = True
+    with timer.phase("forward_backward"):
+        device.work(10)
+        device.current = 2
+        with timer.phase("shard weights"):
+            device.work(500)
+            with timer.phase("coding"):
+                device.work(3)
+            device.work(1)
+        device.current = 1
+        device.work(20)
+        with timer.phase("wait"):  # on the same stream: the outer phase does not count this time
+            device.work(4)
+        device.work(2)
+        device.current = 2  # a phase ends on the stream on which it began
+    assert timer.take() == pytest.approx(
+        {"forward_backward": 0.032, "shard weights": 0.501, "coding": 3e-3, "wait": 4e-3}
+    )
+    device.current = 1
+    with timer.phase("a"):
+        device.current = 2
+        with timer.phase("b"):
+            device.work(7)
+            device.current = 1
+            device.work(5)
+    assert timer.take() == pytest.approx({"a": 5e-3, "b": 7e-3})
 
 
 class SaysCuda(TorchFunctionMode):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.common import OUTPUTS, RESULTS, guarded, names, parser, with_value
+from scripts.common import OUTPUTS, RESULTS, guarded, names, numbers, parser, with_value
 from scripts.study import emulated, slurm
 from scripts.study.grid import GRIDS, BudgetSet, Grid
 from scripts.study.launchers import predicted_set
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one.add_argument("--output", type=Path, help="folder of the results; results/STUDY")
         if name != "report":
             one.add_argument("--sets", type=names, default=[], help="names, with commas between; all by default")
+            one.add_argument("--methods", type=names, default=[], help="names of methods, or recipe files, instead")
+            one.add_argument("--sizes", type=numbers, default=[], help="numbers of ranks, instead of the grid's")
+            one.add_argument("--no-compile", action="store_true", help="train without torch.compile")
             one.add_argument("--jobs", type=int, default=2, help="runs at a time, where a launcher runs several")
             one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
             one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')
@@ -55,7 +58,11 @@ def command(args: argparse.Namespace) -> int:
     if args.command == "report":
         print(f"wrote {write_report(grid, output)}")
         return 0
-    sets, store = grid.choose(args.sets), Store(output, [RESULTS / name for name in grid.shared])
+    options = {"compile.enable": False} if args.no_compile else {}
+    sets, store = (
+        grid.choose(args.sets, args.methods, args.sizes, options),
+        Store(output, [RESULTS / name for name in grid.shared]),
+    )
     work = (args.work or OUTPUTS / path.stem).resolve()
 
     def queue(chosen: list[BudgetSet]) -> Queue:

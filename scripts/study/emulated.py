@@ -8,6 +8,7 @@ Settings of a set's `launch`:
     ranks_per_node  1 by default
     plain           true: no FSDP around a model of one shard
     steps, warm_up  measured steps, and steps before them
+    predict         false: no prediction, whose calibrations take longer than the run
     measure         "loss": trains the set's steps for their validation loss, without timing them
     timeout         seconds of a run
 """
@@ -101,7 +102,7 @@ class EmulatedSet:
         raw = self.timed(spec, timing(spec)["steps"], self.rate, spec.name)
         found = from_raw(spec, raw, self.per_node, "real" if self.real else "wait") | {"rate_mbit": self.rate}
         try:
-            found["predicted"] = self.predicted(spec, found)
+            found["predicted"] = self.predicted(spec, found) if self.launch.get("predict", True) else None
         except (RunError, ValueError) as error:
             print(f"    not predicted: {error}", flush=True)
         return found
@@ -215,10 +216,13 @@ class EmulatedSet:
             f"All ranks share the host's {os.cpu_count()} cores: optimizer and exchange are slower with more ranks.",
             f"Interfaces send and receive at most {self.rate:.4g} Mbit/s." if self.rate else "Links have no limit.",
             f"{medians(self.launch)}; means over whole periods of methods that exchange once in several steps.",
-            "Predictions use links measured by the preflight, passes and other costs measured in steps of the same "
-            "method without compute and exchange, and the given or measured compute. They test the model of the "
-            "exchange, not of the passes. Coding is part of the measured exchange and not predicted.",
         ]
+        if self.launch.get("predict", True):
+            found.append(
+                "Predictions use links measured by the preflight, passes and other costs measured in steps of the same "
+                "method without compute and exchange, and the given or measured compute. They test the model of the "
+                "exchange, not of the passes. Coding is part of the measured exchange and not predicted."
+            )
         if any("peer" in spec.about for spec in self.specs):
             found.append(PEERS_NOTE)
         found += ["No method has FSDP around its model, except TorchTitan's HSDP."] if self.plain else []

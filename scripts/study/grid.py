@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ _TUNED = "also."  # prefix of a method's keys: further options to tune, with the
 # Keys of a method that are not options of the trainer.
 _METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
 _METHOD_KEYS += ("every_forward", "last_only", "start_from")
+# Sections and keys that a method given as a recipe file may set.
+_OF_A_METHOD = ("optimizer.", "sync.", "sharding.", "parallelism.", "compile.", "activation_checkpoint.")
+_OF_A_METHOD += ("training.mixed_precision",)
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
 Options = dict[str, Any]
@@ -132,12 +136,19 @@ class RunSpec:
 
     @property
     def recipe_name(self) -> str:
-        return Path(self.recipe).stem
+        """Name of the first file, which is the model's; others add the machine."""
+        return Path(split_names(self.recipe)[0]).stem
+
+    @property
+    def config_file(self) -> str:
+        """The recipe's files with absolute paths."""
+        return _absolute(self.recipe)
 
     @property
     def name(self) -> str:
         rate = "" if self.learning_rate is None else f"-lr{self.learning_rate:g}"
-        return f"{self.of.name}-{self.method}{rate}-{self.key}"
+        method = Path(self.method).stem if is_file(self.method) else self.method
+        return f"{self.of.name}-{method}{rate}-{self.key}"
 
     @property
     def title(self) -> str:
@@ -201,8 +212,7 @@ class Grid:
             unit = f"a sequence ({sequence}) x {replicas} replicas"
             raise ValueError(f"{where}: a batch of {batch} tokens is no multiple of {unit}")
         for name in table["methods"]:
-            if name not in self.methods:
-                raise ValueError(f"{where}: there is no method {name!r}; known are {', '.join(self.methods)}")
+            self._check_method(where, name)
         launcher = table.get("launcher", self.declared.get("launcher", "simulated"))
         if launcher not in LAUNCHERS:
             raise ValueError(f"{where}: launcher = {launcher!r}; known are {', '.join(LAUNCHERS)}")
@@ -217,16 +227,47 @@ class Grid:
         given = {key: value for key, value in table.items() if key not in ("tokens_per_parameter", "recipe")} | lists
         return BudgetSet(**given | {"recipes": tuple(recipes), "launcher": launcher, "steps": steps})
 
-    def choose(self, names: Sequence[str]) -> list[BudgetSet]:
-        """Return the sets with those names, or all sets. Raises ValueError for an unknown name."""
+    def _check_method(self, where: str, name: str) -> None:
+        if is_file(name) and not (ROOT / name).is_file():
+            raise ValueError(f"{where}: the recipe {name} of a method does not exist")
+        if not is_file(name) and name not in self.methods:
+            raise ValueError(
+                f"{where}: there is no method {name!r}; known are {', '.join(self.methods)}, and recipe files by path"
+            )
+
+    def choose(
+        self,
+        names: Sequence[str],
+        methods: Sequence[str] = (),
+        sizes: Sequence[int] = (),
+        options: Options | None = None,
+    ) -> list[BudgetSet]:
+        """Return the sets with those names, or all sets, with other methods, sizes or options if given.
+
+        Raises ValueError for an unknown name, and for sizes that are not positive.
+        """
         for name in names:
             if name not in [one.name for one in self.sets]:
                 raise ValueError(f"there is no set {name!r}; known are {', '.join(one.name for one in self.sets)}")
-        return [one for one in self.sets if not names or one.name in names]
+        for name in methods:
+            self._check_method("--methods", name)
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"--sizes {','.join(map(str, sizes))}: give numbers of ranks, 1 or more")
+        changed: Options = {"methods": tuple(dict.fromkeys(methods))} if methods else {}
+        changed |= {"sizes": tuple(dict.fromkeys(sizes))} if sizes else {}
+        chosen = [one for one in self.sets if not names or one.name in names]
+        return [dataclasses.replace(one, **changed, options=one.options | (options or {})) for one in chosen]
+
+    def method(self, name: str, recipe: str) -> Options:
+        """Return the declaration of a method: a table of the grid, or what a file adds to the files of `recipe`."""
+        if not is_file(name):
+            return self.methods[name]
+        return {"label": Path(name).stem} | method_of_file(name, recipe)
 
     def also(self, method: str) -> list[Options]:
         """Return the options that the method is tuned in besides the learning rate, one value at a time."""
-        declared = {k.removeprefix(_TUNED): v for k, v in self.methods[method].items() if k.startswith(_TUNED)}
+        declared = {} if is_file(method) else self.methods[method]
+        declared = {k.removeprefix(_TUNED): v for k, v in declared.items() if k.startswith(_TUNED)}
         return [{option: value} for option, values in declared.items() for value in values]
 
     def specs(self, one: BudgetSet, method: str) -> list[RunSpec]:
@@ -248,7 +289,7 @@ class Grid:
     ) -> RunSpec:
         recipe, base = recipe or one.recipes[0], read_recipe(recipe or one.recipes[0])
         size, sequences = size or one.sizes[0], one.sequences[0] if sequences is None else sequences
-        declared = self.methods[method]
+        declared = self.method(method, recipe)
         own = {k: v for k, v in declared.items() if k not in _METHOD_KEYS and not k.startswith(_TUNED)} | (also or {})
         about = {k: v for k, v in declared.items() if k in _METHOD_KEYS}
         shared = self._budget(one, base) if one.batch else _ranks(one, base, size, sequences)
@@ -309,10 +350,30 @@ def _ranks(one: BudgetSet, base: Options, size: int, sequences: int) -> Options:
     return shared | {"training.local_batch_size": micro, "training.global_batch_size": sequences}
 
 
+def is_file(method: str) -> bool:
+    """Return whether a method's name is the path of a recipe."""
+    return method.endswith(".toml")
+
+
+@functools.cache
+def method_of_file(path: str, recipe: str) -> Options:
+    """Return the options of a recipe that concern the method: not the model, the data or the schedule, and no value of
+    a file that `recipe` contains as well."""
+    common = set(map(os.path.realpath, load(_absolute(recipe)).files))
+    found = load(str(ROOT / path))
+    flat = flatten(found.table)
+    own = {key: value for key, value in flat.items() if os.path.realpath(found.origins[key]) not in common}
+    return {key: value for key, value in own.items() if key.startswith(_OF_A_METHOD)}
+
+
+def _absolute(recipe: str) -> str:
+    return ",".join(str(ROOT / name) for name in split_names(recipe))
+
+
 @functools.cache
 def read_recipe(recipe: str) -> Options:
     """Return the options of a recipe's files."""
-    return flatten(load(",".join(str(ROOT / name) for name in split_names(recipe))).table)
+    return flatten(load(_absolute(recipe)).table)
 
 
 def describe_also(also: Options) -> str:

@@ -1,6 +1,7 @@
-"""Data-parallel training of other libraries inside our trainer: PyTorch's DDP with its hooks, and TorchTitan's HSDP.
+"""Data-parallel training of other libraries inside our trainer: PyTorch's DDP with its hooks, TorchTitan's HSDP, and
+Megatron-LM's distributed optimizer.
 
-Both exchange gradients during the backward pass. AdamS and clipping are ours, so that only the exchange differs.
+All exchange gradients during the backward pass. AdamS and clipping are ours, so that only the exchange differs.
 """
 
 import copy
@@ -24,10 +25,14 @@ Parallelize = Callable[..., nn.Module]
 
 
 def without_fsdp(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:
-    """Return the model with plain parameters, as DDP needs them."""
+    """Return the model with plain parameters, as DDP needs them. TorchTitan then trains in mixed precision by AMP."""
     if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
         raise ValueError("a model without FSDP needs shard and tensor degrees of 1; set parallelism accordingly")
-    return model
+    if job_config.training.mixed_precision_param != "float32":
+        parallel_dims.bare = True
+    bare = copy.copy(parallel_dims)
+    bare.bare = True
+    return family(model, bare, job_config)  # activation checkpointing and torch.compile
 
 
 class DdpPeer:
@@ -38,7 +43,8 @@ class DdpPeer:
         rank: Of PowerSGD.
     """
 
-    parallelize: Parallelize = staticmethod(without_fsdp)
+    parallelize: Parallelize | None = staticmethod(without_fsdp)
+    counted = False  # whether the ranks count the bytes that they send
 
     def __init__(self, hook: str, rank: int) -> None:
         self.hook, self.rank = hook, rank
@@ -78,6 +84,8 @@ class HsdpPeer:
     FSDP2 starts the all-reduce of a layer's gradients during the backward pass, on its own stream. gloo has no streams:
     its call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
     """
+
+    counted = False
 
     def __init__(self, overlaps: bool) -> None:
         self.overlaps = overlaps
@@ -123,12 +131,40 @@ class HsdpPeer:
         return replaced(_fsdp_collectives, "dist", _ReplacedAllReduce(lambda tensor, **options: None))
 
 
-PEERS: dict[str, Callable[[int], DdpPeer | HsdpPeer]] = {
+class DistributedOptimizerPeer:
+    """Megatron-LM's distributed optimizer, by FSDP2: optimizer states are sharded over all ranks, weights are gathered
+    and gradients are reduced once per step.
+
+    The weights stay gathered between the micro-batches, and their gradients are accumulated without communication. Set
+    the shard degree to -1 and `fsdp_reshard_after_forward` to "never".
+    """
+
+    parallelize: Parallelize | None = None  # as for our methods
+    counted = True
+
+    def install(self, trainer: Any) -> None:
+        self._model = trainer.model_parts[0]
+        if not isinstance(self._model, FSDPModule) or trainer.job_config.sharding.active:
+            raise ValueError("the distributed optimizer needs a shard degree above 1, and no [sharding]")
+
+    @contextmanager
+    def exchanging(self, last: bool) -> Iterator[None]:
+        self._model.set_requires_gradient_sync(last)
+        self._model.set_reshard_after_backward(last)
+        yield
+
+    def silent(self) -> AbstractContextManager[None]:
+        return nullcontext()  # its exchange is that of the shard axis
+
+
+Peer = DdpPeer | HsdpPeer | DistributedOptimizerPeer
+PEERS: dict[str, Callable[[int], Peer]] = {
     "ddp": lambda rank: DdpPeer("", rank),
     "ddp-bf16": lambda rank: DdpPeer("bf16", rank),
     "ddp-powersgd": lambda rank: DdpPeer("low_rank", rank),
     "hsdp": lambda rank: HsdpPeer(overlaps=True),
     "hsdp-waits": lambda rank: HsdpPeer(overlaps=False),
+    "distributed-optimizer": lambda rank: DistributedOptimizerPeer(),
 }
 
 

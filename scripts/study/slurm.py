@@ -1,22 +1,43 @@
-"""The launcher `slurm`: one job for each size, which runs every method in turn on the same nodes.
+"""The launcher `slurm`: jobs that run the methods of a size in turn on the same nodes.
 
 A job that has been submitted continues without this process; the same command later collects the results.
+
+Settings of a set's `launch`:
+
+    machine         name of the .sbatch file in scripts/slurm, and of the planner's machine
+    tokens          "synthetic": random tokens of the model's vocabulary; "recipe": the recipe's data and tokenizer
+    steps, warm_up  measured steps, and steps before them
+    start           seconds of a run before its first step: imports, groups, torch.compile; default 300
+    margin          factor on the predicted step time in a run's share of the job's time; default 2
+    timeout         a run's share in seconds, in the place of this rule
+    hours           limit of a job's time; methods that exceed it are divided over several jobs
 """
 
 import argparse
 import json
+import math
 import shlex
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.common import ROOT, RunError, command_of, read, write
 from scripts.study.grid import BudgetSet, RunSpec
 from scripts.study.queue import Queue
+from scripts.study.ready import step_seconds
 from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
 from topology.machines import get_machine
+
+START, MARGIN = 300.0, 2.0
+END = 60.0  # seconds of a run after its last step: the summary, and the grace period of a run that is ended
+HOURS = {"vista": 48.0, "frontier": 2.0}  # TACC: queue gh; OLCF: up to 91 nodes
+# A sweep is neither requeued nor asked for checkpoints, and its time follows from its runs.
+NOT_OF_A_SWEEP = ("--requeue", "--signal", "--time", "--job-name", "--output")
+OFFLINE = ("--model.hf_assets_path=./torchtitan_scape/data/tokenizer", "--training.dataset=standard_library")
+TOKENS = ("synthetic", "recipe")
 
 
 class SlurmSet:
@@ -27,7 +48,9 @@ class SlurmSet:
         self.machine = one.launch["machine"]
         self.per_node = get_machine(self.machine).ranks_per_node
         self.folder = (queue.work / one.name).resolve()
-        self.timeout = float(one.launch.get("timeout", 1200))
+        self.tokens = one.launch.get("tokens", "synthetic")
+        if self.tokens not in TOKENS:
+            raise ValueError(f"set {one.name!r}: tokens = {self.tokens!r}; give {' or '.join(map(repr, TOKENS))}")
         try:
             self.options_of_sbatch = shlex.split(args.sbatch)
         except ValueError as error:
@@ -35,31 +58,69 @@ class SlurmSet:
         uneven = [size for size in one.sizes if size % self.per_node]
         if uneven:
             raise ValueError(f"set {one.name!r}: {uneven[0]} ranks, but a node of {self.machine} has {self.per_node}")
+        given = time_limit(self.options_of_sbatch)
+        self.limit = given or 3600.0 * float(one.launch.get("hours", HOURS.get(self.machine, 24.0)))
+        self.shares = {spec.key: self.share(spec) for spec in self.missing()}
         if shutil.which("sbatch") is None:
             raise ValueError("there is no sbatch on PATH; run this on a login node, or with launcher = 'predicted'")
+
+    def share(self, spec: RunSpec) -> float:
+        """Return the seconds that a run may take. Raises ValueError if the run cannot start or does not fit."""
+        step = step_seconds(spec, self.options(spec), get_machine(self.machine))
+        launch = self.one.launch
+        planned = float(launch.get("start", START)) + float(launch.get("margin", MARGIN)) * timing(spec)["steps"] * step
+        share = float(launch.get("timeout", math.ceil(planned)))
+        if share + END > self.limit:
+            raise ValueError(
+                f"{spec.title}: {timing(spec)['steps']} steps of {step:.1f} s (predicted) need {share / 60:.0f} min, "
+                f"and a job has {self.limit / 60:.0f}; give more with --sbatch, or fewer steps or more ranks"
+            )
+        return share
+
+    def offline(self) -> list[str]:
+        """Return options that replace gated tokenizers and data of the hub by files of this repository."""
+        return list(OFFLINE if self.tokens == "synthetic" else ())
 
     def raw(self, spec: RunSpec) -> Path:
         return self.folder / "raw" / f"{spec.name}-{spec.size}.json"
 
-    def write_job(self, size: int, specs: list[RunSpec]) -> Path:
-        """Write the job of a size: the machine's own file, once per method. A failed method does not stop the next."""
+    def jobs(self, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+        """Divide runs of a size over as few jobs as their time allows, in order."""
+        jobs: list[list[RunSpec]] = []
+        for spec in specs:
+            if not jobs or self.seconds([*jobs[-1], spec]) > self.limit:
+                jobs.append([])
+            jobs[-1].append(spec)
+        return jobs
+
+    def seconds(self, specs: Sequence[RunSpec]) -> float:
+        return sum(self.shares[spec.key] + END for spec in specs)
+
+    def write_job(self, name: str, specs: Sequence[RunSpec]) -> Path:
+        """Write a job: the machine's own file, once per method. A failed method does not stop the next."""
         machine = ROOT / "scripts" / "slurm" / f"{self.machine}.sbatch"
-        headers = [line for line in machine.read_text().splitlines() if line.startswith("#SBATCH")]
-        lines = ["#!/bin/bash", *headers, f"#SBATCH --job-name=scape-{size}"]
+        given = [line for line in machine.read_text().splitlines() if line.startswith("#SBATCH")]
+        headers = [line for line in given if not any(option in line for option in NOT_OF_A_SWEEP)]
+        minutes = math.ceil(self.seconds(specs) / 60)
+        lines = ["#!/bin/bash", *headers, f"#SBATCH --job-name=scape-{name}", "#SBATCH --no-requeue"]
+        lines += [f"#SBATCH --time={minutes // 60:02d}:{minutes % 60:02d}:00"]
         lines += [f"#SBATCH --output={self.folder}/%x-%j.out"]
-        lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", f'export TRAIN_SCRIPT="-m {" ".join(TIMED)}"']
+        lines += [f"cd {shlex.quote(str(ROOT))} || exit 2", "source scripts/slurm/limit.sh"]
+        lines += [f'export TRAIN_SCRIPT="-m {" ".join(TIMED)}" REQUEUE_LIMIT=0']
         for spec in specs:
             raw = self.raw(spec)
             wanted = {"output": str(raw), **{k: v for k, v in timing(spec).items() if k != "steps"}}
-            wanted |= {key: spec.about[key] for key in ("peer", "rank") if key in spec.about}
-            values = {"CONFIG_FILE": str(ROOT / spec.recipe), "TIMED_RUN": json.dumps(wanted)}
+            wanted |= {key: spec.about[key] for key in ("peer", "rank", "every_forward") if key in spec.about}
+            wanted |= {"synthetic": True} if self.tokens == "synthetic" else {}
+            values = {"CONFIG_FILE": spec.config_file, "TIMED_RUN": json.dumps(wanted)}
             values["LOG_DIR"] = f"{self.folder}/{spec.name}"
-            assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
-            command = shlex.join(["timeout", f"{self.timeout:g}", "bash", str(machine), *self.options(spec)])
+            exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+            command = shlex.join([f"{self.shares[spec.key]:g}", "bash", str(machine), *self.options(spec)])
             failed = shlex.quote(str(raw.with_suffix(".error")))
-            lines += ["", f"rm -f {failed}", f'{assigned} {command} || echo "exit code $?" >{failed}']
+            lines += ["", f"rm -f {failed}", f"export {exported}"]
+            lines += [f'limited {command} || echo "exit code $?" >{failed}']
         (self.folder / "raw").mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"size-{size}.sh"
+        path = self.folder / f"{name}.sh"
         write(path, "\n".join(lines) + "\n")
         return path
 
@@ -67,6 +128,7 @@ class SlurmSet:
         """Return the trainer's command line without the recipe, which ./run_train.sh adds."""
         return [
             *spec.arguments[1:],
+            *self.offline(),
             f"--job.dump_folder={self.folder / 'runs' / spec.name}",
             f"--training.steps={timing(spec)['steps']}",
             f"--metrics.log_freq={NEVER}",
@@ -75,26 +137,32 @@ class SlurmSet:
             "--checkpoint.no-enable",
         ]
 
-    def submit(self, size: int, specs: list[RunSpec]) -> None:
-        """Submit the job of a size, unless it is in the queue."""
+    def submit(self, size: int, specs: Sequence[RunSpec]) -> None:
+        """Submit the jobs of a size, unless one is in the queue."""
         if self.alive(size):
-            print(f"[{size} ranks] job {self.number(size)} is in the queue")
+            print(f"[{size} ranks] job {', '.join(self.numbers(size))} is in the queue")
             return
-        command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *self.options_of_sbatch]
-        answer = subprocess.run([*command, str(self.write_job(size, specs))], capture_output=True, text=True)
-        if answer.returncode:
-            raise ValueError(f"sbatch refused the job of {size} ranks: {' '.join(answer.stderr.split())}")
-        number = answer.stdout.strip().split(";")[0]
-        write(self.folder / f"size-{size}.json", {"job": number})
-        print(f"[{size} ranks] submitted job {number} with {len(specs)} runs")
+        numbers: list[str] = []
+        jobs = self.jobs(specs)
+        for i, part in enumerate(jobs):
+            name = f"size-{size}" + (f"-{i + 1}" if len(jobs) > 1 else "")
+            command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *self.options_of_sbatch]
+            answer = subprocess.run([*command, str(self.write_job(name, part))], capture_output=True, text=True)
+            if answer.returncode:
+                raise ValueError(f"sbatch refused the job of {size} ranks: {' '.join(answer.stderr.split())}")
+            numbers.append(answer.stdout.strip().split(";")[0])
+            write(self.folder / f"size-{size}.json", {"jobs": numbers})
+            minutes = math.ceil(self.seconds(part) / 60)
+            print(f"[{size} ranks] submitted job {numbers[-1]} with {len(part)} runs, at most {minutes} min")
 
-    def number(self, size: int) -> str:
-        return (read(self.folder / f"size-{size}.json") or {"job": ""})["job"]
+    def numbers(self, size: int) -> list[str]:
+        return list((read(self.folder / f"size-{size}.json") or {}).get("jobs", ()))
 
     def alive(self, size: int) -> bool:
-        if not (number := self.number(size)):
+        if not (numbers := self.numbers(size)):
             return False
-        answer = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
+        command = ["squeue", "--noheader", f"--jobs={','.join(numbers)}"]
+        answer = subprocess.run(command, capture_output=True, text=True)
         if answer.returncode:  # a controller that does not answer gives no information about the job
             return "Invalid job id" not in answer.stderr
         return bool(answer.stdout.strip())
@@ -114,7 +182,8 @@ class SlurmSet:
     def reason(self, spec: RunSpec) -> str:
         """Return why a job that has ended left no measurement."""
         error = self.raw(spec).with_suffix(".error")
-        ended = f"job {self.number(spec.size)} ended before this run (time limit, cancelled, or a node failed)"
+        numbers = ", ".join(self.numbers(spec.size))
+        ended = f"job {numbers} ended before this run (time limit, cancelled, or a node failed)"
         return f"{error.read_text().strip() if error.exists() else ended}; logs in {self.folder}"
 
     def run(self) -> None:
@@ -122,7 +191,9 @@ class SlurmSet:
         launch = self.one.launch
         notes = [
             medians(launch) + ".",
-            "All methods of a size ran on the same nodes, one after the other; every size is a job of its own.",
+            "The methods of a job ran on the same nodes, one after the other. A size has a job of its own, or several "
+            "if its methods need more time than a job may have.",
+            *(["Tokens are random, of the model's vocabulary; nothing is learned."] * (self.tokens == "synthetic")),
             PEERS_NOTE,
         ]
         setup = {"launcher": "slurm", "machine": self.machine, "notes": notes}
@@ -136,6 +207,36 @@ class SlurmSet:
             time.sleep(self.args.poll)
         for spec in self.missing():
             self.queue.fail(spec, self.reason(spec))
+
+
+def time_limit(options: Sequence[str]) -> float:
+    """Return the seconds of --time or -t among the options of sbatch; 0 without it.
+
+    Raises ValueError for a time that sbatch does not know.
+    """
+    text = ""
+    for option, following in zip(options, [*options[1:], ""], strict=False):
+        if option in ("--time", "-t"):
+            text = following
+        elif option.startswith("--time="):
+            text = option.removeprefix("--time=")
+        elif option.startswith("-t") and not option.startswith("--"):
+            text = option.removeprefix("-t")
+    return seconds_of(text) if text else 0.0
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time as sbatch writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if len(parts) > 3 or not all(part.isdigit() for part in parts) or (dash and not days.isdigit()):
+        raise ValueError(f"--sbatch: the time {text!r} is none that sbatch knows; write H:M:S")
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, minutes, seconds = numbers if len(numbers) == 3 else (0, *numbers, 0)[:3]
+    return 86400.0 * int(days or 0) + 3600.0 * hours + 60.0 * minutes + seconds
 
 
 def run(queue: Queue, args: argparse.Namespace) -> None:

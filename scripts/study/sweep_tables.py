@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from scripts.common import markdown, megabytes, ms, number
-from scripts.study.grid import Grid
+from scripts.study.grid import Grid, is_file
 from scripts.study.store import Store
 
 Cell = dict[str, Any]
@@ -25,7 +25,8 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     Raises ValueError for a line that lacks a value.
     """
     (one,) = grid.choose([set_name])
-    order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods]))}
+    files = [line["method"] for line in store.of(set_name) if is_file(line["method"])]
+    order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods, *files]))}
     found: dict[Any, Cell] = {}
     for line in store.of(set_name):
         cell = line["result"]
@@ -36,14 +37,28 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
             raise ValueError(f"{store.path}: {line['key']} lacks {', '.join(lacking) or 'a step time'}")
         dense = line["options"]["sync.method"] == "dense"
         count = line["options"].get("training.global_batch_size", 0) // cell["size"]
+        cell = cell | {"phases": charged(cell)}
         place = (cell["recipe"], order[line["method"]], cell["size"], count)
         found.pop(place, None)  # a run with other settings of the launcher
-        declared = {"method": line["method"], "targets": grid.methods[line["method"]].get("targets", {})}
+        declared = {"method": line["method"], "targets": grid.methods.get(line["method"], {}).get("targets", {})}
         found[place] = cell | declared | {"dense": dense, "micro_batches": count, "set": set_name}
     cells = [found[place] for place in sorted(found)]
     for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
         _derive([cell for cell in cells if cell["recipe"] == recipe])
     return cells
+
+
+def charged(cell: Cell) -> dict[str, float]:
+    """Return the phases of a step with the time of waiting for other ranks as a part of exposed communication.
+
+    Lines of before this rule have it among "other".
+    """
+    phases = dict(cell["phases"])
+    if not cell.get("wait_is_exposed"):
+        waited = (cell.get("by_phase") or {}).get("wait", 0.0)
+        phases["exposed"] = phases.get("exposed", 0.0) + waited
+        phases["other"] = max(0.0, phases.get("other", 0.0) - waited)
+    return phases
 
 
 def _derive(panel: Sequence[Cell]) -> None:

@@ -7,6 +7,7 @@ The environment variable TIMED_RUN contains, as JSON:
     period         steps over which means are taken; 1: medians
     compute        seconds that forward and backward wait, with the gradients of the first step. Absent: they are real
     plain          true: no FSDP around the model
+    synthetic      true: random tokens of the model's vocabulary in the place of the recipe's data
     peer, rank     data-parallel training of peers.py in the place of our method, and PowerSGD's rank
     every_forward  true: weights that cross nodes once per update (hpZ) do so in every forward pass, as published
     last_only      true: FSDP2 reduce-scatters gradients in the last micro-batch of a step only, and adds up whole
@@ -53,7 +54,7 @@ from torchtitan_scape.trainer.trainer import ScapeTrainer
 ENVIRONMENT = "TIMED_RUN"
 PASSES = ("check", "pack", "clip", "update")
 SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's collectives
-SILENT_PASSES = 3  # passes that separate a peer's compute from its exchange
+SILENT_PASSES = 3  # passes without an exchange, which separate compute from exchange
 
 
 class TimedTrainer(ScapeTrainer):
@@ -70,25 +71,49 @@ class TimedTrainer(ScapeTrainer):
         self.interfaces.first = max(1, self.wanted["warm_up"])
         self._passes_started = 0
         self._silent_seconds: list[float] = []
+        self._last_batch: dict[str, Any] = {}  # arguments of the last forward and backward pass
         self._gradients: list[tuple[Any, Any, Tensor]] = []  # parameter, gradient, its values in the first step
         self._loss: Tensor | None = None
         self._steps: list[dict[str, float]] = []
         self._events: list[torch.cuda.Event] = []
         self._sent_before: dict[str, float] = {}
 
+    @property
+    def beside(self) -> bool:
+        """Whether the collectives of the shard axis run on streams beside the passes: their phases overlap with these,
+        so that passes without them are measured."""
+        return self.device.type == "cuda" and self.layout.shard > 1
+
     def train(self) -> None:
         with shard_axis_timed(self.replica_optimizer.timer) if self.layout.shard > 1 else nullcontext():
             super().train()
 
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        return self._random_batches() if self.wanted.get("synthetic") else super().batch_generator(data_iterable)
+
+    def _random_batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Yield batches of uniformly distributed tokens. They differ between ranks and need no files."""
+        training, entries = self.job_config.training, self.model_args.vocab_size
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        while True:
+            shape = (training.local_batch_size, training.seq_len + 1)
+            tokens = torch.randint(entries, shape, generator=generator)
+            self.ntokens_seen += tokens[:, 1:].numel()
+            self.metrics_processor.ntokens_since_last_log += tokens[:, 1:].numel()
+            self.metrics_processor.data_loading_times.append(0.0)
+            yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
         self._passes_started += 1
+        self._last_batch = kwargs
         if self.wanted.get("every_forward"):
             self.replica_optimizer.sharding.version.changed()
         if self.wanted.get("last_only"):
             last = self._passes_started % self.gradient_accumulation_steps == 0
             cast(FSDPModule, self.model_parts[0]).set_requires_gradient_sync(last)
         if self.peer is not None:
-            if self.steps_taken == self.wanted["warm_up"] - 1 and not self._silent_seconds:
+            before_measuring = self.steps_taken == self.wanted["warm_up"] - 1
+            if before_measuring and not self._silent_seconds and not self.peer.counted:
                 self._silent_seconds = [self._silent_pass(**kwargs) for _ in range(SILENT_PASSES)]
             with self.peer.exchanging(last=self._passes_started % self.gradient_accumulation_steps == 0):
                 return super().forward_backward_step(**kwargs)
@@ -109,12 +134,12 @@ class TimedTrainer(ScapeTrainer):
 
     def _silent_pass(self, **kwargs: Any) -> float:
         """Return the seconds of a step's forward and backward passes without an exchange; keeps no gradients."""
-        assert self.peer is not None
         before = [p.grad for p in self.model_parts[0].parameters()]
         _synchronize()
         begin = time.perf_counter()
-        with self.peer.silent():
-            super().forward_backward_step(**kwargs)
+        with self.peer.silent() if self.peer else nullcontext(), shard_axis_silent() if self.beside else nullcontext():
+            # The method of TorchTitan: an overlapped exchange of ours does not start.
+            super(ScapeTrainer, self).forward_backward_step(**kwargs)
         _synchronize()
         seconds = time.perf_counter() - begin
         for parameter, gradient in zip(self.model_parts[0].parameters(), before, strict=True):
@@ -142,6 +167,9 @@ class TimedTrainer(ScapeTrainer):
     def summarise(self) -> None:
         remaining = self.replica_optimizer.timer.take()  # before the summary takes it
         super().summarise()
+        if self.beside and not self._silent_seconds:
+            # After the last step: the gathered weights are arbitrary values, which caches and residuals would keep.
+            self._silent_seconds = [self._silent_pass(**self._last_batch) for _ in range(SILENT_PASSES)]
         warm_up = self.wanted["warm_up"]
         if torch.cuda.is_available():
             _synchronize()
@@ -160,8 +188,9 @@ class TimedTrainer(ScapeTrainer):
             "times": times,
             "phases": phases,
             "peak": float(peak),
-            "sent": {} if self.peer else grown,  # peers count no bytes; the interfaces do
+            "sent": {} if self.peer and not self.peer.counted else grown,  # of the others the interfaces count them
             "silent": statistics.median(self._silent_seconds) if self._silent_seconds else None,
+            "beside": self.beside,
         }
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
@@ -186,10 +215,12 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
     phases = {name: mean("phases", name) for name in sorted({n for rank in ranks for n in rank["phases"]})}
     seconds = middle(times)
     passes, compute = sum(phases.get(n, 0.0) for n in PASSES), phases.get("forward_backward", 0.0)
-    exposed = sum(phases.get(n, 0.0) for n in ("exchange", *SHARD.values()))
+    waited = 0.0 if ranks[0]["beside"] else sum(phases.get(n, 0.0) for n in SHARD.values())
+    exposed = phases.get("exchange", 0.0) + waited
     if ranks[0]["silent"] is not None:  # exposed: by how much the exchange makes the passes slower
         silent = min(compute, statistics.fmean(rank["silent"] for rank in ranks))
         compute, exposed = silent, exposed + compute - silent
+    exposed += phases.get("wait", 0.0)  # a rank waits for the others: for their exchange, or for slower ranks
     other = max(0.0, seconds - compute - exposed - passes)
     return {
         "steps": times,
@@ -197,6 +228,7 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
         "quartiles": [statistics.quantiles(times, n=4)[i] for i in (0, 2)] if len(times) > 1 else [seconds, seconds],
         "by_phase": phases,
         "phases": {"compute": compute, "exposed": exposed, "optimizer": passes, "other": other},
+        "wait_is_exposed": True,
         "peak_memory_bytes": max(rank["peak"] for rank in ranks),
         "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
     }
@@ -206,7 +238,8 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
 def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
     """Inside, the collectives of the shard axis are phases, by the kinds of their content.
 
-    gloo has no streams: FSDP2 waits for each of them. Coding belongs to the passes that contain it.
+    gloo has no streams: FSDP2 waits for each of them. Coding belongs to the passes that contain it. On a GPU the phases
+    are the times on FSDP2's streams, which overlap with the passes.
     """
 
     def by_kind(send: Callable[..., None]) -> Callable[..., None]:
@@ -221,6 +254,21 @@ def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
             stack.enter_context(replaced(shard_collectives, name, by_kind(getattr(shard_collectives, name))))
         for hook, kind in ((CountedAllGather, WEIGHTS), (CountedReduceScatter, GRADIENTS)):
             stack.enter_context(replaced(hook, "__call__", timer.timed(SHARD[kind], hook.__call__)))
+        yield
+
+
+@contextmanager
+def shard_axis_silent() -> Iterator[None]:
+    """Inside, the collectives of the shard axis send nothing; their outputs have arbitrary values."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    with ExitStack() as stack:
+        for name in ("all_gather", "all_to_all"):
+            stack.enter_context(replaced(shard_collectives, name, nothing))
+        for hook in (CountedAllGather, CountedReduceScatter):
+            stack.enter_context(replaced(hook, "__call__", nothing))
         yield
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import predicted, process_command
 from scripts.study.queue import Queue
+from scripts.study.ready import step_seconds
+from scripts.study.slurm import OFFLINE, SlurmSet, time_limit
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
@@ -25,6 +28,7 @@ from topology.machines import get_machine
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.step import Assumptions
@@ -245,32 +249,153 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
         "MODULES": "",
         "OMP_NUM_THREADS": "1",
     }
-    # DDP takes no shards: that method alone is refused, by every rank of its run.
-    options = {"training.seq_len": 32, "parallelism.data_parallel_replicate_degree": 1}
+    one = {"launcher": "slurm", "sizes": [2], "sequences": [4], "options": {"training.seq_len": 32}}
     launch = {"machine": "vista", "steps": 2, "warm_up": 2}
-    one = {
-        "launcher": "slurm",
-        "methods": ["ddp-powersgd", "scape-0.1"],
-        "sizes": [2],
-        "sequences": [4],
-        "launch": launch,
-    }
-    grid = declare(tmp_path, one | {"options": options | {"parallelism.data_parallel_shard_degree": 2}})
+    late = one | {"name": "late", "methods": ["adams"], "launch": launch | {"timeout": 1}}
+    grid = declare(tmp_path, late, one | {"methods": ["adamw", "scape-0.1"], "launch": launch})
     result = run(grid, "--poll=0.1", "--sbatch=-A project", **environment)
-    assert result.returncode == 1 and "1 runs done, 1 failed" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 1 and "2 runs done, 1 failed" in result.stdout, result.stdout + result.stderr
     submitted = (tmp_path / "submitted").read_text()
     assert "-A project" in submitted and "--nodes=2" in submitted
     made = results(tmp_path)
-    assert "exit code" in made["ddp-powersgd", 2]["error"]
+    assert "exit code 124" in made["adams", 2]["error"], "it took longer than its share"
     assert len(made["scape-0.1", 2]["steps"]) == 2 and made["scape-0.1", 2]["tokens_per_step"] == 4 * 32
     job = tmp_path / "work" / "all" / "size-2.sh"
-    assert "#SBATCH --partition=gh" in job.read_text() and job.read_text().count("vista.sbatch") == 2
+    text = job.read_text()
+    assert "#SBATCH --partition=gh" in text and text.count("limited ") == 2
+    # Two runs of 300 s and four short steps each, and 60 s at the end of each: 13 minutes.
+    assert "#SBATCH --time=00:13:00" in text and "--requeue" not in text and "USR1" not in text
+    assert '"synthetic": true' in text and "--training.dataset=standard_library" in text
 
-    run(grid, "--poll=0.1", "--sbatch", "--time=00:10:00", **environment)
-    assert job.read_text().count("vista.sbatch") == 1
-    assert "--time=00:10:00" in (tmp_path / "submitted").read_text().splitlines()[1]
+    (tmp_path / "grid.toml").write_text(grid.read_text().replace('"timeout" = 1', '"timeout" = 100'))
+    result = run(grid, "--poll=0.1", "--sbatch", "--time=00:10:00", **environment)
+    assert result.returncode == 0 and "3 runs done, 0 failed" in result.stdout, result.stdout + result.stderr
+    assert "--time=00:10:00" in (tmp_path / "submitted").read_text().splitlines()[2]
+    assert len((tmp_path / "submitted").read_text().splitlines()) == 3, "what has been measured is not submitted again"
     result = run(grid, "--sbatch", "-A 'project", **environment)
     assert result.returncode == 2 and result.stderr == 'error: --sbatch "-A \'project": No closing quotation\n'
+
+
+SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machine": "vista"}}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"methods": ["ddp"], "options": {"parallelism.data_parallel_shard_degree": 2}}, "DDP has no shards, but the"),
+        ({"options": {"optimizer.weight_decay": -1}}, "weight_decay = -1"),
+        (
+            {"methods": ["adams"], "launch": {"machine": "vista", "tokens": "real"}},
+            "tokens = 'real'; give 'synthetic' or",
+        ),
+        (
+            {"recipe": "train_configs/models/llama_500m.toml", "launch": {"machine": "vista", "tokens": "recipe"}},
+            "assets",
+        ),
+        ({"launch": {"machine": "vista", "hours": 0.01}}, "steps of "),
+        ({"methods": ["none.toml"]}, "the recipe none.toml of a method does not exist"),
+    ],
+)
+def test_slurm_runs_are_checked_before_anything_is_queued(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    programs = stand_ins(tmp_path)
+    (programs / "sbatch").write_text(f"#!/bin/bash\ntouch {tmp_path}/submitted\n")
+    (programs / "sbatch").chmod(0o755)
+    grid = declare(tmp_path, SLURM | {"methods": ["scape-0.1", "adams"]} | changes)
+    result = run(grid, PATH=f"{programs}:{os.environ['PATH']}")
+    assert result.returncode == 2 and message in result.stderr, result.stdout + result.stderr
+    assert sum(line.startswith("error: ") for line in result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "submitted").exists() and not (tmp_path / "out").exists()
+
+
+def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
+    """SCAPE by the paper's exact rule, as in train_configs/methods; a cluster's runs start at one node."""
+    grid = Grid(GRIDS / "strong_scaling.toml")
+    (vista, frontier, zeropp, _) = grid.sets
+    eight = [
+        "adams",
+        "adams-sharded",
+        *(f"scape-{d}{form}" for d in (0.1, 0.01) for form in ("", "-sharded", "-offload")),
+    ]
+    assert list(vista.methods[:8]) == list(frontier.methods[:8]) == eight
+    assert min(vista.sizes) == 4 and min(frontier.sizes) == 8 and min(zeropp.sizes) == 16
+    for density in ("0.1", "0.01"):
+        rule = load(str(ROOT / f"train_configs/methods/scape_{density}.toml")).table["sync"]["scape"]
+        for form in ("", "-sharded", "-offload"):
+            declared = grid.methods[f"scape-{density}{form}"]
+            assert {key: declared[f"sync.scape.{key}"] for key in rule} == rule
+    machine = get_machine("vista")
+    for spec in (spec for name in (*eight, "zeropp") for spec in grid.specs(vista, name)[-1:]):
+        # A step of Llama-1.8B on 64 GH200: at least its compute of 0.65 to 0.95 s.
+        found = step_seconds(spec, [*spec.arguments[1:], *OFFLINE], machine)
+        assert 0.6 < found < 2.0 and spec.recipe_name == "llama_1_8b" and spec.size == 64
+        assert spec.options["compile.enable"] is True
+    spec = grid.specs(frontier, "levels+scape")[0]
+    assert spec.size == 8 and spec.options["topology.machine"] == "frontier"
+    (chosen,) = grid.choose(["vista"], ["adams"], [4, 8], {"compile.enable": False})
+    assert chosen.sizes == (4, 8) and chosen.methods == ("adams",)
+    assert all("--compile.no-enable" in spec.arguments for spec in grid.specs(chosen, "adams"))
+
+
+def test_a_method_may_be_a_recipe_file() -> None:
+    """It supplies what concerns the method: model, data, schedule and the layout of the model's files stay."""
+    grid, file = Grid(GRIDS / "strong_scaling.toml"), "train_configs/llama_1_8b_frontier.toml"
+    (frontier,) = grid.choose(["frontier"], [file], [16])
+    spec = grid.specs(frontier, file)[0]  # Llama-500M
+    assert spec.label == "llama_1_8b_frontier" and spec.options["sharding.levels.weights"] == 2
+    assert spec.options["model.flavor"] == "500M" and spec.options["parallelism.data_parallel_shard_degree"] == 8
+    assert spec.options["training.seq_len"] == 4096 and "/" not in spec.name
+    (vista,) = grid.choose(["vista"], ["train_configs/methods/scape_0.01.toml"], [4])
+    spec = grid.specs(vista, vista.methods[0])[0]
+    assert spec.options["sync.scape.density"] == 0.01 and spec.options["sync.scape.clip_mode"] == "literal"
+
+
+@pytest.mark.parametrize(
+    "options, seconds",
+    [
+        ("-A x", 0),
+        ("--time=30", 1800),
+        ("-t 90:30", 5430),
+        ("-t1:00:05", 3605),
+        ("--time 1-2", 93600),
+        ("-t 1-0:30", 88200),
+    ],
+)
+def test_the_time_of_sbatch_is_read(options: str, seconds: float) -> None:
+    assert time_limit(options.split()) == seconds
+    with pytest.raises(ValueError, match="write H:M:S"):
+        time_limit(["--time=soon"])
+
+
+def test_methods_that_exceed_a_job_are_divided_over_several() -> None:
+    one = SimpleNamespace(limit=1000.0, shares={"a": 400.0, "b": 400.0, "c": 500.0})
+    one.seconds = lambda specs: SlurmSet.seconds(one, specs)  # type: ignore[arg-type]
+    specs = [SimpleNamespace(key=key) for key in "abc"]
+    jobs = SlurmSet.jobs(one, specs)  # type: ignore[arg-type]
+    assert [[spec.key for spec in job] for job in jobs] == [["a", "b"], ["c"]]
+
+
+def test_a_program_that_exceeds_its_time_ends_with_its_steps(tmp_path: Path) -> None:
+    """A step that outlives its srun is ended too; the next program starts afterwards."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    scripts = {
+        "squeue": f"cat {tmp_path}/steps 2>/dev/null",
+        "scancel": f'echo "$@" >>{tmp_path}/canceled; rm {tmp_path}/steps',
+        "program": f"printf '7.batch\n7.3\n' >{tmp_path}/steps; trap '' TERM; sleep 60",
+    }
+    for name, text in scripts.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    job = "source scripts/slurm/limit.sh; limited 1 program || echo code $?; limited 5 true && echo next"
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "GRACE": "1"}
+    begin = time.monotonic()
+    result = subprocess.run(["bash", "-c", job], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "code 137\nnext\n", result.stdout + result.stderr
+    assert "ended after 1 s, its share of the job's time (exit code 137)" in result.stderr
+    assert (tmp_path / "canceled").read_text() == "--signal=KILL 7.3\n" and time.monotonic() - begin < 30
 
 
 def test_a_value_may_begin_with_dashes() -> None:
