@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparta": {"warmup_steps": 0},
 }
 # Operators that compute no new values: views, and tensors that are not written.
-_NO_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense", "lift_fresh"}
+_NO_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
 # Operators that do not read the tensor that they write.
 _WRITE_ONLY = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
 # Operators that touch only as many entries of their first argument as the index has.
@@ -229,7 +229,7 @@ def count_step(name: str, model: LocalModel, replicas: int, backend: str = "trit
         number = first * 2 if isinstance(method, LocalMethod) else 2
         for before in (1, 2, 3) if method.holds_optimizer_state else ():  # the first masks are all ones
             _take(method, StepInfo(before, applied), StepCounter())
-        gradients = [torch.empty(n, device=META) for n in model.sizes]
+        gradients, counter.count = [torch.empty(n, device=META) for n in model.sizes], StepCount()
         _take(method, StepInfo(number, applied), counter, gradients)
     return counter.count
 
