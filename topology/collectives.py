@@ -67,6 +67,10 @@ class ReplicaCollectives(ABC):
         """Evaluate a function of replicated data once per process. The result is read-only."""
         return function()
 
+    def write_once(self, out: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Write a function of replicated data to `out`; the function is evaluated once per process."""
+        function(out)
+
     # ------------------------------------------------------------------------------ the replicate axis
 
     def size_multiple(self, codec: Codec | None = None) -> int:
