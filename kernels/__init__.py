@@ -14,12 +14,24 @@ if TYPE_CHECKING:
         adams_step,
         block_code,
         choose_backend,
+        cosine_passes,
         finite_check,
         scape_passes,
         tagc_passes,
+        topk_passes,
     )
 
-__all__ = ["TRITON_DTYPES", "adams_step", "block_code", "choose_backend", "finite_check", "scape_passes", "tagc_passes"]
+__all__ = [
+    "TRITON_DTYPES",
+    "adams_step",
+    "block_code",
+    "choose_backend",
+    "cosine_passes",
+    "finite_check",
+    "scape_passes",
+    "tagc_passes",
+    "topk_passes",
+]
 
 
 def __getattr__(name: str) -> Any:

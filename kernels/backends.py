@@ -94,6 +94,16 @@ def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype =
     return BlockCode(name, block, scale, backend)
 
 
+def topk_passes(backend: str) -> Any:
+    """Return the module with the functions of `kernels.topk.reference` on "torch" or "triton"."""
+    return importlib.import_module(f"kernels.topk.{'triton_passes' if backend == 'triton' else 'reference'}")
+
+
+def cosine_passes(backend: str) -> Any:
+    """Return the module with the functions of `kernels.topk.cosine` on "torch" or "triton"."""
+    return importlib.import_module(f"kernels.topk.{'triton_cosine' if backend == 'triton' else 'cosine'}")
+
+
 def tagc_passes(backend: str) -> Any:
     """Return the module with the functions of `kernels.tagc.reference` on "torch" or "triton"."""
     return importlib.import_module(f"kernels.tagc.{'triton_passes' if backend == 'triton' else 'reference'}")

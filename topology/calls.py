@@ -1,11 +1,12 @@
 """Collectives over the replicas as data, which a method plans and the planner prices. Plain arithmetic: no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from topology.links import Stage, all_gather_stages, all_reduce_stages, reduce_scatter_stages
-from topology.partition import ALIGNED, CHUNK_ENTRIES
+from topology.partition import ALIGNED
 from topology.ring_bytes import Levels, LevelSize
 
 
@@ -14,7 +15,8 @@ class CollectiveCall:
     """One collective over the replicas.
 
     The method plans it, the planner prices it, and the contract test compares it with the byte ledger. A collective
-    whose data travel in several chunks, of which one is in flight while the next is filled, is a single call.
+    whose data travel in several chunks, of which one is in flight while the next is filled, is a single call; the
+    latency of every chunk is priced.
 
     Attributes:
         kind: The collective.
@@ -22,6 +24,8 @@ class CollectiveCall:
         message_bytes: Encoded size of n elements on the outermost level; None for FP32.
         share: Fraction of the steps that contain the call.
         hidden: The call overlaps with the next forward and backward pass.
+        chunks: Number of chunks, each a collective of its own; 0 for one that the caller may divide.
+        largest_chunk: FP32 elements of the largest chunk, padding included.
     """
 
     kind: Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -29,6 +33,8 @@ class CollectiveCall:
     message_bytes: Callable[[int], int] | None = None
     share: float = 1.0
     hidden: bool = False
+    chunks: int = 0
+    largest_chunk: int = 0
 
     def stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
         """Return the stages of the call on each level, averaged over steps.
@@ -47,6 +53,8 @@ class CollectiveCall:
                 stages = reduce_scatter_stages(tiers, 4.0 * self.count, self.message_bytes, flat)
             case "all_gather":
                 stages = all_gather_stages(tiers, self.count, flat)
+        if self.chunks > 1:
+            stages = [replace(stage, rounds=self.chunks * stage.rounds) for stage in stages]
         return stages if self.share == 1.0 else [stage.of_a_share(self.share) for stage in stages]
 
     @property
@@ -79,6 +87,11 @@ def level_sizes(levels: Levels) -> list[LevelSize]:
     return [LevelSize(one.level, one.size) for one in levels]
 
 
+def replicas_of(levels: Levels) -> int:
+    """Return the number of replicas that the levels span."""
+    return prod(one.size for one in levels)
+
+
 def size_multiple(levels: Levels, block_size: int | None = None) -> int:
     """Return the number of which the size of an all-reduce must be a multiple.
 
@@ -88,9 +101,7 @@ def size_multiple(levels: Levels, block_size: int | None = None) -> int:
         levels: Levels that the replicas span, innermost first.
         block_size: Elements that the codec encodes together; None for FP32.
     """
-    replicas = 1
-    for one in levels:
-        replicas *= one.size
+    replicas = replicas_of(levels)
     if replicas == 1:
         return 1
     if len(levels) < 2 and block_size is None:
@@ -104,7 +115,7 @@ def padded_size(count: int, levels: Levels, block_size: int | None = None) -> in
     return -(-count // step) * step
 
 
-def chunked_size(count: int, levels: Levels, chunk_entries: int = CHUNK_ENTRIES) -> int:
+def chunked_size(count: int, levels: Levels, chunk_entries: int) -> int:
     """Return the FP32 elements that `ReplicaCollectives.all_reduce_chunked` sends: each chunk is padded."""
     full, rest = divmod(count, chunk_entries)
     return full * padded_size(chunk_entries, levels) + padded_size(rest, levels)

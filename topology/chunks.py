@@ -11,7 +11,7 @@ from torch import Tensor
 
 from topology.codecs import Codec
 from topology.comm_stream import Handle
-from topology.partition import ALIGNED, CHUNK_ENTRIES
+from topology.partition import ALIGNED, chunk_limit
 
 Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 
@@ -184,7 +184,9 @@ def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = 
 
 def _buffers(collectives: Any, rows: RowSource, block_size: int) -> Iterator[tuple[int, Tensor]]:
     """Yield (first column, FP32 (replicas, columns)) of every chunk; `columns` is a multiple of `block_size`."""
-    width = -(-max(collectives.min_columns, CHUNK_ENTRIES // collectives.replicas) // block_size) * block_size
+    replicas = collectives.replicas
+    limit = chunk_limit(replicas * rows.columns, replicas) // replicas
+    width = -(-max(collectives.min_columns, limit) // block_size) * block_size
     for column in range(0, rows.columns, width):
         shape = collectives.replicas, -(-min(width, rows.columns - column) // block_size) * block_size
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)

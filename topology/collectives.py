@@ -23,7 +23,7 @@ from topology.chunks import ConcatSource, Source, all_reduce_chunked
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.groups import ReplicaGroups
-from topology.partition import ALIGNED, CHUNK_ENTRIES
+from topology.partition import ALIGNED, chunk_limit
 from topology.primitives import all_gather_into
 from topology.rank_group import RankGroup, replica_index
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
@@ -40,14 +40,14 @@ class ReplicaCollectives(ABC):
         is_writer: True if this replica updates the state that it shares with other replicas of its process.
         label: Suffix that identifies the replica's parameters in messages; "" for real replicas.
         ledger: Bytes that this endpoint sent.
-        chunk_entries: FP32 entries of the buffers of `all_reduce_chunked`.
+        chunk_entries: Maximum entries of a chunk; 0 for those of `topology.partition.chunk_limit`.
         min_columns: Minimum row length of chunks with one row per replica, which the host fills row by row. With 1,024
             replicas such a chunk has 256 MiB.
     """
 
     is_writer = True
     label = ""
-    chunk_entries = CHUNK_ENTRIES
+    chunk_entries = 0
     min_columns = 1 << 16
 
     def __init__(self, groups: ReplicaGroups, level: RankGroup | None = None) -> None:
@@ -67,6 +67,10 @@ class ReplicaCollectives(ABC):
         """Evaluate a function of replicated data once per process. The result is read-only."""
         return function()
 
+    def write_once(self, out: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Write a function of replicated data to `out`; the function is evaluated once per process."""
+        function(out)
+
     # ------------------------------------------------------------------------------ the replicate axis
 
     def size_multiple(self, codec: Codec | None = None) -> int:
@@ -79,6 +83,10 @@ class ReplicaCollectives(ABC):
     def padded_size(self, count: int, codec: Codec | None = None) -> int:
         """Return `count`, rounded up to a multiple of `size_multiple`."""
         return calls.padded_size(count, self.levels, None if codec is None else codec.block_size)
+
+    def chunk_limit(self, entries: int, codec: Codec | None = None) -> int:
+        """Return the maximum entries of a chunk of an exchange; see `topology.partition.chunk_limit`."""
+        return self.chunk_entries or chunk_limit(entries, self.replicas, _message_bytes(codec))
 
     def all_reduce(
         self,
@@ -112,7 +120,7 @@ class ReplicaCollectives(ABC):
     def all_reduce_chunked(
         self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
     ) -> None:
-        """All-reduce FP32 entries over the replicas, in place, through two buffers of `chunk_entries`.
+        """All-reduce FP32 entries over the replicas, in place, through two buffers of `chunk_limit` entries.
 
         One chunk is filled while the previous one is in flight. Quantization errors are discarded.
 
@@ -122,7 +130,7 @@ class ReplicaCollectives(ABC):
             codec: As in `all_reduce`.
         """
         entries = ConcatSource(source) if isinstance(source, Sequence) else source
-        all_reduce_chunked(self, entries, mean, self.chunk_entries, codec)
+        all_reduce_chunked(self, entries, mean, self.chunk_limit(entries.entries, codec), codec)
 
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None

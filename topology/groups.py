@@ -24,6 +24,8 @@ class ReplicaGroups:
     Attributes:
         replicate: Ranks that hold the same parameters and process different data; None for one replica.
         model: Ranks that together hold one replica (shard x context x tensor); None for one rank.
+        scalars: The ranks of `replicate` in a group of their own for flags and norms. A scalar on the group of a chunk
+            would wait until the chunk was received. None to use `replicate`.
         layout: Determines the link level of each byte; without it every byte counts as "network".
         levels: Groups of a hierarchical exchange, innermost first; () for one group of all ranks of `replicate`.
         comm_streams: For every exchange that may be in flight, `levels` with separate process groups. () to run
@@ -35,11 +37,12 @@ class ReplicaGroups:
     layout: Layout | None = None
     levels: tuple[RankGroup, ...] = ()
     comm_streams: tuple[tuple[RankGroup, ...], ...] = ()
+    scalars: ProcessGroup | None = None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all collectives on these groups."""
         streams = [group.process_group for stream in self.comm_streams for group in stream]
-        _set_timeout([self.replicate, self.model, *streams], timeout)
+        _set_timeout([self.replicate, self.model, self.scalars, *streams], timeout)
 
 
 def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, staged: bool = True) -> ReplicaGroups:
@@ -78,6 +81,7 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
         layout=layout,
         levels=levels,
         comm_streams=tuple(comm_streams),
+        scalars=_own_group(layout.replicate_groups(), timeout),
     )
 
 
@@ -85,8 +89,8 @@ def most_groups(layout: Layout, hierarchical: bool, staged: bool) -> int:
     """Return the largest number of process groups of `build_groups` that a rank belongs to."""
     hierarchies = _hierarchies(layout, hierarchical)
     tiers = max(map(len, hierarchies), default=0)
-    whole = [max(map(len, groups)) > 1 for groups in (layout.replicate_groups(), layout.model_groups())]
-    return sum(whole) + _stream_count(hierarchies, staged) * tiers
+    replicate, model = (max(map(len, groups)) > 1 for groups in (layout.replicate_groups(), layout.model_groups()))
+    return 2 * replicate + model + _stream_count(hierarchies, staged) * tiers
 
 
 def _hierarchies(layout: Layout, hierarchical: bool) -> list[tuple[Tier, ...]]:

@@ -40,6 +40,14 @@ class InProcessCollectives(ReplicaCollectives):
     def run_once(self, function: Callable[[], Tensor]) -> Tensor:
         return self._exchange(function, lambda functions: functions[0]())
 
+    def write_once(self, out: Tensor, function: Callable[[Tensor], None]) -> None:
+        def write() -> Tensor:
+            written = torch.empty_like(out)  # a replica may change its result before others have copied it
+            function(written)
+            return written
+
+        out.copy_(self.run_once(write))
+
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:

@@ -1,6 +1,6 @@
 """Division of tensors into chunks, each of which is exchanged separately. Plain arithmetic: no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +8,12 @@ from typing import NamedTuple
 ALIGNED = 4
 # 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small compared to any model.
 CHUNK_ENTRIES = 1 << 22
+# With more replicas a chunk grows, so that each pair of ranks exchanges this many encoded bytes of it. The latency of a
+# message is then 8 % of its transfer time on the fastest network in machines.py, 50 GB/s with 5 us.
+PAIR_BYTES = 3 << 20
+# Two chunks are in flight at once. This limits their memory to two fifths of that of all entries.
+LARGEST_SHARE = 5
+_ROUNDING = 1 << 20
 # A small model is divided into about eight chunks, so that the first one is sent long before the last one is ready.
 _CHUNKS, _MIN_ENTRIES = 8, 1 << 16
 
@@ -34,16 +40,31 @@ class Chunk:
     slices: tuple[Slice, ...]
 
 
+def chunk_limit(entries: int, replicas: int, message_bytes: Callable[[int], int] | None = None) -> int:
+    """Return the maximum entries of a chunk: `CHUNK_ENTRIES`, or more with many replicas or a short code.
+
+    Args:
+        entries: Entries of the whole exchange, or of the model if an exchange is a part of it.
+        replicas: Number of replicas; each sends a slice of a chunk to every other.
+        message_bytes: Encoded size of n entries; None for FP32.
+    """
+    encoded = 4 * _ROUNDING if message_bytes is None else message_bytes(_ROUNDING)
+    wanted = -(-replicas * PAIR_BYTES // encoded)
+    allowed = -(-entries // (LARGEST_SHARE * _ROUNDING))
+    return max(CHUNK_ENTRIES, min(wanted, allowed) * _ROUNDING)
+
+
 def chunk_sizes(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1) -> list[int]:
     """Return the entries of each chunk. All chunks have the same size, apart from a shorter last one.
 
     Args:
         sizes: Entries of each tensor.
-        most: Maximum entries of a chunk, unless one block is larger.
+        most: Maximum entries of a chunk, unless one block is larger; see `chunk_limit`.
         block: Each tensor begins at a multiple of it, and no block is divided between chunks.
     """
     total = sum(-(-size // block) * block for size in sizes)
-    each = min(most, max(_MIN_ENTRIES, -(-total // _CHUNKS)))
+    small = max(_MIN_ENTRIES, -(-total // _CHUNKS))
+    each = most if small > CHUNK_ENTRIES else min(most, small)
     each = max(block, each // block * block)
     return [min(each, total - first) for first in range(0, total, each)]
 

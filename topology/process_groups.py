@@ -48,6 +48,10 @@ class ProcessGroupCollectives(ReplicaCollectives):
         self._comm_streams = [CommStream() for _ in replicas.comm_streams]
         self._next_stream = 0
 
+    @property
+    def _scalars(self) -> ProcessGroup | None:
+        return self.groups.scalars or self.groups.replicate
+
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
@@ -131,7 +135,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
         return gather_lists(self.groups.replicate, [item])
 
     def all_true(self, flag: Tensor) -> Tensor:
-        value, group = self._true_in_model(flag), self.groups.replicate
+        value, group = self._true_in_model(flag), self._scalars
         self._count_flag(value)
         if group is not None:
             dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
@@ -139,7 +143,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
         return value > 0
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
-        own, group = self.sum_over_model(value), self.groups.replicate
+        own, group = self.sum_over_model(value), self._scalars
         if group is None:
             return own
         self._count_scalar(REPLICATE, group, "norm", own.nbytes, float(group.size() - 1))

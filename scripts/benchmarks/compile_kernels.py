@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels import TRITON_DTYPES, block_code, tagc_passes
+from kernels import TRITON_DTYPES, block_code, cosine_passes, tagc_passes, topk_passes
 from kernels.codec.formats import FORMATS, STOCHASTIC
 from kernels.common import launching
 from kernels.common.rates import Rates
@@ -37,8 +37,11 @@ from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
 from kernels.tagc.sketch import Sketch
+from kernels.topk.cosine import Basis
 from scripts.common import RESULTS, guarded, markdown, parser, write
 from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.methods.topk.blocks import BlockGrid
+from torchtitan_scape.methods.topk.messages import TopkMessages
 
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
 _STALENESS = Staleness((16, 8), keeps=0.5)
@@ -113,6 +116,27 @@ def _take_steps(quick: bool) -> None:
         for block in () if quick else (32, 1024):
             _codec_step(name, block, torch.float32)
     _tagc_step()
+    for form in ("float32",) if quick else ("float32", "2bit", "1bit"):
+        _topk_step(BlockGrid(1, 4096, 1, 1024), 10, form)
+        _topk_step(BlockGrid(128, 128, 64, 64), 64, form)
+    _cosine_step()
+
+
+def _topk_step(grid: BlockGrid, k: int, form: str) -> None:
+    passes, x = topk_passes("triton"), torch.zeros(grid.rows * grid.columns)
+    messages = TopkMessages([grid], [k], form)
+    values, offsets = passes.select(x, grid, k)
+    passes.keep_(x, x, grid, offsets, values, torch.tensor(True))
+    received = torch.zeros(2, messages.nbytes, dtype=torch.uint8)
+    for over_senders in (False, True):
+        passes.mean_(x, grid, messages.received(received, 0, None), over_senders)
+
+
+def _cosine_step() -> None:
+    grid, passes, x = BlockGrid(128, 128, 64, 64), cosine_passes("triton"), torch.zeros(128 * 128)
+    basis = Basis.of(grid, x.device)
+    passes.largest_components(x, x, grid, basis, 32, torch.tensor(True))
+    passes.inverse_(x, grid, basis)
 
 
 def _scape_step(

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.pool import Pool, attempts
 from tests.replicas import run_replicas
+from topology.codecs import Codec
 from topology.collectives import ReplicaCollectives
+from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
-from topology.links import bytes_by_level
+from topology.links import Stage, all_gather_stages, all_reduce_stages, bytes_by_level
 from topology.process_groups import ProcessGroupCollectives
 from topology.rank_group import RankGroup
 from topology.ring_bytes import LevelSize
@@ -349,6 +351,52 @@ def test_plan_and_ledger_have_equal_bytes_on_every_level(case: Case, levels: tup
             exchanged(method, gradients(number, 0), StepInfo(number, torch.tensor(True)))
     counted = {level: sent - before.get(level, 0.0) for level, sent in collectives.ledger.sent_by_level().items()}
     assert counted == pytest.approx({level: case.period * sent for level, sent in planned.items()}, rel=EQUAL)
+
+
+class CountingCollectives(DryRunCollectives):
+    """Counts the consecutive messages of a rank, as `topology.links` prices them."""
+
+    messages = 0.0
+
+    def _count_messages(self, stages: list[Stage]) -> Handle:
+        self.messages += sum(stage.rounds for stage in stages)
+        return Handle()
+
+    def _all_reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
+    ) -> Handle:
+        super()._all_reduce(tensor, divisor, codec, error, carried_error)
+        encoded = None if codec is None else codec.message_bytes
+        return self._count_messages(all_reduce_stages(self._tiers, tensor.nbytes, encoded))
+
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        super()._all_gather(output, input)
+        return self._count_messages(all_gather_stages(self._tiers, input.nbytes))
+
+    def _all_reduce_or(self, bits: Tensor) -> Handle:
+        return self._count_messages(all_reduce_stages(self._tiers, bits.nbytes))
+
+    @property
+    def _tiers(self) -> list[tuple[str, int]]:
+        return [(level.level, level.size) for level in self.levels]
+
+
+@pytest.mark.parametrize("chunk_entries", [64, 0])
+@pytest.mark.parametrize("levels", [(("node", 4),), (("node", 2), ("network", 3))], ids=str)
+def test_the_plan_prices_every_message(case: Case, levels: tuple[tuple[str, int], ...], chunk_entries: int) -> None:
+    """The latency of every chunk counts, not only that of the first one."""
+    groups = tuple(RankGroup(level, size, 0) for level, size in levels)
+    collectives = CountingCollectives(ReplicaGroups(None, None, levels=groups))
+    collectives.chunk_entries = chunk_entries
+    method = make(case, collectives)
+    planned = sum(stage.rounds for call in method.collective_calls() for stage in call.stages(collectives.levels))
+    before = 0.0
+    for number in range(1, case.begins + case.period + 1):
+        if number == case.begins + 1:
+            before = collectives.messages
+        with torch.no_grad():
+            exchanged(method, gradients(number, 0), StepInfo(number, torch.tensor(True)))
+    assert collectives.messages - before == pytest.approx(case.period * planned, rel=EQUAL)
 
 
 def test_the_dense_limit_equals_dense_training(case: Case) -> None:

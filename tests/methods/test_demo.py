@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.scape.blocks import offset_code
+from kernels.topk.cosine import Basis
 from tests.methods import test_local_updates as local
 from tests.methods.test_contract import Case, close, mean, play
 from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, trained
@@ -18,7 +19,7 @@ from topology.collectives import ReplicaCollectives
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.demo.method import Basis, Demo
+from torchtitan_scape.methods.demo.method import Demo
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext

@@ -10,20 +10,14 @@ from torch import Tensor, nn
 
 from kernels import block_code
 from kernels.scape.blocks import offset_code
+from kernels.topk.reference import from_blocks, to_blocks, valid_mask
 from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
-from torchtitan_scape.methods.topk.messages import (
-    TopkMessages,
-    decode_two_bits,
-    encode_two_bits,
-    from_blocks,
-    to_blocks,
-    valid_mask,
-)
+from torchtitan_scape.methods.topk.messages import TopkMessages, encode_two_bits
 from torchtitan_scape.methods.topk.method import Topk
 from torchtitan_scape.methods.topk.options import TopkOptions
 
@@ -186,7 +180,8 @@ def test_two_bits_represent_up_to_four_values_exactly(values: list[float]) -> No
     """If they are far enough from each other. Padding does not change the means."""
     x = torch.tensor([*values, 100.0])
     real = torch.tensor([True] * len(values) + [False])
-    decoded = decode_two_bits(*encode_two_bits(x, real), len(x))
+    means, codes = encode_two_bits(x, real)
+    decoded = means[codes.long()]
     assert decoded[: len(values)].tolist() == values
 
 
@@ -195,7 +190,9 @@ def test_fp32_values_are_decoded_without_a_copy() -> None:
     cut = block_grid((24,), "block", 8)
     messages = TopkMessages([cut], [2], "float32")
     values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
-    arrived = messages.encode([values], [offsets], [None]).repeat(3).view(3, -1)
+    message, sent = messages.encode([values], [offsets], [None])
+    assert torch.equal(sent[0], values)
+    arrived = message.repeat(3).view(3, -1)
     found = messages.decode_values(arrived[2], 0)
     assert torch.equal(found, values) and found.data_ptr() == arrived[2].data_ptr()
     assert torch.equal(messages.decode_offsets(arrived[2], 0), offsets)
@@ -207,13 +204,14 @@ def test_values_of_a_block_code_are_decoded_by_tensor() -> None:
     messages, code = TopkMessages(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
     values = [torch.randn(cut.tiles, 4, generator=torch.Generator().manual_seed(cut.tiles)) for cut in cuts]
     offsets = [torch.arange(4).expand(cut.tiles, 4) for cut in cuts]
-    message = messages.encode(values, offsets, [None] * 4)
+    message, sent = messages.encode(values, offsets, [None] * 4)
     flat = torch.cat([v.view(-1) for v in values])
     whole = torch.nn.functional.pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)
     code.decode(code.encode(whole), whole)
     expected = whole.view(-1)[: flat.numel()].split([v.numel() for v in values])
     for i, wanted in enumerate(expected):
         assert torch.equal(messages.decode_values(message, i).view(-1), wanted)
+        assert torch.equal(sent[i].view(-1), wanted)
 
 
 def test_ties_are_selected_in_index_order() -> None:

@@ -181,7 +181,8 @@ def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
     alone = ADAMW.simulated_memory(MODEL, 1)
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}
     own_of_two = {"gradients": 8 * n, "residual": 8 * sparse, "masks": sparse / 4}
-    assert run.simulated_memory(MODEL, 2) == alone | own_of_two
+    in_flight = {"chunks in flight": 2 * 4.0 * 2 * (1 << 22)}  # all entries at a refresh, in two chunks
+    assert run.simulated_memory(MODEL, 2) == alone | own_of_two | in_flight
     # A sparser mask and rarer refreshes reduce the memory traffic.
     runs = (PlannedRun(RadiusOptions(density=d, interval=t)) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
     moved = [run.memory_traffic(MODEL, 4)[1] for run in runs]
@@ -225,7 +226,8 @@ def test_local_updates_send_all_once_per_round(section: type[DilocoOptions | Str
     moved = {"displacements": 2.0 * n if streaming else 4.0 * n}
     kept = {"anchor": 4.0 * n, "outer momentum": 4.0 * n}
     assert run.simulated_memory(LAYERS, 1) == adamw | kept | moved
-    assert run.simulated_memory(LAYERS, 3) == {k: 3 * v for k, v in (adamw | kept | moved).items()}
+    in_flight = {} if streaming else {"chunks in flight": 2 * 4.0 * n / 8}  # two of eight chunks
+    assert run.simulated_memory(LAYERS, 3) == {k: 3 * v for k, v in (adamw | kept | moved | in_flight).items()}
     on_host = PlannedRun(replace(options, host=True, outer_momentum=0.0), "AdamW")
     assert on_host.host_memory(LAYERS, 4) == {"anchor": 4.0 * n} and run.host_memory(LAYERS, 4) == {}
     assert on_host.host_link_traffic(LAYERS, 4) == (0.0, pytest.approx(12 * n / 30))
@@ -242,7 +244,9 @@ def test_sparta_sends_a_block_group_in_every_step() -> None:
     assert run.simulated_memory(MODEL, 1) == adamw | {"anchor": 4.0 * n}
     for replicas, owner_error in ((4, {}), (5, {"owner_error": 20.0 * n})):
         own = {kind: replicas * nbytes for kind, nbytes in (adamw | {"anchor": 4.0 * n}).items()}
-        assert run.simulated_memory(MODEL, replicas) == own | owner_error
+        in_flight = 22 * 2 / 8 * n / 3 * replicas  # two of the eight chunks of a group
+        kinds = run.simulated_memory(MODEL, replicas)
+        assert kinds.pop("chunks in flight") == pytest.approx(in_flight, rel=2e-2) and kinds == own | owner_error
 
 
 @pytest.mark.parametrize("options", [TopkOptions(density=0.01), PowersgdOptions(rank=4)])
@@ -255,7 +259,10 @@ def test_a_residual_is_added_to_the_memory_of_the_optimizer(options: MethodOptio
         assert run.simulated_memory(MODEL, 1) == one
         # Per replica a gradient, a residual and all received messages; parameters and moments once.
         own_of_eight = {"gradients": 32 * n, "residual": 32 * sparse} | ({"messages": 64 * own} if own else {})
-        assert run.simulated_memory(MODEL, 8) == alone | own_of_eight
+        kinds = run.simulated_memory(MODEL, 8)
+        in_flight = kinds.pop("chunks in flight")
+        assert in_flight == 32 * 1000 if isinstance(options, TopkOptions) else in_flight < 0.1 * 32 * n
+        assert kinds == alone | own_of_eight
         assert run.memory_traffic(MODEL, 8)[1] > dense.memory_traffic(MODEL, 8)[1]
 
 
@@ -268,8 +275,8 @@ def test_quantized_gradients_are_sent_in_chunks_with_a_full_residual() -> None:
     assert call.message_bytes.chunks == ((590336, 8),) and call.count == 8 * 590336  # type: ignore[union-attr]
     (outside,) = call.stages([LevelSize("network", 4)])
     # A slice has 1153 blocks with 64 bytes of codes and a scale of 2 bytes, padded to 16 bytes; three are sent and
-    # three are returned.
-    assert (outside.sent, outside.rounds) == (8 * 6 * 76112, 6)
+    # three are returned. The latency of every chunk counts.
+    assert (outside.sent, outside.rounds) == (8 * 6 * 76112, 8 * 6)
     n, alone = 4608 * 1024 + 1000, ADAMS.simulated_memory(MODEL, 1)
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * n}
     assert PlannedRun(replace(options, error_feedback=False)).simulated_memory(MODEL, 1) == alone

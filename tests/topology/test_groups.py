@@ -17,14 +17,15 @@ from topology.comm_stream import CommStream
 from topology.groups import build_groups, build_tier_groups, most_groups
 from topology.layout import Layout, Tier, plan_layout
 from topology.machines import get_machine
+from topology.process_groups import ProcessGroupCollectives
 
 MINUTE = timedelta(seconds=60)
 # (ranks per node, replicate, shard, hierarchical, staged, process groups per rank)
 COUNTS = [
-    (2, 4, 1, True, False, 1 + 2 * 2),  # replicas on nodes of two: two levels on two streams
-    (2, 4, 1, False, False, 1),  # one group
-    (2, 4, 1, False, True, 1 + 2),
-    (2, 2, 2, True, True, 2 + 2),
+    (2, 4, 1, True, False, 2 + 2 * 2),  # replicas on nodes of two: two levels on two streams
+    (2, 4, 1, False, False, 2),  # one group, and one for scalars
+    (2, 4, 1, False, True, 2 + 2),
+    (2, 2, 2, True, True, 3 + 2),
     (4, 1, 4, True, True, 1),  # one replica
 ]
 
@@ -97,3 +98,26 @@ def test_a_comm_stream_has_high_priority(monkeypatch: pytest.MonkeyPatch) -> Non
         comm_stream.start(exchange, device).wait()
     assert made[1:] == [(device, -1)] and run == [1, 2]
     assert groups.COMM_STREAMS == 2
+
+
+def flag_group() -> tuple[bool, bool]:
+    """Return whether the finite flag avoids the group of the chunks, and whether the results are right."""
+    built = build_groups(layout_of(2, 4, 1), MINUTE, hierarchical=False, staged=False)
+    collectives, used = ProcessGroupCollectives(built), []
+    reduce = dist.all_reduce
+
+    def note(tensor: torch.Tensor, *arguments: Any, group: Any, **options: Any) -> Any:
+        used.append(group)
+        return reduce(tensor, *arguments, group=group, **options)
+
+    with patch.object(dist, "all_reduce", note):
+        chunk = collectives.all_reduce(torch.ones(4), mean=False)
+        flag = collectives.all_true(torch.tensor(dist.get_rank() != 3))
+    norm = collectives.sum_over_owners(torch.ones(()))
+    chunk.wait()
+    return used == [built.replicate, built.scalars] and used[0] is not used[1], not flag and norm.item() == 4.0
+
+
+def test_scalars_do_not_wait_for_chunks(pool4: Pool) -> None:
+    """They have a communicator of their own. Otherwise a delayed FP32 exchange would precede the next step's flag."""
+    assert pool4(flag_group) == [(True, True)] * 4

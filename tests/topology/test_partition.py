@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.partition import chunk_sizes, chunks_of
+from topology.partition import chunk_limit, chunk_sizes, chunks_of
+from torchtitan_scape.methods.wire import encoded_size
 
 
 @given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 200), st.sampled_from([1, 32]))
@@ -21,6 +22,17 @@ def test_every_entry_is_in_one_chunk(sizes: list[int], most: int, block: int) ->
             assert s.at >= end and (s.at - s.first) % block == 0
             end = s.at + s.length
         assert end <= chunk.entries
+
+
+def test_chunks_grow_with_the_replicas_and_shrink_with_the_code() -> None:
+    """Each pair of ranks exchanges 3 MiB of a chunk, unless that is more than a fifth of the model."""
+    n, one_bit = 1831201280, encoded_size("1bit")
+    assert chunk_limit(n, 2) == chunk_limit(n, 4) == 1 << 22
+    assert chunk_limit(n, 64) == 64 * 3 << 18 and len(chunk_sizes([n], chunk_limit(n, 64))) == 37
+    assert chunk_limit(n, 4, one_bit) == 86 << 20  # 3 MiB * 4 replicas * 8 bits / 1.125, rounded up
+    assert 0 <= chunk_limit(n, 64, one_bit) - n / 5 < 1 << 20
+    assert chunk_limit(1 << 24, 64, one_bit) == chunk_limit(0, 64) == 1 << 22
+    assert chunk_sizes([10 << 22], 20 << 20) == [20 << 20] * 2
 
 
 def test_small_models_have_eight_chunks_and_tiny_ones_fewer() -> None:

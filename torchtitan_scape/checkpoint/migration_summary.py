@@ -3,6 +3,7 @@
 import torch
 
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.methods.imported import CheckpointReader, ImportedState
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -34,7 +35,7 @@ class MigrationSummary:
             return
         self._has_pending = True
         if shard.counted:
-            self._squares += imported.pending.mean.double().square().sum()
+            self._squares += sum_of_squares(imported.pending.mean)
 
     def text(self) -> str:
         """Return what was loaded, as one line. Collective."""

@@ -5,10 +5,18 @@ from torch import Tensor
 
 from kernels.scape.reference import pack_bits
 
+PART = 1 << 22  # entries that are converted to FP64 at once
+
 
 def packed_bits(bits: Tensor) -> Tensor:
     """Return bool (n,) as uint8 (ceil(n / 8),), with entry i in bit i % 8 of byte i // 8."""
     return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Return the sum of squares, FP64 (), with temporaries of at most `PART` entries."""
+    parts = [part.double().square().sum() for part in values.reshape(-1).split(PART)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:

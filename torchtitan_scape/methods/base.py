@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import store_gradient, stored
+from torchtitan_scape.core.tensors import PART
 from torchtitan_scape.methods.interface import Method, State, StepInfo
 from torchtitan_scape.methods.update import clip, norm_over_model, update
 
@@ -126,9 +127,11 @@ class LocalMethod(Method):
         pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
         squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
         for shard in (shard for shard in self.context.shards if shard.counted):
-            weights = stored(shard.parameter).double()
-            distance = anchors[shard.name].to(weights.device) - weights
-            for tensors in (tensors for tensors in pending if shard.name in tensors):
-                distance += tensors[shard.name].to(weights.device)
-            squares += distance.square().sum()
+            others = [tensors[shard.name] for tensors in pending if shard.name in tensors]
+            flat = [t.reshape(-1) for t in (stored(shard.parameter), anchors[shard.name], *others)]
+            for weight, anchor, *rest in zip(*(t.split(PART) for t in flat), strict=True):  # a part at a time in FP64
+                distance = anchor.to(weight.device) - weight.double()
+                for other in rest:
+                    distance += other.to(weight.device)
+                squares += distance.square().sum()
         return {"density": self.density(), "residual_norm": self.root_mean_square(squares)}

@@ -49,7 +49,8 @@ class ChunkedMethod(GradientMethod):
         self.codec = codec
         self.overlap: Any = None  # `methods.overlap.BackwardOverlap`, if chunks start during the backward pass
         sizes = [shard.size for shard in context.shards]
-        self.chunks = chunks_of(sizes, self.collectives.chunk_entries, codec.block_size if codec else 1)
+        limit = self.collectives.chunk_limit(sum(sizes), codec)
+        self.chunks = chunks_of(sizes, limit, codec.block_size if codec else 1)
 
     def begin(self) -> None:
         """Prepare a step. Called before its first chunk starts."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size
-from topology.partition import CHUNK_ENTRIES, chunk_sizes
+from topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size, replicas_of
+from topology.partition import chunk_limit, chunk_sizes
 from topology.ring_bytes import LevelSize, MessageBytes
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
@@ -21,11 +21,12 @@ class GradientCost:
     includes_optimizer: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
+    chunk_bytes: float = 4.0  # bytes of an entry of a chunk in flight, copies and messages included
     # Kinds of memory that a process with simulated replicas allocates once per replica.
-    per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages")
+    per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages", "chunks in flight")
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         raise NotImplementedError
 
@@ -44,8 +45,13 @@ class GradientCost:
         """Return the bytes of gathered messages and packed values: each replica stores the messages of all replicas."""
         return replicas * gathered_bytes(self, model, replicas)
 
+    def chunk_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of the two chunks of an all-reduce that are in flight at once."""
+        return self.chunk_bytes * entries_in_flight(self, model, replicas)
+
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = {"residual": 4.0 * self.residual_entries(model), "messages": self.message_memory(model, replicas)}
+        kinds["chunks in flight"] = self.chunk_memory(model, replicas)
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
@@ -59,6 +65,15 @@ class GradientCost:
         return {kind: (replicas if kind in self.per_replica else 1) * nbytes for kind, nbytes in kinds.items()}
 
 
+def entries_in_flight(cost: GradientCost, model: LocalModel, replicas: int) -> int:
+    """Return the entries of the largest two chunks that one all-reduce has in flight at once."""
+    if replicas < 2:
+        return 0
+    calls = cost.collective_calls(model, [LevelSize("network", replicas)])
+    reductions = [call for call in calls if call.kind == "all_reduce"]
+    return max((min(2, c.chunks) * c.largest_chunk if c.chunks else c.count for c in reductions), default=0)
+
+
 def gathered_bytes(cost: GradientCost, model: LocalModel, replicas: int) -> int:
     """Return the bytes of one replica's messages of all all-gathers."""
     calls = cost.collective_calls(model, [LevelSize("network", replicas)])
@@ -66,19 +81,24 @@ def gathered_bytes(cost: GradientCost, model: LocalModel, replicas: int) -> int:
 
 
 def all_reduce_chunked(
-    entries: int, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES, share: float = 1.0
+    entries: int, levels: Sequence[LevelSize], chunk_entries: int = 0, share: float = 1.0
 ) -> CollectiveCall:
     """Return the call of `ReplicaCollectives.all_reduce_chunked` on FP32 entries."""
-    return CollectiveCall("all_reduce", chunked_size(entries, levels, chunk_entries), share=share)
+    limit = chunk_entries or chunk_limit(entries, replicas_of(levels))
+    chunks = -(-entries // limit)
+    largest = padded_size(min(entries, limit), levels)
+    size = chunked_size(entries, levels, limit)
+    return CollectiveCall("all_reduce", size, share=share, chunks=chunks, largest_chunk=largest)
 
 
 def all_reduce_stream(
     sizes: Sequence[int],
     levels: Sequence[LevelSize],
-    chunk_entries: int = CHUNK_ENTRIES,
+    chunk_entries: int = 0,
     block: int = 1,
     message_bytes: MessageBytes | None = None,
     share: float = 1.0,
+    entries: int = 0,
 ) -> CollectiveCall:
     """Return the all-reduce of tensors that are sent in the chunks of `topology.partition.chunks_of`.
 
@@ -86,12 +106,15 @@ def all_reduce_stream(
         sizes: Entries of the tensors.
         block: Each tensor starts at a multiple of this size, and no chunk divides a block.
         message_bytes: Encoded size of n elements of one chunk; None for FP32.
+        entries: Entries that the size of the chunks depends on; 0 for those of the tensors.
     """
+    limit = chunk_entries or chunk_limit(entries or sum(sizes), replicas_of(levels), message_bytes)
     size = None if message_bytes is None else block
-    chunks = Counter(padded_size(n, levels, size) for n in chunk_sizes(sizes, chunk_entries, block))
+    chunks = Counter(padded_size(n, levels, size) for n in chunk_sizes(sizes, limit, block))
     count = sum(n * times for n, times in chunks.items())
     encoded = None if message_bytes is None else ChunkedMessages(message_bytes, tuple(chunks.items()))
-    return CollectiveCall("all_reduce", count, encoded, share)
+    largest = max(chunks, default=0)
+    return CollectiveCall("all_reduce", count, encoded, share, chunks=chunks.total(), largest_chunk=largest)
 
 
 def scaled(calls: Sequence[CollectiveCall], share: float, hidden: bool = False) -> list[CollectiveCall]:

@@ -22,7 +22,7 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import Observer
 from torchtitan_scape.core.parameters import Shard, local, stored
-from torchtitan_scape.core.tensors import masked_copy_, packed_bits
+from torchtitan_scape.core.tensors import masked_copy_, packed_bits, sum_of_squares
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
 
@@ -286,7 +286,7 @@ class Method(ABC):
             counted = {shard.name for shard in self.context.shards if shard.counted}
             squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
             for values in (t for state in pending for name, t in state.tensors.items() if name in counted):
-                squares += values.double().square().sum()
+                squares += sum_of_squares(values)
             figures["residual_norm"] = self.root_mean_square(squares)
         return figures
 

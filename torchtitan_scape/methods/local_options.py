@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import FREE
 from torchtitan_scape.core.workloads import LocalModel, layer_of
@@ -119,7 +118,7 @@ class LocalCost(GradientCost):
     options: LocalOptions
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         schedule, averaging = self.options.schedule(), self.options.averaging().cost()
         calls: list[CollectiveCall] = []
@@ -154,7 +153,15 @@ class LocalCost(GradientCost):
         schedule = self.options.schedule()
         displacements = 4.0 * model.entries / schedule.fragments
         states = {} if self.options.host else self.shared_states(model)
-        return states | {"displacements": (2.0 if schedule.delay else 1.0) * displacements}
+        states |= {"displacements": (2.0 if schedule.delay else 1.0) * displacements}
+        chunks = 0.0 if schedule.delay else self.chunk_memory(model, replicas)
+        return states | ({"chunks in flight": chunks} if chunks else {})
+
+    @property
+    def chunk_bytes(self) -> float:  # type: ignore[override]
+        averaging = self.options.averaging().cost()
+        assert isinstance(averaging, GradientCost)
+        return averaging.chunk_bytes
 
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         return self.shared_states(model) if self.options.host else {}

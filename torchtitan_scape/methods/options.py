@@ -9,7 +9,6 @@ from typing import ClassVar, Protocol, Self
 
 from topology.calls import CollectiveCall
 from topology.layout import Layout
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.workloads import LocalModel
@@ -37,13 +36,13 @@ class MethodCost(Protocol):
     def scalar_reductions(self) -> int: ...
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         """Return the collectives of a step, in their order.
 
         Args:
             levels: Levels that the replicas span, innermost first; none for a single replica.
-            chunk_entries: FP32 elements of the buffers of a chunked exchange.
+            chunk_entries: Maximum elements of a chunk; 0 for those of `topology.partition.chunk_limit`.
         """
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:

@@ -37,6 +37,12 @@ def encoded_size(wire: str, block: int = BLOCK) -> MessageBytes | None:
     return None if wire == "float32" else EncodedSize(wire, block)
 
 
+def encoded_bytes(wire: str, block: int = BLOCK) -> float:
+    """Return the bytes of an element of a long message."""
+    encoded = encoded_size(wire, block)
+    return 4.0 if encoded is None else encoded(1 << 20) / (1 << 20)
+
+
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of an element.
 

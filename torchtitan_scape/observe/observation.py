@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan_scape.checkpoint.state import describe_states
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.observe import figures
 from torchtitan_scape.observe.record import Record, Row
 from torchtitan_scape.observe.tensors import Observed, chosen, whole
@@ -217,7 +218,7 @@ class Observation:
             for shard in observed.shards:
                 residuals = self.optimizers.observed_state(shard).residuals
                 for residual in residuals if shard.counted else ():
-                    total += residual.to(total.device).double().square().sum() / len(residuals)
+                    total += sum_of_squares(residual.to(total.device)) / len(residuals)
             squares.append(total)
         total_squares = torch.stack(squares)
         if self._group is not None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from topology.calls import CollectiveCall, padded_size
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost
@@ -29,7 +28,7 @@ class Bf16Cost(GradientCost):
     per_replica = ()
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         # Two BF16 elements take the place of one of FP32.
         return [CollectiveCall("all_reduce", padded_size(-(-model.entries // 2), levels))]

@@ -78,7 +78,7 @@ def predict_step(
         rest_seconds: The optimizer's other passes.
         shard_seconds: Exposed traffic of FSDP.
         fixed_seconds: Added to every step.
-        chunk_bytes: Chunk size of the payload or the gradients, FP32; 0 uses the best one.
+        chunk_bytes: Chunk size of the payload or the gradients, FP32; 0 uses the method's, or the best one.
         flat: Use one ring over all replicas instead of the hierarchy.
         backward_seconds: The last backward pass, part of compute. With overlap the exchange is hidden behind it as far
             as possible, as if gradients were completed in proportion to it. This is a lower bound: the gradient of the
@@ -89,11 +89,14 @@ def predict_step(
     if flat and levels:
         levels = [LevelSize(levels[-1].level, replicas)]
     calls = run.collective_calls(model, levels)
+    if chunk_bytes:
+        calls = [replace(call, chunks=0) for call in calls]
     exposed, hidden_calls = [c for c in calls if not c.hidden], [c for c in calls if c.hidden]
     stages = [stage for call in exposed for stage in call.stages(levels)]
     latency, transfer = stage_seconds(stages, links)
-    # Only all-reduces are divided into chunks.
-    if any(call.kind != "all_reduce" for call in exposed):
+    # The stages contain the latency of all chunks if the method determines these. Only all-reduces are divided here.
+    own_chunks = round(sum(call.share * call.chunks for call in exposed))
+    if own_chunks or any(call.kind != "all_reduce" for call in exposed):
         chunks = 1
     elif chunk_bytes:
         chunks = max(1, -(-int(sum(call.share * call.input_bytes for call in exposed)) // chunk_bytes))
@@ -111,6 +114,7 @@ def predict_step(
     hidden += beside_backward
     optimizer = pack_seconds + rest_seconds
     sent = bytes_by_level(stages + later)
+    chunks = max(chunks, own_chunks)
     return Prediction(run, compute_seconds, exchange, shard_seconds, optimizer, fixed_seconds, hidden, sent, chunks)
 
 

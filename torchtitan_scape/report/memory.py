@@ -14,7 +14,7 @@ from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
 
 # Kinds that depend on the model's shape and on recomputation, and can only be estimated.
-ESTIMATED = ("working copy", "activations", "shard messages")
+ESTIMATED = ("working copy", "activations", "shard messages", "chunks in flight")
 
 
 @dataclass(frozen=True)

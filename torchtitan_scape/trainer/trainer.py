@@ -36,6 +36,7 @@ from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.sample import log_samples
 from torchtitan_scape.report.summary import summarise
 from torchtitan_scape.runtime.agreement import check_ranks_agree, facts
+from torchtitan_scape.runtime.device_settings import check_queues
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.sharding.build import groups_for
 from torchtitan_scape.sharding.levels_build import check_levels
@@ -147,7 +148,8 @@ class ScapeTrainer(Trainer):
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
         logger.info(self.described)
-        for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable)):
+        queues = self._queue_remarks()
+        for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable), *queues):
             logger.warning(line)
         timeout, levels = timedelta(seconds=config.comm.init_timeout_seconds), config.sharding.levels
         inner = levels.inner(layout)  # the layout for FSDP
@@ -177,6 +179,15 @@ class ScapeTrainer(Trainer):
             # After the mesh, which needs real tensors. From here on tensors need no memory.
             self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return parallel_dims
+
+    def _queue_remarks(self) -> list[str]:
+        """Return warnings about hardware queues. Raises ValueError if collectives could wait for each other."""
+        config, layout = self.job_config, self.layout
+        if DEVICE_TYPE != "cuda" or is_dry_run(config):
+            return []
+        exchange = config.sync.overlap or options_of(config.sync).needs_comm_streams()
+        overlap = layout.shard > 1 or (layout.replicate > 1 and exchange)
+        return check_queues(os.environ, torch.version.hip is not None, overlap)
 
     @property
     def described(self) -> str:

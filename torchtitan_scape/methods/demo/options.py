@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost
@@ -60,7 +59,7 @@ class DemoCost(GradientCost):
     options: DemoOptions
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         grids = [divisor_grid(shape, self.options.chunk) for shape in model.shapes if math.prod(shape)]
         if not grids:

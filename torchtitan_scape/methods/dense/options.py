@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
@@ -29,6 +28,6 @@ class DenseCost(GradientCost):
     per_replica = ()  # simulated replicas sum their gradients before the method runs
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         return [all_reduce_stream(model.sizes, levels, chunk_entries)]

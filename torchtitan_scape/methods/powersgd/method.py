@@ -4,6 +4,8 @@ Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression f
 (NeurIPS 2019), arXiv:1905.13727.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,10 @@ class Powersgd(GradientMethod):
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
-        for gradient, shard in zip(gradients, self.context.shards, strict=True):
-            if (residual := self._pending.tensors.get(shard.name)) is not None:
-                gradient.add_(residual.view(-1))
+        pending = [self._pending.tensors.get(shard.name) for shard in self.context.shards]
+        pairs = [(g, r.view(-1)) for g, r in zip(gradients, pending, strict=True) if r is not None]
+        if pairs:
+            torch._foreach_add_([g for g, _ in pairs], [r for _, r in pairs])
         if self.take_full_exchange_request() or info.number <= self._start:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(info.applied)
@@ -60,14 +63,17 @@ class Powersgd(GradientMethod):
             gradients[i].copy_(values)
             if (residual := self._pending.tensors.get(self.context.shards[i].name)) is not None:
                 masked_copy_(residual, 0.0, info.applied)
-        ps = [orthonormalize(torch.where(info.applied, p, 0.0)) for p in ps]
+        ps = orthonormalize_all(ps, info.applied)
 
         qs = self._mean([m.T @ p for m, p in zip(matrices, ps, strict=True)])
-        for matrix, p, q, residual, previous in zip(matrices, ps, qs, self._residuals, stored_qs, strict=True):
+        for matrix, p, q, residual in zip(matrices, ps, qs, self._residuals, strict=True):
             product = p @ q.T
             masked_copy_(residual, matrix - product, info.applied)
             matrix.copy_(product)
-            masked_copy_(previous, torch.where(q.norm(dim=0) > 0, q, previous), info.applied)
+        for group in same_shapes(stored_qs):
+            q, previous = (torch.stack([each[i] for i in group]) for each in (qs, stored_qs))
+            kept = torch.where((q.norm(dim=1, keepdim=True) > 0) & info.applied, q, previous)
+            torch._foreach_copy_([stored_qs[i] for i in group], list(kept))
         return gradients
 
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -99,12 +105,30 @@ def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns that span those of FP32 (n, r): QR, or for r = 1 the column divided by its norm.
+    """Return orthonormal columns that span those of FP32 (..., n, r): QR, or for r = 1 the column divided by its norm.
 
     A single zero column stays zero. QR is exact for columns that are nearly parallel, as those of a gradient of low
     rank; in FP32 one pass of Gram-Schmidt is not.
     """
-    if matrix.shape[1] > 1:
+    if matrix.shape[-1] > 1:
         return torch.linalg.qr(matrix).Q
-    norm = matrix.norm()
+    norm = matrix.norm(dim=-2, keepdim=True)
     return torch.where(norm > 0, matrix / norm, 0.0)
+
+
+def orthonormalize_all(matrices: Sequence[Tensor], applied: Tensor) -> list[Tensor]:
+    """Return the results of `orthonormalize`, of zeros if not `applied`. Those of one shape are factored together."""
+    found: dict[int, Tensor] = {}
+    for group in same_shapes(matrices):
+        found |= zip(
+            group, orthonormalize(torch.where(applied, torch.stack([matrices[i] for i in group]), 0.0)), strict=True
+        )
+    return [found[i] for i in range(len(matrices))]
+
+
+def same_shapes(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors, grouped by shape."""
+    found: dict[torch.Size, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        found.setdefault(tensor.shape, []).append(i)
+    return list(found.values())

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from topology.calls import CollectiveCall, padded_size
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
@@ -49,7 +48,7 @@ class PowersgdCost(GradientCost):
     options: PowersgdOptions
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         whole, ps, qs = factor_entries(model.shapes, self.options.rank)
         return [CollectiveCall("all_reduce", padded_size(count, levels)) for count in (ps + whole, qs)]

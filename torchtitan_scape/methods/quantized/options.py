@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.wire import encoded_size
+from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
 
 
 @dataclass
@@ -53,7 +52,7 @@ class QuantizedCost(GradientCost):
     supports_overlap = True
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         block = self.options.block
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
@@ -65,6 +64,12 @@ class QuantizedCost(GradientCost):
         16 to store the error. The share that an owner reduces is 1/N of the entries and neglected.
         """
         return 60.0 if self.options.error_feedback else 32.0
+
+    @property
+    def chunk_bytes(self) -> float:  # type: ignore[override]
+        """Values, the sent and the received message, and the quantization error."""
+        coded = 2.0 * encoded_bytes(self.options.code, self.options.block)
+        return 4.0 + coded + (4.0 if self.options.error_feedback else 0.0)
 
     def residual_entries(self, model: LocalModel) -> int:
         return model.entries if self.options.error_feedback else 0

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from kernels.scape.blocks import BlockLayout
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, count_entries
@@ -69,7 +68,7 @@ class RadiusCost(GradientCost):
     options: RadiusOptions
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         exchanges = self.exchanges(model)
         return [all_reduce_chunked(entries, levels, chunk_entries, share) for entries, share in exchanges]

@@ -8,7 +8,6 @@ from typing import Protocol
 from kernels.codec.formats import BLOCK as CODED_BLOCK
 from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall, padded_size
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.methods.scape.payload import (
@@ -91,7 +90,7 @@ class ScapeCost:
     # --------------------------------------------------------------------------------------- exchange
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         """Return the collectives of a step. The payload counts as one chunk: the chunk size depends on the machine."""
         options, shapes = self.options, self.shapes(model)

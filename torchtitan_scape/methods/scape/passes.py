@@ -14,11 +14,12 @@ from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
 from topology.codecs import Bfloat16, Codec
 from topology.collectives import ReplicaCollectives
-from topology.partition import CHUNK_ENTRIES
+from topology.partition import chunk_limit
 from torchtitan_scape.core.bf16_weights import share_scale
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.scape.exchange import ReplicatedExchange, ShardedExchange, WireCodecs
 from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.scape.payload import payload_entries
 
 # The tensors of the passes: (index of the shard, the slice of it or None for all of it).
 PassSlices = list[tuple[int, OwnedSlice | None]]
@@ -45,11 +46,14 @@ def build_passes(
     """
     several = replicas.replicas > 1
     wire = wire_of(options, backend) if several and options.density < 1.0 else WireCodecs()
+    message_bytes = None if wire.codec is None else wire.codec.message_bytes
+    sent = payload_entries([s.local_shape for s in (*sparse, *dense)], options.density, options.block_size)
+    limit = chunk_limit(sent, replicas.replicas, message_bytes)
     plan = PayloadPlan(
         options.selection,
         options.density,
         replica=None if replicas.is_fake else replicas.replica,  # a dry run has no other replicas that select
-        chunk_entries=(options.chunk_bytes // 4 or CHUNK_ENTRIES) if several else 0,
+        chunk_entries=(options.chunk_bytes // 4 or limit) if several else 0,
         chunk_multiple=replicas.size_multiple(wire.codec),
         size_multiple=max(codec.block_size if codec else 1 for codec in (wire.codec, wire.values)),
         keeps_wire_error=wire.codec is not None,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.scape import reference
+from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
@@ -17,13 +18,13 @@ def metrics(scape: ScapeComponents) -> dict[str, float]:
         if not scape.shard_of(i).counted:
             continue
         used, before = (_unpacked(layout.bits(mask, i), size, sums.device) for mask in (in_use, previous))
-        residual = torch.where(used, 0.0, kept[i].to(sums.device))
+        residual = kept[i].to(sums.device).masked_fill(used, 0.0)
         sums += torch.stack(
             [
                 torch.tensor(float(size), dtype=torch.float64, device=sums.device),
                 used.sum().double(),
                 (used & before).sum().double(),
-                residual.double().square().sum(),
+                sum_of_squares(residual),
             ]
         )
     entries, nnz, common, squares = (scape.collectives.sum_over_all(sums) / scape.collectives.replicas).tolist()

@@ -128,8 +128,12 @@ class Sparta(LocalMethod):
 
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
         """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
-        slices = slices_of_group([shard.size for shard in self.context.shards], self.options.interval, group)
-        return slices, chunks_of([one.entries for one in slices], self.collectives.chunk_entries, BLOCK)
+        sizes = [shard.size for shard in self.context.shards]
+        slices, limit = (
+            slices_of_group(sizes, self.options.interval, group),
+            self.collectives.chunk_limit(sum(sizes), self._codec),
+        )
+        return slices, chunks_of([one.entries for one in slices], limit, BLOCK)
 
     def _views(self, group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
         """Yield a chunk's views of (anchor, parameter, owner's error): full blocks, then a shorter last one."""

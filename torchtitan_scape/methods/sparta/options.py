@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
@@ -84,13 +83,14 @@ class SpartaCost(GradientCost):
     options: SpartaOptions
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         interval, encoded = self.options.interval, encoded_size(self.options.code, BLOCK)
         calls = []
         for group in range(interval):
             sizes = [one.entries for one in slices_of_group(model.sizes, interval, group)]
-            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, 1.0 / interval))
+            share, entries = 1.0 / interval, model.entries
+            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, share, entries))
         return calls
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
@@ -111,7 +111,15 @@ class SpartaCost(GradientCost):
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         n = 4.0 * model.entries
-        return {"anchor": n} | ({"owner_error": n} if self.keeps_owner_error(replicas) else {})
+        kinds = {"anchor": n} | ({"owner_error": n} if self.keeps_owner_error(replicas) else {})
+        return kinds | ({"chunks in flight": self.chunk_memory(model, replicas)} if replicas > 1 else {})
+
+    @property
+    def chunk_bytes(self) -> float:  # type: ignore[override]
+        """Displacement, its error and the owner's error, and for one of two chunks copies of anchor, parameters and
+        their difference.
+        """
+        return 4.0 + 6.0 if self.options.code == "float32" else 4.0 + 4.0 + 4.0 + 10.0
 
     def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
         kinds = optimizer | self.device_memory(model, replicas)

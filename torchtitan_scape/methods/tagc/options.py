@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from kernels.tagc.formats import BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, count_entries
@@ -48,7 +47,7 @@ class TagcCost(GradientCost):
     options: TagcOptions
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         density, blocks = self.options.density, self.blocks(model)
         if density >= 1.0 or not blocks:

@@ -1,51 +1,34 @@
 """Messages of top-k: values and offsets of the selected entries of every tile."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import block_code
+from kernels import block_code, topk_passes
 from kernels.codec.formats import FORMATS
-from kernels.codec.reference import pack, unpack
-from kernels.scape.mask_code import decode_offsets, encode_offsets
-from kernels.scape.reference import unpack_bits
+from kernels.codec.reference import pack
+from kernels.scape.mask_code import encode_offsets
+from kernels.topk.layout import Received
+from kernels.topk.reference import offsets_of, values_of
 from torchtitan_scape.core.tensors import packed_bits
 from torchtitan_scape.methods.topk.blocks import MEANS, BlockGrid, topk_message_bytes, topk_value_bytes
 
 LEVELS = MEANS  # reconstruction values of the two-bit code
 RANGE = 6.0  # standard deviations that its bins cover
+K = TypeVar("K", bound=Hashable)
 
 
-# --------------------------------------------------------------------------------------------- tiles
-
-
-def to_blocks(x: Tensor, grid: BlockGrid) -> Tensor:
-    """Return the tiles of flat x, (tiles, entries of a tile), padded with 0 (False). A view of x if possible."""
-    right, below = grid.across * grid.width - grid.columns, grid.down * grid.height - grid.rows
-    matrix = x.view(grid.rows, grid.columns)
-    if right or below:
-        matrix = pad(matrix, (0, right, 0, below))
-    split = matrix.view(grid.down, grid.height, grid.across, grid.width)
-    return split.transpose(1, 2).reshape(grid.tiles, grid.size)
-
-
-def from_blocks(tiles: Tensor, grid: BlockGrid) -> Tensor:
-    """Return the flat tensor with these tiles, the inverse of `to_blocks`."""
-    split = tiles.view(grid.down, grid.across, grid.height, grid.width).transpose(1, 2)
-    matrix = split.reshape(grid.down * grid.height, grid.across * grid.width)
-    return matrix[: grid.rows, : grid.columns].reshape(-1)
-
-
-def valid_mask(grid: BlockGrid, device: torch.device) -> Tensor | None:
-    """Return bool (tiles, entries of a tile), False for padding; None without padding."""
+def valid_offsets(offsets: Tensor, grid: BlockGrid) -> Tensor | None:
+    """Return bool (tiles, k), False for offsets of padding; None if the grid has no padding."""
     if grid.tiles * grid.size == grid.rows * grid.columns:
         return None
-    return to_blocks(torch.ones(grid.rows * grid.columns, dtype=torch.bool, device=device), grid)
-
-
-# --------------------------------------------------------------------------------------- two-bit code
+    tile = torch.arange(grid.tiles, device=offsets.device)[:, None]
+    rows = (tile // grid.across) * grid.height + offsets // grid.width
+    columns = (tile % grid.across) * grid.width + offsets % grid.width
+    return (rows < grid.rows) & (columns < grid.columns)
 
 
 def encode_two_bits(values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,43 +38,43 @@ def encode_two_bits(values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tenso
     bin.
 
     Args:
-        values: FP32 (m,).
-        valid: bool (m,), False for padding, which does not enter the means; None without padding.
+        values: FP32 (..., m); every row is encoded separately.
+        valid: bool (..., m), False for padding, which does not enter the means; None without padding.
 
     Returns:
-        The means, FP32 (4,), and the codes, uint8 (ceil(m / 4),).
+        The means, FP32 (..., 4), and the codes, uint8 (..., m), one per byte.
     """
     weights = torch.ones_like(values) if valid is None else valid.to(values.dtype)
-    count = weights.sum()
-    centered = values - (values * weights).sum() / count.clamp(min=1.0)
-    variance = (centered.square() * weights).sum() / (count - 1.0).clamp(min=1.0)
+    count = weights.sum(-1, keepdim=True)
+    centered = values - (values * weights).sum(-1, keepdim=True) / count.clamp(min=1.0)
+    variance = (centered.square() * weights).sum(-1, keepdim=True) / (count - 1.0).clamp(min=1.0)
     step = variance.sqrt() * (RANGE / LEVELS)
     bins = torch.where(step > 0, centered / step, 0.0) + LEVELS // 2
     codes = bins.round_().nan_to_num_().clamp_(0, LEVELS - 1).to(torch.uint8)
     means = []
     for level in range(LEVELS):  # not `scatter_add_`, which sums in an undefined order on a GPU
         inside = weights * (codes == level)
-        means.append((values * inside).sum() / inside.sum().clamp(min=1.0))
-    return torch.stack(means), pack(pad(codes, (0, -codes.numel() % 4)), FORMATS["2bit"])
+        means.append((values * inside).sum(-1) / inside.sum(-1).clamp(min=1.0))
+    return torch.stack(means, -1), codes
 
 
-def decode_two_bits(means: Tensor, codes: Tensor, count: int) -> Tensor:
-    """Return the decoded values, FP32 (count,)."""
-    return means[unpack(codes, FORMATS["2bit"])[:count].long()]
-
-
-# ------------------------------------------------------------------------------------------- messages
+def pack_two_bits(codes: Tensor) -> Tensor:
+    """Pack codes, uint8 (rows, m), into uint8 (rows, ceil(m / 4))."""
+    padded = pad(codes, (0, -codes.shape[-1] % 4))
+    return pack(padded.reshape(-1), FORMATS["2bit"]).view(len(codes), -1)
 
 
 class TopkMessages:
     """Format of a message with the selected entries of several tensors: all values, then all offsets.
+
+    Tensors of the same form are encoded together, so that the number of operators depends on the number of forms.
 
     Args:
         grids: division of each tensor into tiles.
         selected: number of entries per tile, for each tensor.
         values: "float32"; "2bit", four means per tensor; "1bit", signs and one mean magnitude per tensor; or a block
             code of the concatenated values of all tensors.
-        backend: implementation of the block code, "torch" or "triton".
+        backend: implementation of the block code and of `mean_`, "torch" or "triton".
     """
 
     def __init__(
@@ -103,88 +86,126 @@ class TopkMessages:
         self._offset_bytes = [grid.offset_bytes(k) for grid, k in zip(grids, selected, strict=True)]
         self._value_bytes = topk_value_bytes(self.counts, values)
 
-    def encode(self, values: Sequence[Tensor], offsets: Sequence[Tensor], valid: Sequence[Tensor | None]) -> Tensor:
-        """Return the message, uint8 (nbytes,).
+    def encode(
+        self, values: Sequence[Tensor], offsets: Sequence[Tensor], valid: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Encode the selected entries.
 
         Args:
             values: FP32 (tiles, k) per tensor.
             offsets: int64 (tiles, k) per tensor, positions within a tile.
             valid: bool (tiles, k) per tensor, False for padding; None without padding.
+
+        Returns:
+            The message, uint8 (nbytes,), and the values that a receiver decodes, FP32 (tiles, k) per tensor.
         """
-        parts = self._encode_values([v.reshape(-1) for v in values], [v if v is None else v.view(-1) for v in valid])
-        for grid, indices in zip(self.grids, offsets, strict=True):
-            parts.append(encode_offsets(indices, grid.size) if grid.coded else indices.int().view(-1).view(torch.uint8))
+        parts, decoded = self._encode_values(
+            [v.reshape(-1) for v in values], [v if v is None else v.view(-1) for v in valid]
+        )
+        parts += self._encode_offsets(offsets)
         length = sum(part.numel() for part in parts)
         assert -length % 16 + length == self.nbytes
-        return torch.cat([*parts, parts[0].new_zeros(-length % 16)])
+        message = torch.cat([*parts, parts[0].new_zeros(-length % 16)])
+        return message, [d.view(v.shape) for d, v in zip(decoded, values, strict=True)]
+
+    # ------------------------------------------------------------------------------------------- decoding
+
+    def decode_blocks(self, messages: Tensor) -> Tensor | None:
+        """Return the values of messages, uint8 (N, nbytes), as FP32 (N, values); None without a block code."""
+        if self.values in ("float32", "2bit", "1bit"):
+            return None
+        code, total = block_code(self._backend, self.values), sum(self.counts)
+        padded = -(-total // code.block_size) * code.block_size
+        out = torch.empty(len(messages), padded, dtype=torch.float32, device=messages.device)
+        code.decode(messages[:, : self._value_bytes], out)
+        return out
+
+    def received(self, messages: Tensor, tensor: int, decoded: Tensor | None) -> Received:
+        """Return the parts of messages, uint8 (N, nbytes), that belong to one tensor.
+
+        Args:
+            decoded: the result of `decode_blocks`.
+        """
+        # The views as FP32 are aligned, since the size of every message is a multiple of 16 bytes.
+        before, count, form = self.counts[:tensor], self.counts[tensor], "float32"
+        if decoded is not None:
+            values = means = decoded[:, sum(before) :][:, :count]
+        elif self.values == "float32":
+            values = means = messages[:, 4 * sum(before) :][:, : 4 * count].view(torch.float32)
+        else:
+            form, (levels, per_byte) = self.values, (LEVELS, 4) if self.values == "2bit" else (1, 8)
+            head = 4 * levels * len(self.grids)
+            means = messages[:, :head].view(torch.float32)[:, levels * tensor :][:, :levels]
+            codes = head + sum(-(-n // per_byte) for n in before)
+            values = messages[:, codes:][:, : -(-count // per_byte)]
+        first = self._value_bytes + sum(self._offset_bytes[:tensor])
+        offsets = messages[:, first:][:, : self._offset_bytes[tensor]]
+        return Received(self.selected[tensor], form, values, means, offsets)
+
+    def mean_(self, x: Tensor, messages: Tensor, tensor: int, decoded: Tensor | None, over_senders: bool) -> None:
+        """Set flat x, FP32 (n,), to the mean of one tensor over messages, uint8 (N, nbytes); see `reference.mean_`."""
+        received = self.received(messages, tensor, decoded)
+        topk_passes(self._backend).mean_(x, self.grids[tensor], received, over_senders)
 
     def decode_values(self, message: Tensor, tensor: int) -> Tensor:
         """Return the values of one tensor, FP32 (tiles, k); a view of the message if `values` is "float32"."""
-        # The views as FP32 are aligned, since the size of every message is a multiple of 16 bytes.
-        before, count = self.counts[:tensor], self.counts[tensor]
-        if self.values == "float32":
-            flat = message[4 * sum(before) :][: 4 * count].view(torch.float32)
-        elif self.values == "2bit":
-            head = 4 * LEVELS * len(self.grids)
-            means = message[:head].view(torch.float32).view(-1, LEVELS)[tensor]
-            codes = message[head + sum(-(-n // 4) for n in before) :][: -(-count // 4)]
-            flat = decode_two_bits(means, codes, count)
-        elif self.values == "1bit":
-            head = 4 * len(self.grids)
-            codes = message[head + sum(-(-n // 8) for n in before) :][: -(-count // 8)]
-            flat = message[:head].view(torch.float32)[tensor] * (unpack_bits(codes, count).float() * 2 - 1)
-        else:
-            flat = self._decode_blocks(message, sum(before), count)
-        return flat.view(self.grids[tensor].tiles, -1)
+        messages = message[None]
+        return values_of(self.received(messages, tensor, self.decode_blocks(messages)), self.grids[tensor])[0]
 
     def decode_offsets(self, message: Tensor, tensor: int) -> Tensor:
         """Return the offsets of one tensor, int64 (tiles, k)."""
-        grid, first = self.grids[tensor], self._value_bytes + sum(self._offset_bytes[:tensor])
-        packed = message[first : first + self._offset_bytes[tensor]]
-        if grid.coded:
-            return decode_offsets(packed, grid.tiles, self.selected[tensor], grid.size)
-        return packed.clone().view(torch.int32).long().view(grid.tiles, -1)
+        return offsets_of(self.received(message[None], tensor, None), self.grids[tensor])[0]
 
-    def mean(self, received: Tensor, tensor: int, over_senders: bool) -> Tensor:
-        """Return the mean of one tensor over the received messages, FP32 (tiles, entries of a tile).
+    # ------------------------------------------------------------------------------------------- encoding
 
-        Args:
-            received: uint8 (replicas, nbytes); decoded values are added in this order.
-            over_senders: divide each sum by the number of messages that contain the entry, otherwise by the number of
-                messages.
-        """
-        grid = self.grids[tensor]
-        total = torch.zeros(grid.tiles, grid.size, dtype=torch.float32, device=received.device)
-        senders = torch.zeros_like(total) if over_senders else None
-        for message in received:
-            offsets, values = self.decode_offsets(message, tensor), self.decode_values(message, tensor)
-            total.scatter_add_(1, offsets, values)
-            if senders is not None:
-                senders.scatter_add_(1, offsets, torch.ones_like(values))
-        return total.div_(float(len(received)) if senders is None else senders.clamp_(min=1.0))
+    def _encode_offsets(self, offsets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the encoded offsets of every tensor."""
+        encoded: dict[int, Tensor] = {}
+        forms = [(grid.size, grid.coded, k) for grid, k in zip(self.grids, self.selected, strict=True)]
+        for (size, coded, _), numbers in _alike(forms).items():
+            if coded:
+                together = encode_offsets(torch.cat([offsets[i] for i in numbers]), size)
+                encoded |= zip(numbers, together.split([self._offset_bytes[i] for i in numbers]), strict=True)
+            else:
+                encoded |= {i: offsets[i].int().view(-1).view(torch.uint8) for i in numbers}
+        return [encoded[i] for i in range(len(offsets))]
 
-    def _encode_values(self, values: list[Tensor], valid: list[Tensor | None]) -> list[Tensor]:
-        if self.values == "2bit":
-            encoded = [encode_two_bits(*both) for both in zip(values, valid, strict=True)]
-            return [*(means.view(torch.uint8) for means, _ in encoded), *(codes for _, codes in encoded)]
-        if self.values == "1bit":
-            means = [flat.abs().mean().view(1).view(torch.uint8) for flat in values]
-            return [*means, *(packed_bits(flat >= 0) for flat in values)]
+    def _encode_values(self, values: list[Tensor], valid: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of the message with the values, uint8, and the decoded values, FP32 (m,) per tensor."""
         if self.values == "float32":
-            return [flat.view(torch.uint8) for flat in values]
-        code = block_code(self._backend, self.values)
-        flat = torch.cat(values)
-        return [code.encode(pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)).view(-1)]
+            return [flat.view(torch.uint8) for flat in values], values
+        if self.values in ("2bit", "1bit"):
+            return self._encode_few_bits(values, valid)
+        code, flat = block_code(self._backend, self.values), torch.cat(values)
+        padded = pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)
+        message, decoded = code.encode(padded), torch.empty_like(padded)
+        code.decode(message, decoded)
+        return [message.view(-1)], list(decoded.view(-1)[: flat.numel()].split(self.counts))
 
-    def _decode_blocks(self, message: Tensor, first: int, count: int) -> Tensor:
-        """Return `count` values of a block code from index `first`, FP32 (count,)."""
-        code, total = block_code(self._backend, self.values), sum(self.counts)
-        start, end = (
-            first // code.block_size * code.block_size,
-            -(-(first + count) // code.block_size) * code.block_size,
-        )
-        out = torch.empty(1, end - start, dtype=torch.float32, device=message.device)
-        code.decode(
-            code.slice_message(message, -(-total // code.block_size) * code.block_size, start, end - start), out
-        )
-        return out.view(-1)[first - start :][:count]
+    def _encode_few_bits(self, values: list[Tensor], valid: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Encode as `_encode_values`, tensors with as many values together. Every tensor has its own means."""
+        means: dict[int, Tensor] = {}
+        codes: dict[int, Tensor] = {}
+        decoded: dict[int, Tensor] = {}
+        for numbers in _alike([(v.numel(), r is None) for v, r in zip(values, valid, strict=True)]).values():
+            rows = torch.stack([values[i] for i in numbers])
+            masks = [mask for i in numbers if (mask := valid[i]) is not None]
+            if self.values == "2bit":
+                row_means, levels = encode_two_bits(rows, torch.stack(masks) if masks else None)
+                packed, sent = pack_two_bits(levels), row_means.gather(1, levels.long())
+            else:
+                row_means, positive = rows.abs().mean(-1, keepdim=True), rows >= 0
+                packed = packed_bits(pad(positive, (0, -positive.shape[1] % 8)).view(-1)).view(len(rows), -1)
+                sent = row_means * (positive.float() * 2 - 1)
+            for found, new in ((means, row_means), (codes, packed), (decoded, sent)):
+                found |= zip(numbers, new, strict=True)
+        order = range(len(values))
+        return [*(means[i].view(torch.uint8) for i in order), *(codes[i] for i in order)], [decoded[i] for i in order]
+
+
+def _alike(keys: Sequence[K]) -> dict[K, list[int]]:
+    """Return the numbers of the tensors by their key."""
+    found: dict[K, list[int]] = {}
+    for number, key in enumerate(keys):
+        found.setdefault(key, []).append(number)
+    return found

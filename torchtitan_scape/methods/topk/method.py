@@ -9,15 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import choose_backend
+from kernels import choose_backend, topk_passes
 from kernels.scape.blocks import density_at
-from kernels.scape.reference import select_rows
 from torchtitan_scape.core.parameters import split
-from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.topk.blocks import BlockGrid, block_grid, selected_per_block, topk_message_bytes
-from torchtitan_scape.methods.topk.messages import TopkMessages, from_blocks, to_blocks, valid_mask
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
+from torchtitan_scape.methods.topk.messages import TopkMessages, valid_offsets
 from torchtitan_scape.methods.topk.options import TopkOptions
 
 
@@ -48,12 +46,13 @@ class Topk(GradientMethod):
         self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
         self._backend = choose_backend(context.kernels, shards[0].device)
+        self._passes = topk_passes(self._backend)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
         sparse = [gradients[i] for i in self._sparse]
-        for x, residual in zip(sparse, self._residuals, strict=True):
-            x.add_(residual.view(-1), alpha=self.options.decay)
+        if sparse:
+            torch._foreach_add_(sparse, [residual.view(-1) for residual in self._residuals], alpha=self.options.decay)
         density = self._density(info.number)
         if density >= 1.0 or not sparse:
             self.collectives.all_reduce_chunked(gradients)
@@ -61,21 +60,22 @@ class Topk(GradientMethod):
             return gradients
         grids = self._grids
         messages = TopkMessages(grids, selected_per_block(grids, density), self.options.values, self._backend)
-        selected = [self._select(x, grid, k) for x, grid, k in zip(sparse, grids, messages.selected, strict=True)]
-        message = messages.encode(*zip(*selected, strict=True))
+        chosen = [self._passes.select(x, grid, k) for x, grid, k in zip(sparse, grids, messages.selected, strict=True)]
+        values, offsets = [v for v, _ in chosen], [o for _, o in chosen]
+        valid = [valid_offsets(o, grid) for o, grid in zip(offsets, grids, strict=True)]
+        message, decoded = messages.encode(values, offsets, valid)
         received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
         handle = self.collectives.all_gather(received, message, kind="payload")
         self.collectives.all_reduce_chunked([gradients[i] for i in self._uncompressed])
-        for i, (values, offsets, _) in enumerate(selected):
-            quantization_error = values - messages.decode_values(message, i)
-            tiles = to_blocks(sparse[i], grids[i]).scatter_(1, offsets, quantization_error)
-            masked_copy_(self._residuals[i], from_blocks(tiles, grids[i]), info.applied)
+        errors = torch._foreach_sub(values, decoded)
+        for x, residual, grid, at, error in zip(sparse, self._residuals, grids, offsets, errors, strict=True):
+            self._passes.keep_(residual.view(-1), x, grid, at, error, info.applied)
         handle.wait()
         received = received.view(self.collectives.replicas, -1)
-        over_senders = self.options.divisor == "senders"
-        for i, (x, grid) in enumerate(zip(sparse, grids, strict=True)):
-            mean = self.collectives.run_once(partial(messages.mean, received, i, over_senders))
-            x.copy_(from_blocks(mean, grid))
+        blocks, over_senders = messages.decode_blocks(received), self.options.divisor == "senders"
+        for i, x in enumerate(sparse):
+            mean_ = partial(messages.mean_, messages=received, tensor=i, decoded=blocks, over_senders=over_senders)
+            self.collectives.write_once(x, mean_)
         return gradients
 
     def states(self) -> list[State]:
@@ -97,12 +97,3 @@ class Topk(GradientMethod):
         message_bytes = topk_message_bytes(self._grids, selected_per_block(self._grids, density), self.options.values)
         larger = self.collectives.gathered_bytes(message_bytes) > self.collectives.reduced_bytes(entries)
         return 1.0 if density > target and larger else density
-
-    def _select(self, x: Tensor, grid: BlockGrid, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return values (FP32), offsets (int64) and validity (bool) of the selected entries, each (tiles, k).
-
-        The validity is False for padding of x; it is None if there is no padding.
-        """
-        tiles, valid = to_blocks(x, grid), valid_mask(grid, x.device)
-        offsets = select_rows(tiles, k, valid)
-        return tiles.gather(1, offsets), offsets, None if valid is None else valid.gather(1, offsets)

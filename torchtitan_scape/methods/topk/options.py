@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from topology.calls import CollectiveCall
-from topology.partition import CHUNK_ENTRIES
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
@@ -88,7 +87,7 @@ class TopkCost(GradientCost):
         return [shape for name, shape in pairs if name not in self.options.dense_names]
 
     def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = CHUNK_ENTRIES
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         options, shapes = self.options, [shape for shape in self.compressed(model) if math.prod(shape)]
         if options.density >= 1.0 or not shapes:

@@ -1,0 +1,318 @@
+"""Operators, launches, collectives, bytes and temporary memory of an optimizer step, counted on meta tensors.
+
+    python -m scripts.benchmarks.step_operators                    # writes results/step_operators; minutes on a CPU
+    python -m scripts.benchmarks.step_operators --models llama_500m --replicas 4
+
+Every method takes a step with an exchange, as one of N replicas on one level, with the Triton kernels of a GPU. Meta
+tensors have shapes but no values, so that a model of any size fits. Clipping and the optimizer are left out, except in
+SCAPE, which contains its optimizer. The collectives are those of real ranks; they return at once.
+"""
+
+import os
+import sys
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kernels.common import launching
+from scripts.benchmarks.harness import Benchmark, main
+from scripts.common import markdown, names
+from topology import process_groups, stages
+from topology.comm_stream import Handle
+from topology.groups import ReplicaGroups
+from topology.process_groups import ProcessGroupCollectives
+from topology.rank_group import RankGroup
+from torchtitan_scape import AdamS
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.core.workloads import LocalModel, get_workload
+from torchtitan_scape.methods.base import GradientMethod, LocalMethod
+from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
+from torchtitan_scape.methods.registry import METHODS
+
+META = torch.device("meta")
+# Options without a warm-up, by method. Local methods exchange in the step that is counted.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {"start": 0},
+    "powersgd": {"start": 0},
+    "radius": {"start": 0, "interval": 1000},
+    "sparta": {"warmup_steps": 0},
+}
+# Operators that compute no new values: views, and tensors that are not written.
+_NO_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh"}
+# Operators that do not read the tensor that they write.
+_WRITE_ONLY = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
+# Operators that touch only as many entries of their first argument as the index has.
+_INDEXED = {"gather", "index_select", "scatter_", "scatter_add_", "index_add_", "scatter", "take"}
+
+
+@dataclass
+class StepCount:
+    """What a step does. Bytes are those of all inputs and outputs of every operator.
+
+    Attributes:
+        operators: operators on the device, without views.
+        triton: launches of Triton kernels.
+        collectives: calls of the communication library.
+        bytes: bytes that operators and launches read and write.
+        peak: largest sum of the temporary tensors that exist at once, in bytes.
+    """
+
+    operators: int = 0
+    triton: int = 0
+    collectives: int = 0
+    bytes: float = 0.0
+    peak: int = 0
+    by_name: dict[str, int] = field(default_factory=dict)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the distinct entries of a tensor."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts the operators on one device type, and the memory of the tensors that they create."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.count, self._device, self._live = StepCount(), device, 0
+        self._seen: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = self._tensors((args, kwargs))
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" and given:
+            return True  # a flag that is read on the host: the step is applied
+        result = func(*args, **kwargs)
+        made = self._tensors(result)
+        if not (given or made):
+            return result
+        for tensor in made:
+            self._own(tensor, given)
+        if not func.is_view and name not in _NO_WORK:
+            self.count.operators += 1
+            self.count.by_name[name] = self.count.by_name.get(name, 0) + 1
+            self.count.bytes += self._moved(func, name, args, kwargs, result)
+        return result
+
+    def launched(self, *tensors: Any) -> None:
+        """Count a launch of a Triton kernel with these arguments."""
+        self.count.triton += 1
+        self.count.bytes += sum(map(tensor_bytes, self._tensors(tensors)))
+
+    def _moved(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+        total = 0
+        written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        indexed = named.get("index") if name in _INDEXED else None
+        for argument in func._schema.arguments:
+            tensors = self._tensors(named.get(argument.name))
+            writes = argument in written
+            only_writes = writes and (name in _WRITE_ONLY or argument.name == "out" or name.endswith("_out"))
+            for tensor in tensors:
+                nbytes = tensor_bytes(tensor)
+                if indexed is not None and argument.name == "self":
+                    nbytes = min(nbytes, indexed.numel() * tensor.element_size())
+                total += nbytes * (2 if writes and not only_writes else 1)
+        if not written:
+            total += sum(map(tensor_bytes, self._tensors(result)))
+        return total
+
+    def _own(self, tensor: Tensor, given: list[Tensor]) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._seen or any(storage._cdata == g.untyped_storage()._cdata for g in given):
+            return
+        nbytes = storage.nbytes()
+        self._seen[storage] = None
+        self._live += nbytes
+        self.count.peak = max(self.count.peak, self._live)
+        weakref.finalize(storage, self._free, nbytes)
+
+    def _free(self, nbytes: int) -> None:
+        self._live -= nbytes
+
+    def _tensors(self, tree: Any) -> list[Tensor]:
+        return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.device.type == self._device]
+
+
+class OneOfManyRanks(ProcessGroupCollectives):
+    """The collectives of one of N ranks on one level; see `as_one_rank`. `calls`: collectives of the library."""
+
+    def __init__(self, replicas: int) -> None:
+        super(ProcessGroupCollectives, self).__init__(ReplicaGroups(None, None), RankGroup("network", replicas, 0))
+
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        exchange(self.levels)
+        return Handle()
+
+
+@contextmanager
+def as_one_rank(counter: StepCounter) -> Iterator[None]:
+    """Replace the communication library by functions that count their calls, and Triton's launches likewise."""
+
+    def collective(*_: Any, async_op: bool = False, **__: Any) -> Any:
+        counter.count.collectives += 1
+        return SimpleNamespace(wait=lambda: None)
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if 0 not in grid:
+            counter.launched(*arguments)
+
+    library = SimpleNamespace(
+        **dict.fromkeys(("all_reduce", "all_to_all_single", "all_gather_into_tensor"), collective),
+        is_initialized=lambda: False,
+        ProcessGroup=object,
+    )
+    with ExitStack() as stack:
+        for module in (stages, process_groups):
+            stack.enter_context(replaced(module, "dist", library))
+            for name in ("all_gather_into", "reduce_scatter_into"):
+                stack.enter_context(replaced(module, name, collective))
+        stack.enter_context(replaced(launching, "launch", launch))
+        yield
+
+
+@contextmanager
+def triton_everywhere() -> Iterator[None]:
+    """Choose the Triton backend for tensors that are not on a GPU. Launches must be replaced."""
+    import kernels.codec.triton_passes
+    import kernels.dense.triton_passes
+    import kernels.scape.triton_updates
+    import kernels.tagc.triton_passes  # noqa: F401  # compiled functions, not those of the interpreter
+
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def build(name: str, model: LocalModel, replicas: int, backend: str, **options: Any) -> Method:
+    """Return a method of one of N replicas on parameters without values."""
+    named = [
+        (key, nn.Parameter(torch.empty(shape, device=META)))
+        for key, shape in zip(model.names, model.shapes, strict=True)
+    ]
+    optimizer = AdamS(named, lr=1e-2, allocate_state=False) if name == "scape" else AdamS(named, lr=1e-2)
+    shards = collect_shards(optimizer.param_groups)
+    context = MethodContext(
+        shards, OneOfManyRanks(replicas), optimizer, total_steps=1000, kernels=backend, max_norm=1.0
+    )
+    entry = METHODS[name]
+    return entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
+
+
+def count_step(name: str, model: LocalModel, replicas: int, backend: str = "triton", **options: Any) -> StepCount:
+    """Return the counts of a step in the steady state."""
+    counter = StepCounter()
+    with torch.no_grad(), as_one_rank(counter), triton_everywhere():
+        method = build(name, model, replicas, backend, **options)
+        applied = torch.ones((), dtype=torch.bool, device=META)
+        first = getattr(method.options, "inner_steps", 1)
+        number = first * 2 if isinstance(method, LocalMethod) else 2
+        for before in (1, 2, 3) if method.holds_optimizer_state else ():  # the first masks are all ones
+            _take(method, StepInfo(before, applied), StepCounter())
+        gradients, counter.count = [torch.empty(n, device=META) for n in model.sizes], StepCount()
+        _take(method, StepInfo(number, applied), counter, gradients)
+    return counter.count
+
+
+def _take(method: Method, info: StepInfo, counter: StepCounter, gradients: list[Tensor] | None = None) -> None:
+    shards = method.context.shards
+    gradients = gradients or [torch.empty(shard.size, device=META) for shard in shards]
+    if method.holds_optimizer_state:
+        with counter:
+            method.finish_previous_step(True)
+            method.step(gradients, info)
+    elif isinstance(method, GradientMethod):
+        if hasattr(method, "_mask_counts") and hasattr(method, "_selected"):  # of Radius, read from the device
+            method._mask_counts = method._selected
+        with counter:
+            method.synchronize(gradients, info)
+            method.after_optimizer_step(info)
+    else:
+        assert isinstance(method, LocalMethod)
+        with counter:
+            method.exchange(info)
+
+
+def measure(args: Namespace, _: list[str]) -> dict[str, Any]:
+    rows = []
+    for workload in args.models:
+        model = get_workload(workload).local(1)
+        for method in args.methods:
+            for replicas in args.replicas:
+                count = count_step(method, model, int(replicas))
+                entry = {"model": workload, "parameters": model.entries, "method": method, "replicas": int(replicas)}
+                entry |= {key: getattr(count, key) for key in ("operators", "triton", "collectives", "bytes", "peak")}
+                print(entry, flush=True)
+                rows.append(entry)
+    return {"rows": rows}
+
+
+def table(facts: Mapping[str, Any]) -> str:
+    """Return table.md of the stored counts."""
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in facts["rows"]):
+        own = [row for row in facts["rows"] if row["model"] == model]
+        rows = [
+            {
+                "method": row["method"],
+                "replicas": str(row["replicas"]),
+                "operators": f"{row['operators']:,}",
+                "Triton launches": f"{row['triton']:,}",
+                "collectives": f"{row['collectives']:,}",
+                "bytes a parameter": f"{row['bytes'] / row['parameters']:.1f}",
+                "temporary, bytes a parameter": f"{row['peak'] / row['parameters']:.2f}",
+            }
+            for row in own
+        ]
+        parts.append(f"## {model}: {own[0]['parameters']:,} parameters\n\n{markdown(rows)}")
+    body = "\n\n".join(parts)
+    return f"""# Operators of an optimizer step
+
+`python -m scripts.benchmarks.step_operators`, on meta tensors: nothing is computed and nothing is timed. A step with an
+exchange in the steady state, one of N replicas, one rank per node. The optimizer and clipping are not counted, except
+in `scape`.
+
+An operator is one call below autograd that is no view; one with a list of tensors counts once. Bytes are those of all
+inputs and outputs of operators and Triton launches. SCAPE's own kernels receive addresses of tensors, so that only
+their tables and masks are counted; `docs/explanation/kernels.md` has their bytes. Temporary is the largest sum of
+tensors that exist at once and are created in the step.
+
+{body}
+"""
+
+
+BENCHMARKS = {
+    "": Benchmark(
+        "step_operators",
+        measure,
+        table,
+        arguments={
+            "--models": dict(type=names, default=["llama_1_8b"], help="workloads"),
+            "--methods": dict(type=names, default=[*METHODS], help="methods"),
+            "--replicas": dict(type=names, default=["4", "16", "64"], help="numbers of replicas"),
+        },
+    )
+}
+
+if __name__ == "__main__":
+    sys.exit(main("scripts.benchmarks.step_operators", __doc__, BENCHMARKS))
