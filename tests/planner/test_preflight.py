@@ -1,8 +1,10 @@
 """The preflight: its fit on synthetic times, and a measurement in real gloo processes."""
 
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,6 +96,18 @@ def test_the_preflight_file_is_read_by_the_cost_model(pool2: Pool, tmp_path: Pat
 )
 def test_invalid_arguments_exit_with_code_2_on_every_rank(arguments: list[str], pool2: Pool, tmp_path: Path) -> None:
     assert pool2(run_main, ["--output", str(tmp_path / "links.json"), "--ranks-per-node", "2", *arguments]) == [2, 2]
+    assert not list(tmp_path.iterdir())
+
+
+def run_for_a_gpu(arguments: list[str]) -> int:
+    shown = {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0"}
+    with patch.dict(os.environ, shown):
+        return main(arguments)
+
+
+def test_links_are_not_measured_on_the_cpu_of_a_machine_with_gpus(pool2: Pool, tmp_path: Path) -> None:
+    arguments = ["--output", str(tmp_path / "links.json"), "--ranks-per-node", "1", "--machine", "vista"]
+    assert pool2(run_for_a_gpu, arguments) == [2, 2]
     assert not list(tmp_path.iterdir())
 
 

@@ -27,6 +27,7 @@ from topology.groups import build_tier_groups
 from topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
 from topology.links import SCHEMA
 from topology.machines import detect_machine, get_machine
+from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.planner.fit import least_squares
 
@@ -205,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = detect_machine(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         world = dist.get_world_size()
         machine = get_machine(name)
+        if device.type == "cpu":
+            check_device(name)
         per_node = options.ranks_per_node or ranks_per_node_from_environment(os.environ, world)
         layout = plan_layout(
             world,

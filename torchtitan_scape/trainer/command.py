@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 from torchtitan_scape.report.summary import report_dry_run
@@ -32,6 +33,9 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     config = resolved.config
     logger.info(resolved.line())
     shutdown.expect(config.comm.init_timeout_seconds)
+    if DEVICE_TYPE == "cpu" and config.comm.mode != "fake_backend":
+        # Simulated replicas of another machine may run on any CPU.
+        check_device("local" if config.topology.simulate_replicas > 1 else config.topology.machine)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
