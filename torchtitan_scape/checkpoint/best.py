@@ -55,6 +55,12 @@ class BestCheckpoint:
         saved = [(loss, step) for step, loss, saved in self._losses if saved]
         return min(saved)[1] if saved else None
 
+    def validations_since_best(self) -> int:
+        """Return the number of validations after the one with the lowest loss."""
+        rows = sorted(self._losses)
+        best = min(range(len(rows)), key=lambda i: rows[i][1], default=0)
+        return max(0, len(rows) - 1 - best)
+
     def note(self, step: int, loss: float, saved: bool, begun: int) -> None:
         """Adds a validation, and writes the file, as a whole or not at all.
 

@@ -17,6 +17,7 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.titan.config import Checkpoint as TitanCheckpoint
 from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
+from torchtitan_scape.titan.config import Validation as TitanValidation
 
 
 @dataclass
@@ -126,6 +127,20 @@ class Checkpoint(TitanCheckpoint):
 
 
 @dataclass
+class Validation(TitanValidation):
+    """[validation]: evaluation during training. TorchTitan's keys, and `patience`."""
+
+    patience: int = 0
+    """Validations in a row without a lower loss after which the run ends, with a checkpoint; 0 for no early end"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_section(self, "validation")
+        if self.patience < 0:
+            raise ValueError(f"[validation] patience = {self.patience}; it must be 0 (no early end) or more")
+
+
+@dataclass
 class Data(Options):
     """[data]: document separators and passes over the data."""
 
@@ -211,10 +226,11 @@ class Observe(Options):
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with the sections of this project, and extended [model] and [checkpoint]."""
+    """TorchTitan's configuration with this project's sections; [model], [checkpoint] and [validation] are extended."""
 
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)

@@ -44,6 +44,7 @@ class SummaryView(Protocol):
     train_seconds: float
     simulated: int
     ran_out: bool
+    stopped_early: bool
 
     @property
     def described(self) -> str: ...
@@ -72,6 +73,7 @@ def summarise(trainer: SummaryView) -> None:
         "steps": total,
         "tokens": int(tokens_seen),
         "data_ran_out": trainer.ran_out,
+        "stopped_early": trainer.stopped_early,
         "empty_documents": int(empty),
         "sequence": trainer.job_config.training.seq_len,
         "training_loss": trainer.metrics_processor.last_loss,
@@ -129,6 +131,8 @@ def summarise(trainer: SummaryView) -> None:
     width = max(len(name) for name, _ in rows)
     if trainer.ran_out:
         title += f": end of data after {total} steps"
+    if trainer.stopped_early:
+        title += f": no lower validation loss, ended after {total} steps"
     logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
 
 

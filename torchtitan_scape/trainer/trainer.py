@@ -130,7 +130,7 @@ class ScapeTrainer(Trainer):
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
         self._data_end = EndOfDataSync()
-        self.ran_out = False
+        self.ran_out = self.stopped_early = False
 
     @property
     def replica_optimizer(self) -> ReplicaOptimizer:
@@ -299,7 +299,7 @@ class ScapeTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Return TorchTitan's decision, or raise StoppedEarly if the ranks agreed to stop, all at the same step."""
-        more = super().should_continue_training()
+        more = super().should_continue_training() and not self.stopped_early
         if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
             self._check_replicas()
             self.shutdown.stop_here(self)
@@ -316,6 +316,10 @@ class ScapeTrainer(Trainer):
         if dist.get_rank() == 0:
             saved = self.checkpointer.saves_at(step, self.ran_out or step == self.job_config.training.steps)
             self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
+        if (patience := self.job_config.validation.patience) and self.steps_taken:
+            since = self.best.validations_since_best() if dist.get_rank() == 0 else 0
+            reached = torch.tensor(float(since >= patience), device=self.replica_optimizer.grad_norm.device)
+            self.stopped_early = self.replica_optimizer.collectives.sum_over_all(reached).item() > 0
 
     def _check_replicas(self) -> None:
         """Run the consistency check, before every checkpoint and at its interval."""
@@ -331,8 +335,12 @@ class ScapeTrainer(Trainer):
         if self.observation is not None:
             self.observation.write()
             self.replica_optimizer.observe(None)
-        if self.ran_out:
-            logger.warning(f"The training data ended after {self.step} of {self.job_config.training.steps} steps")
+        if self.ran_out or self.stopped_early:
+            patience = self.job_config.validation.patience
+            reason = (
+                "The training data ended" if self.ran_out else f"No lower loss in {patience} validations: the run ends"
+            )
+            logger.warning(f"{reason} after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)
             if self.steps_taken and self.job_config.sync.flush_at_end:
                 self.checkpointer.maybe_wait_for_staging()
@@ -348,7 +356,7 @@ class ScapeTrainer(Trainer):
         if self.job_config.validation.enable:
             if self.validator.last_step != self.step:
                 self.validator.validate(self.model_parts, self.step)
-            elif self.ran_out and self.validator.last_loss is not None:
+            elif (self.ran_out or self.stopped_early) and self.validator.last_loss is not None:
                 self._validated(self.step, self.validator.last_loss)  # the step's checkpoint now exists
         log_samples(self)
         self.summarise()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.validation_batches import by_rows, validation_batches
@@ -98,7 +99,9 @@ class FixedValidator(Validator):
         batches = validation_batches(job_config, dp_world_size, dp_rank, tokenizer, simulated)
         self._metrics = _ValidationMetrics(metrics_processor, batches.bytes_per_token)
         # The parent reads the number of batches from the config.
-        counted: Any = replace(cast(Any, job_config), validation=replace(job_config.validation, steps=len(batches)))
+        counted: Any = replace(
+            cast(Any, job_config), validation=replace(cast(Any, job_config.validation), steps=len(batches))
+        )
         with no_validation_loader():
             super().__init__(
                 job_config=counted,
@@ -128,6 +131,10 @@ class FixedValidator(Validator):
         self._metrics.start()
         with self.shared_weights():
             super().validate(model_parts, step)
+        # The root module keeps its weights gathered after a forward pass; a checkpoint may be next.
+        for module in (module for part in model_parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
         self.validated(step, float(self._metrics.last_loss or 0.0))
 
 
