@@ -1,5 +1,6 @@
 """Block codes as a `topology.codecs.Codec`, in PyTorch or Triton."""
 
+from collections.abc import Sequence
 from importlib import import_module
 
 import torch
@@ -44,14 +45,15 @@ class BlockCode:
             raise ValueError(f"{count} entries in blocks of {self.block_size}; pad them with zeros to whole blocks")
         return message_bytes(self.name, count, self.block_size, self.scale.itemsize)
 
-    def encode(self, values: Tensor, error: Tensor | None = None, key: int | None = None) -> Tensor:
+    def encode(self, values: Tensor, error: Tensor | None = None, key: int | Sequence[int] | None = None) -> Tensor:
         """Encode FP32 (rows, m) as uint8 (rows, message_bytes(m)).
 
         Args:
             values: FP32 (rows, m); m is a multiple of `block_size`.
             error: FP32 (rows, m), becomes `values` minus the decoded values; it may be `values`.
             key: 0 to 2^63 - 1, for unbiased stochastic rounding: random numbers depend on the key and on an entry's
-                position only. None rounds to nearest.
+                position only, which counts through all rows, or from the start of a row if each has a key of its own.
+                None rounds to nearest.
 
         Raises:
             ValueError: A key for a code whose levels are not whole multiples of its scale.
@@ -95,13 +97,16 @@ class BlockCode:
         return torch.cat((codes, scales, message.new_zeros(-(codes.numel() + scales.numel()) % 16))).view(1, -1)
 
     def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
-        """Write the sum of the decoded messages to `out`, FP32 (m,). Rows are added in FP32, in row order."""
-        self._check(messages, out.numel())
+        """Write the sum of the decoded messages to `out`, FP32 (m,). Rows are added in FP32, in row order.
+
+        Messages (rows, k, bytes) have k sums, `out` (k, m).
+        """
+        self._check(messages, out.shape[-1])
         self._passes.decode_and_sum(messages, self.name, self.block_size, self.scale, out)
 
     def _check(self, messages: Tensor, m: int) -> None:
         """Raise ValueError for messages of another length; a kernel would read beyond their end."""
-        if messages.shape[1] != self.message_bytes(m):
+        if messages.shape[-1] != self.message_bytes(m):
             raise ValueError(
-                f"messages of {messages.shape[1]} bytes; those of {m} entries have {self.message_bytes(m)}"
+                f"messages of {messages.shape[-1]} bytes; those of {m} entries have {self.message_bytes(m)}"
             )

@@ -9,6 +9,7 @@ A block with a number that is not finite is decoded as NaN in all entries, so th
 rounding. If a level times a scale, or the sum of a mean, exceeds the largest FP32 number, infinity is decoded.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -32,13 +33,22 @@ CHUNK = 1 << 17  # entries that stay in a CPU's cache together with all temporar
 
 
 def encode(
-    x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None, key: int | None = None
+    x: Tensor,
+    name: str,
+    block: int,
+    scale: torch.dtype,
+    error: Tensor | None,
+    key: int | Sequence[int] | None = None,
 ) -> Tensor:
     """Encode x, FP32 (rows, m), as uint8 (rows, message_bytes).
 
-    error: FP32 (rows, m), becomes x minus the decoded values. key: for stochastic rounding with `rounding.uniform`;
-    None rounds to nearest.
+    error: FP32 (rows, m), becomes x minus the decoded values. key: for stochastic rounding with `rounding.uniform`, of
+    all rows, or one for each row; None rounds to nearest.
     """
+    if isinstance(key, Sequence):
+        errors = [None] * len(x) if error is None else error.split(1)
+        parts_of_x = zip(x.split(1), errors, key, strict=True)
+        return torch.cat([encode(row, name, block, scale, own, one) for row, own, one in parts_of_x])
     form, (rows, m) = FORMATS[name], x.shape
     codes_end, scales_end = parts(form, m, block, scale)
     blocks, errors = x.reshape(-1, block), None if error is None else error.view(-1, block)
@@ -66,7 +76,14 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
 
 
 def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
-    """Write the sum of the decoded messages to `out`, FP32 (m,), contiguous. Rows are added in FP32, in row order."""
+    """Write the sum of the decoded messages to `out`, FP32 (m,), contiguous. Rows are added in FP32, in row order.
+
+    Messages (rows, k, bytes) have k sums, `out` (k, m).
+    """
+    if messages.ndim > 2:
+        for number, total in enumerate(out):
+            decode_and_sum(messages[:, number], name, block, scale, total)
+        return
     rows = [split(row.view(1, -1), FORMATS[name], out.numel(), block, scale) for row in messages]
     total = out.zero_().view(-1, block)
     for part in chunks_of(total):

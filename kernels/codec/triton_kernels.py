@@ -278,6 +278,7 @@ def encode_kernel(
     words,
     scales,
     error,
+    keys,
     blocks,
     size,
     key,
@@ -289,10 +290,12 @@ def encode_kernel(
     ROWS: tl.constexpr,
     HAS_ERROR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    ROW_KEYS: tl.constexpr,
 ):
     """Encode rows of x as messages of `blocks` blocks and `size` * 16 bytes.
 
-    HAS_ERROR: write x minus the decoded values to `error`. STOCHASTIC: round stochastically, by `key`.
+    HAS_ERROR: write x minus the decoded values to `error`. STOCHASTIC: round stochastically, by `key`, or by one of
+    `keys` for each row if ROW_KEYS.
     """
     EACH: tl.constexpr = 32 // BITS
     message, first = tile_of(blocks, ROWS)
@@ -304,7 +307,10 @@ def encode_kernel(
     low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
     shift = None
     if STOCHASTIC:
-        shift = uniform(key, start, ROWS, BLOCK // EACH, EACH)
+        if ROW_KEYS:
+            shift = uniform(tl.load(keys + message), first * BLOCK, ROWS, BLOCK // EACH, EACH)
+        else:
+            shift = uniform(key, start, ROWS, BLOCK // EACH, EACH)
     codes = codes_of(value, low, high, shift, FORM, BITS, LARGEST)
     if HAS_ERROR:
         difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
@@ -339,12 +345,13 @@ def decode_kernel(
     store_values(out, message, first, blocks, values, BLOCK, ROWS)
 
 
-@triton.jit(do_not_specialize=["messages", "blocks", "size"])
+@triton.jit(do_not_specialize=["messages", "sums", "blocks", "size"])
 def decode_and_sum_kernel(
     words,
     scales,
     out,
     messages,
+    sums,
     blocks,
     size,
     FORM: tl.constexpr,
@@ -353,11 +360,11 @@ def decode_and_sum_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decode `messages` messages and add them in their order, in registers; `out` is written once."""
+    """Decode `messages` messages of every sum and add them in their order, in registers; `out` is written once."""
     message, first = tile_of(blocks, ROWS)
     total = tl.zeros((ROWS * BLOCK * BITS // 32, 32 // BITS), tl.float32)
     for i in range(messages):
-        total += decoded(words, scales, message + i, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        total += decoded(words, scales, message + i * sums, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     store_values(out, message, first, blocks, total, BLOCK, ROWS)
 
 

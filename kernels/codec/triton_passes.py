@@ -1,5 +1,6 @@
 """The functions of `reference.py` on Triton kernels, one launch each. None synchronizes with the device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,24 +15,32 @@ _TILE = 2048  # entries of a tile; at least one block
 
 
 def encode(
-    x: Tensor, name: str, block: int, scale: torch.dtype, error: Tensor | None, key: int | None = None
+    x: Tensor,
+    name: str,
+    block: int,
+    scale: torch.dtype,
+    error: Tensor | None,
+    key: int | Sequence[int] | None = None,
 ) -> Tensor:
     """Encode as `reference.encode`; tensors are contiguous."""
     assert x.is_contiguous() and (error is None or error.is_contiguous())
     rows, m = x.shape
     messages = torch.empty(rows, message_bytes(name, m, block, scale.itemsize), dtype=torch.uint8, device=x.device)
+    one = 1 << 62 if key is None or isinstance(key, Sequence) else key
+    keys = launching.to_device(torch.tensor(key, dtype=torch.int64), x.device) if isinstance(key, Sequence) else x
     _launch(
         triton_kernels.encode_kernel,
         rows,
-        (x, *_parts(messages, scale), x if error is None else error),
+        (x, *_parts(messages, scale), x if error is None else error, keys),
         (m // block, messages.shape[1] // 16),
         name,
         block,
-        (1 << 62 if key is None else key,),
+        (one,),
         warps=4,
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         STOCHASTIC=key is not None,
+        ROW_KEYS=isinstance(key, Sequence),
     )
     return messages
 
@@ -47,9 +56,9 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
 def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
     """Sum as `reference.decode_and_sum`; tensors are contiguous. Decoded messages are never stored."""
     assert out.is_contiguous()
-    rows, size = messages.shape
-    sizes = rows, out.numel() // block, size // 16
-    _launch(triton_kernels.decode_and_sum_kernel, 1, (*_parts(messages, scale), out), sizes, name, block)
+    rows, sums, size = messages.shape if messages.ndim > 2 else (len(messages), 1, messages.shape[1])
+    sizes = rows, sums, out.numel() // sums // block, size // 16
+    _launch(triton_kernels.decode_and_sum_kernel, sums, (*_parts(messages, scale), out), sizes, name, block)
 
 
 def hadamard_(x: Tensor) -> None:

@@ -17,10 +17,11 @@ THRESHOLDS = (1e-20, 1e-15, 1e-10, 1e-8, *(m * 10.0**e for e in range(-7, 0) for
 
 def union_of_bitmaps(maps: Tensor) -> Tensor:
     """Return the bitwise OR of the rows of uint8 (ranks, bytes), uint8 (bytes,)."""
-    union = maps[0].clone()
-    for bitmap in maps[1:]:
-        union |= bitmap
-    return union
+    while len(maps) > 1:  # by halves, so that few launches suffice
+        half = len(maps) // 2
+        united = maps[:half] | maps[half : 2 * half]
+        maps = torch.cat((united, maps[2 * half :])) if len(maps) % 2 else united
+    return maps[0].clone()
 
 
 def sum_bytes(maps: Tensor) -> Tensor:
@@ -28,10 +29,7 @@ def sum_bytes(maps: Tensor) -> Tensor:
 
     The published code applies it to bitmaps, where a bit that two ranks set carries into the next bit.
     """
-    total = maps[0].clone()
-    for row in maps[1:]:
-        total += row
-    return total
+    return maps.sum(0, dtype=torch.uint8)
 
 
 def to_nibbles(bits: Tensor) -> Tensor:
@@ -55,9 +53,12 @@ def to_offsets(bits: Tensor, k: int) -> Tensor:
 def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     """Decode the offsets of all ranks, uint8 (ranks, bytes), and return the bitwise OR of their bitmaps."""
     rows = coded[:, : offset_bytes(blocks, k, BLOCK)]
-    return union_of_bitmaps(
-        torch.stack([offsets_to_mask(decode_offsets(row, blocks, k, BLOCK), BLOCK) for row in rows])
-    )
+    together = max(1, BLOCK // k)  # ranks that are decoded at once; more need more memory than the entries themselves
+    masks = []
+    for part in rows.split(together):
+        offsets = decode_offsets(part.reshape(-1), len(part) * blocks, k, BLOCK).view(len(part), blocks, k)
+        masks.append(offsets_to_mask(offsets.transpose(0, 1).reshape(blocks, -1), BLOCK))
+    return union_of_bitmaps(torch.stack(masks))
 
 
 def select_above(x: Tensor, sparsity: float) -> Tensor:

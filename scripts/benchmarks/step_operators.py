@@ -62,6 +62,7 @@ class StepCount:
     Attributes:
         operators: operators on the device, without views.
         triton: launches of Triton kernels.
+        launches: of all kernels: a list of tensors that are not contiguous has one for each of them.
         collectives: calls of the communication library.
         bytes: bytes that operators and launches read and write.
         peak: largest sum of the temporary tensors that exist at once, in bytes.
@@ -72,6 +73,7 @@ class StepCount:
     collectives: int = 0
     bytes: float = 0.0
     peak: int = 0
+    launches: int = 0
     by_name: dict[str, int] = field(default_factory=dict)
 
 
@@ -105,6 +107,9 @@ class StepCounter(TorchDispatchMode):
             self._own(tensor, given)
         if not func.is_view and name not in _NO_WORK:
             self.count.operators += 1
+            lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+            apart = name.startswith("_foreach") and any(not t.is_contiguous() for a in lists for t in a)
+            self.count.launches += len(lists[0]) if apart else 1
             self.count.by_name[name] = self.count.by_name.get(name, 0) + 1
             self.count.bytes += self._moved(func, name, args, kwargs, result)
         return result
@@ -112,7 +117,9 @@ class StepCounter(TorchDispatchMode):
     def launched(self, *tensors: Any) -> None:
         """Count a launch of a Triton kernel with these arguments."""
         self.count.triton += 1
-        self.count.bytes += sum(map(tensor_bytes, self._tensors(tensors)))
+        self.count.launches += 1
+        distinct = {id(tensor): tensor for tensor in self._tensors(tensors)}  # unused arguments are given another one
+        self.count.bytes += sum(map(tensor_bytes, distinct.values()))
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
         total = 0
@@ -231,6 +238,8 @@ def count_step(name: str, model: LocalModel, replicas: int, backend: str = "trit
             _take(method, StepInfo(before, applied), StepCounter())
         gradients, counter.count = [torch.empty(n, device=META) for n in model.sizes], StepCount()
         _take(method, StepInfo(number, applied), counter, gradients)
+        if method.holds_optimizer_state:  # the kernels of SCAPE receive addresses of tensors, and lists of tiles
+            counter.count.bytes = sum(method.options.cost().pass_bytes(model, replicas).values())
     return counter.count
 
 
@@ -293,9 +302,9 @@ exchange in the steady state, one of N replicas, one rank per node. The optimize
 in `scape`.
 
 An operator is one call below autograd that is no view; one with a list of tensors counts once. Bytes are those of all
-inputs and outputs of operators and Triton launches. SCAPE's own kernels receive addresses of tensors, so that only
-their tables and masks are counted; `docs/explanation/kernels.md` has their bytes. Temporary is the largest sum of
-tensors that exist at once and are created in the step.
+inputs and outputs of operators and Triton launches; a tensor that a launch both reads and writes counts once. The bytes
+of `scape` are the closed form of its passes. Temporary is the largest sum of tensors that exist at once and are created
+in the step.
 
 {body}
 """

@@ -54,8 +54,12 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 
 
 def sent_and_held(options: MethodOptions, replicas: int) -> tuple[str, str]:
-    """Return the share of dense bytes and the memory beyond dense AdamS, for Llama-1.8B as the planner has it."""
-    own, adams = (sum(PlannedRun(one).device_memory(LLAMA, replicas).values()) for one in (options, DenseOptions()))
+    """Return the share of dense bytes and the memory beyond dense AdamS, for Llama-1.8B as the planner has it.
+
+    Without the chunks in flight, which exist during an exchange only.
+    """
+    kinds = [PlannedRun(one).device_memory(LLAMA, replicas) for one in (options, DenseOptions())]
+    own, adams = (sum(one.values()) - one.get("chunks in flight", 0.0) for one in kinds)
     return f"{100 * share_of_dense(options, LLAMA, replicas):.3g} %", f"{(own - adams) / LLAMA.entries:.2f}"
 
 

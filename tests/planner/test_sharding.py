@@ -52,7 +52,7 @@ def test_memory_and_time_of_the_shard_axis() -> None:
     kept = shard_memory(ALL, rows, LAYOUT)
     assert kept["secondary weights"] == pytest.approx(MODEL.parameters * (1 + 4 / 256) / P, rel=1e-3)
     largest = max(row.entries for row in rows) * M * P
-    assert 2 * largest < kept["shard messages"] < 4 * largest
+    assert 6 * largest < kept["shard messages"] < 8 * largest  # all rows in FP32, and messages
     assert shard_memory(ShardPlan(), rows, LAYOUT) == {}
     links = Links.from_machine(LAYOUT.machine).with_bandwidth("network", 1e9)
     sent = [

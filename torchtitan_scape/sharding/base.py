@@ -225,7 +225,10 @@ class CountedReduceScatter(Allocates):
 
 
 def add_rows(rows: Tensor, out: Tensor) -> None:
-    """Write the FP32 sum of `rows` (k, n), in row order, into `out` (n,)."""
+    """Write the FP32 sum of `rows` (k, ...) into `out` (...): in row order on a CPU, in a fixed order on a GPU."""
+    if not rows.is_cpu:
+        torch.sum(rows, 0, out=out)
+        return
     out.copy_(rows[0])
     for row in rows[1:]:
         out += row

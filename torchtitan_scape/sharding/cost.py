@@ -264,12 +264,13 @@ def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> di
             kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * message
         if plan.weights != "dense" or plan.secondary:
             forwarded = len(nodes) if plan.hops == 2 and not plan.secondary else 0
-            messages.append((1 + ranks + forwarded) * message + 4.0 * row.entries)
+            # The messages of all ranks are decoded at once, to FP32.
+            messages.append((1 + ranks + forwarded) * message + 4.0 * ranks * row.entries)
         if plan.sparse is not None:
             kinds["shard residual"] = kinds.get("shard residual", 0.0) + plan.sparse.kept(row.shapes, row.names, ranks)
             messages.append(2 * plan.sparse.values(row.shapes, row.names, ranks))
         if plan.gradients:
             input_bytes = ranks * row.message_bytes(plan.gradients[0], plan.gradients_block, 4)
             sums = 4.0 * row.entries * (len(nodes) if plan.hops == 2 else 1)
-            messages.append(2 * input_bytes + sums + 4.0 * row.entries)
+            messages.append(2 * input_bytes + sums + 4.0 * ranks * row.entries)
     return kinds | {"shard messages": max(messages)}

@@ -23,7 +23,7 @@ from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import GRADIENTS, Allocates, ShardedParamGroup, TrainPosition
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_messages import SliceCodec
-from torchtitan_scape.sharding.messages import Parts, RowCodec, hop
+from torchtitan_scape.sharding.messages import RowCodec, hop
 
 
 class SliceReduceScatter(Allocates):
@@ -97,14 +97,12 @@ class SliceReduceScatter(Allocates):
         """Return the sum over nodes, in node order, FP32 (slice_size,). Collective."""
         if nodes.size == 1:
             return self.buffer[0]
-        parts = list(zip(*self._layout.parts(self.buffer), strict=True))
+        coded, raw = self._layout.parts(self.buffer)
         key = partial(self._key, len(self._hops))
-        (result,) = hop(
-            partial(_of, parts), 1, nodes, self._node_codec, self.buffer.device, self._ledger, GRADIENTS, key
-        )
+        result = hop((coded[:, None], raw[:, None]), nodes, self._node_codec, self._ledger, GRADIENTS, key)
         if dist.get_backend() == "fake":
             return self.buffer[nodes.group_rank]  # The received bytes are not valid messages.
-        return torch.cat(result)
+        return torch.cat(result, -1)[0]
 
     def _add(self, flat: Tensor) -> None:
         layout = self._layout
@@ -112,10 +110,8 @@ class SliceReduceScatter(Allocates):
         if self._hadamard_code is not None:
             self._hadamard_code.hadamard_(coded)
         for number, (rank_group, rows) in enumerate(self._hops):
-            parts = list(zip(_by_rank(coded, rank_group), _by_rank(raw, rank_group), strict=True))
-            key = partial(self._key, number)
-            (result,) = hop(partial(_of, parts), 1, rank_group, rows, flat.device, self._ledger, GRADIENTS, key)
-            coded, raw = result[0][None], result[1][None]
+            parts = _by_rank(coded, rank_group)[:, None], _by_rank(raw, rank_group)[:, None]
+            coded, raw = hop(parts, rank_group, rows, self._ledger, GRADIENTS, partial(self._key, number))
         if dist.get_backend() == "fake":
             return  # The received bytes are not valid messages.
         if self._hadamard_code is not None:
@@ -125,10 +121,6 @@ class SliceReduceScatter(Allocates):
 
     def _key(self, number: int, message: int) -> int | None:
         return self._position.key(number, dist.get_rank(), self._flat.number, message) if self._stochastic else None
-
-
-def _of(parts: Sequence[Parts], rank: int, _: int) -> Parts:
-    return parts[rank]
 
 
 def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:

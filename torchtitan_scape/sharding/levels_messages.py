@@ -1,5 +1,7 @@
 """Encoding of row slices as messages: the quantized part by a block code or as it is, and the raw part."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,9 @@ class SliceCodec(RowCodec):
         super().__init__([ParameterSlice("coded", 0, coded, 2), ParameterSlice("raw", coded, raw, 1)], code)
         self._sizes = coded, raw
 
-    def encode(self, parts: Parts, message: Tensor, key: int | None = None) -> None:
+    def encode(self, parts: Parts, message: Tensor, key: Sequence[int] | None = None) -> None:
         if self.code is None:  # Without a code the message has only a raw part.
-            parts = parts[0][:0], torch.cat(parts)
+            parts = parts[0][..., :0], torch.cat(parts, -1)
         super().encode(parts, message, key)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:

@@ -5,7 +5,7 @@ A message contains the block codes of all quantized slices, then their scales, t
 whole blocks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,11 +19,12 @@ from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 
 Parts = tuple[Tensor, Tensor]
-"""The two parts of a row: the quantized part, FP32 (q,), padded to whole blocks, and the raw part, (r,)."""
+"""The two parts of rows: the quantized part, FP32 (..., q), padded to whole blocks, and the raw part, (..., r)."""
 
 
 class RowCodec:
-    """Codec between rows, (m,) each, and messages.
+    """Codec between rows, (..., m), and messages. All rows are processed at once, so that the number of launches does
+    not depend on the number of ranks.
 
     1-dimensional parameters (norms, biases) are always sent raw, because their magnitudes differ from those of
     matrices.
@@ -57,67 +58,73 @@ class RowCodec:
         return self._coded_bytes + padded_bytes(self.raw_entries * dtype.itemsize)
 
     def split(self, row: Tensor) -> Parts:
-        """Return the parts of a row (m,). The raw part may be a view of the row."""
-        coded = torch.empty(self.coded_entries, dtype=torch.float32, device=row.device)
+        """Return the parts of rows (..., m). The raw part may be a view of the rows."""
+        coded = torch.empty(*row.shape[:-1], self.coded_entries, dtype=torch.float32, device=row.device)
         if self._coded:
             torch._foreach_copy_(
-                [coded[at : at + size] for _, at, size, _ in self._coded],
-                [row[start : start + size] for start, _, size, _ in self._coded],
+                [coded[..., at : at + size] for _, at, size, _ in self._coded],
+                [row[..., start : start + size] for start, _, size, _ in self._coded],
             )
             for _, at, size, padded_size in self._coded:
                 if padded_size > size:
-                    coded[at + size : at + padded_size].zero_()
+                    coded[..., at + size : at + padded_size].zero_()
             self._transform(coded)
         if self.raw_entries == self._row:
             return coded, row
-        return coded, torch.cat([row[start : start + size] for start, size in self._raw] or [row[:0]])
+        return coded, torch.cat([row[..., start : start + size] for start, size in self._raw] or [row[..., :0]], -1)
 
     def assemble(self, parts: Parts, row: Tensor) -> None:
-        """Write the row (m,) that the parts represent. The parts may be overwritten."""
+        """Write the rows (..., m) that the parts represent. The parts may be overwritten."""
         coded, raw = parts
-        targets = [row[start : start + size] for start, size in self._raw]
-        sources = list(raw.split([size for _, size in self._raw])) if self._raw else []
+        targets = [row[..., start : start + size] for start, size in self._raw]
+        sources = list(raw.split([size for _, size in self._raw], -1)) if self._raw else []
         if self._coded:
             self._transform(coded)
-            targets += [row[start : start + size] for start, _, size, _ in self._coded]
-            sources += [coded[at : at + size] for _, at, size, _ in self._coded]
+            targets += [row[..., start : start + size] for start, _, size, _ in self._coded]
+            sources += [coded[..., at : at + size] for _, at, size, _ in self._coded]
         torch._foreach_copy_(targets, sources)
 
-    def encode(self, parts: Parts, message: Tensor, key: int | None = None) -> None:
-        """Encode the parts into `message`, uint8 (message_bytes(dtype of the raw part),).
+    def encode(self, parts: Parts, message: Tensor, key: Sequence[int] | None = None) -> None:
+        """Encode the parts into `message`, uint8 (..., message_bytes(dtype of the raw part)).
 
         Args:
             parts: Quantized and raw part.
             message: Output.
-            key: Key of stochastic rounding; None rounds to nearest.
+            key: Key of stochastic rounding of every row; None rounds to nearest.
         """
         coded, raw = parts
         at = self._coded_bytes
         if self.code is not None and coded.numel():
-            message[:at] = self.code.encode(coded.view(1, -1), key=key).view(-1)
-        end = at + raw.nbytes
-        message[at:end] = raw.contiguous().view(torch.uint8)
-        message[end:].zero_()
+            encoded = self.code.encode(coded.reshape(-1, self.coded_entries), key=key)
+            message[..., :at] = encoded.view(message[..., :at].shape)
+        end = at + raw.shape[-1] * raw.itemsize
+        if raw.numel():
+            message[..., at:end] = raw.contiguous().view(torch.uint8)
+        message[..., end:].zero_()
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:
-        """Decode a message (bytes,), or each of several (k, bytes), whose raw part has the given dtype."""
+        """Decode messages (..., bytes), whose raw part has the given dtype."""
         coded = torch.empty(*messages.shape[:-1], self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
             codes = messages[..., : self._coded_bytes]
             self.code.decode(codes if codes.ndim > 1 else codes[None], coded.view(-1, self.coded_entries))
         return coded, self._raw_of(messages, dtype)
 
-    def unpack(self, messages: Iterable[Tensor], rows: Tensor) -> None:
-        """Decode k messages into `rows` (k, m), one at a time, because a decoded row takes 4 bytes per entry."""
-        for message, row in zip(messages, rows, strict=True):
-            self.assemble(self.decode(message, row.dtype), row)
+    def unpack(self, messages: Tensor, rows: Tensor) -> None:
+        """Decode messages (k, bytes) into `rows` (k, m). On a CPU one at a time, which takes less memory."""
+        if messages.is_cpu:
+            for message, row in zip(messages, rows, strict=True):
+                self.assemble(self.decode(message, row.dtype), row)
+        else:
+            self.assemble(self.decode(messages, rows.dtype), rows)
 
     def decode_and_sum(self, messages: Tensor) -> Parts:
-        """Return the FP32 sum of messages (k, bytes), in row order; the raw part of the messages is FP32."""
-        coded = torch.empty(self.coded_entries, dtype=torch.float32, device=messages.device)
+        """Return the FP32 sums of messages (k, ..., bytes) over k, in row order; their raw part is FP32."""
+        several = messages.shape[1:-1]
+        coded = torch.empty(*several, self.coded_entries, dtype=torch.float32, device=messages.device)
         if self.code is not None and coded.numel():
-            self.code.decode_and_sum(messages[:, : self._coded_bytes], coded)
-        raw = torch.empty(self.raw_entries, dtype=torch.float32, device=messages.device)
+            self.code.decode_and_sum(messages[..., : self._coded_bytes], coded)
+        raw = torch.empty(*several, self.raw_entries, dtype=torch.float32, device=messages.device)
         if self.raw_entries:
             add_rows(self._raw_of(messages, torch.float32), raw)
         return coded, raw
@@ -144,16 +151,14 @@ def gather_between_nodes(message: Tensor, rank_groups: Sequence[RankGroup], ledg
     return output
 
 
-def gather_within_node(
-    messages: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str
-) -> list[Tensor]:
-    """All-gather the output of `gather_between_nodes` within the node. Return the messages of all ranks."""
+def gather_within_node(messages: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str) -> Tensor:
+    """All-gather the output of `gather_between_nodes` within the node. Return the messages, uint8 (ranks, bytes)."""
     if len(rank_groups) == 1:
-        return list(messages)
+        return messages
     intra_node = rank_groups[0]
     output = torch.empty(intra_node.size, *messages.shape, dtype=messages.dtype, device=messages.device)
     shard_collectives.all_gather(output.view(-1), messages.view(-1), intra_node, ledger, kind)
-    return [output[group_rank, node] for node in range(len(messages)) for group_rank in range(intra_node.size)]
+    return output.transpose(0, 1).flatten(0, 1)
 
 
 def sum_over(
@@ -182,55 +187,39 @@ def sum_over(
     """
     intra_node, *between_nodes = rank_groups
     # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
-    sums = hop(
-        lambda group_rank, node: rows[0].split(flat[node * intra_node.size + group_rank]),
-        flat.shape[0] // intra_node.size,
-        intra_node,
-        rows[0],
-        flat.device,
-        ledger,
-        kind,
-        partial(key, 0),
-    )
+    by_rank = flat.view(-1, intra_node.size, flat.shape[1]).transpose(0, 1)
+    sums = hop(rows[0].split(by_rank), intra_node, rows[0], ledger, kind, partial(key, 0))
     for rank_group, code in zip(between_nodes, rows[1:], strict=True):
-        sums = hop(partial(_of, sums), 1, rank_group, code, flat.device, ledger, kind, partial(key, 1))
-    (result,) = sums
-    return result
-
-
-def _of(sums: Sequence[Parts], node: int, _: int) -> Parts:
-    return sums[node]
+        sums = hop((sums[0][:, None], sums[1][:, None]), rank_group, code, ledger, kind, partial(key, 1))
+    return sums[0][0], sums[1][0]
 
 
 def hop(
-    part: Callable[[int, int], Parts],
-    count: int,
+    parts: Parts,
     rank_group: RankGroup,
     rows: RowCodec,
-    device: torch.device,
     ledger: ShardLedger,
     kind: str,
     key: Callable[[int], int | None],
-) -> list[Parts]:
+) -> Parts:
     """Exchange rows over one rank group and return the sums of the rows addressed to this rank.
 
     Args:
-        part: Parts to send, as a function of (receiving rank, index of the row).
-        count: Number of rows per receiving rank.
+        parts: Parts of the rows to send, (receiving rank, index of the row, entries).
         rank_group: The rank group.
         rows: Codec of the messages.
-        device: Device of the messages.
         ledger: Byte ledger.
         kind: Kind of the bytes in the ledger.
         key: Key of stochastic rounding as a function of the index of the message.
+
+    Returns:
+        The parts of the sums, (index of the row, entries).
     """
+    ranks, count = parts[0].shape[:2]
     size = rows.message_bytes(torch.float32)
-    messages = torch.empty(rank_group.size, count, size, dtype=torch.uint8, device=device)
-    for group_rank in range(rank_group.size):
-        for number in range(count):
-            rows.encode(part(group_rank, number), messages[group_rank, number], key(group_rank * count + number))
+    messages = torch.empty(ranks, count, size, dtype=torch.uint8, device=parts[0].device)
+    keys = [one for number in range(ranks * count) if (one := key(number)) is not None]
+    rows.encode(parts, messages, keys or None)
     received = torch.empty_like(messages)
-    shard_collectives.all_to_all(
-        received.view(rank_group.size, -1), messages.view(rank_group.size, -1), rank_group, ledger, kind
-    )
-    return [rows.decode_and_sum(received[:, number]) for number in range(count)]
+    shard_collectives.all_to_all(received.view(ranks, -1), messages.view(ranks, -1), rank_group, ledger, kind)
+    return rows.decode_and_sum(received)

@@ -113,10 +113,11 @@ class TagcReduce(Allocates):
         if fake:
             output_tensor.zero_()
             return
-        for s, values in zip(self._raw, uncompressed.split([s.size for s in self._raw]), strict=True):
-            output_tensor[s.start : s.start + s.size] = values
-        for s, at in zip(self.compressed, self.starts, strict=True):
-            output_tensor[s.start : s.start + s.size] = compressed[at : at + s.size]
+        values = list(uncompressed.split([s.size for s in self._raw])) if self._raw else []
+        values += [compressed[at : at + s.size] for s, at in zip(self.compressed, self.starts, strict=True)]
+        targets = [output_tensor[s.start : s.start + s.size] for s in (*self._raw, *self.compressed)]
+        if targets:
+            torch._foreach_copy_(targets, values)
 
     def slices(self, row: Tensor | None = None) -> dict[str, Tensor]:
         """Return each parameter's slice of a row of the residual, by default of this rank's own row."""
@@ -175,10 +176,11 @@ class TagcReduce(Allocates):
             return
         parts = [[row[s.start : s.start + s.size] for s in self.compressed] for row in flat]
         finite = self._finite([part for row in parts for part in row]).view(len(flat), -1).all(1)
-        self._nonfinite |= ~finite
-        for residual, row, is_finite in zip(self.residual, parts, finite, strict=True):
-            for at, part in zip(self.starts, row, strict=True):
-                residual[at : at + part.numel()] += torch.where(is_finite, part, 0.0)
+        nonfinite = ~finite
+        self._nonfinite |= nonfinite
+        for s, at in zip(self.compressed, self.starts, strict=True):
+            part = flat[:, s.start : s.start + s.size]
+            self.residual[:, at : at + s.size] += part.masked_fill(nonfinite[:, None], 0.0)
 
     # ------------------------------------------------------------------------------------------------ exchange
 

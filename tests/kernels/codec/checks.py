@@ -80,6 +80,13 @@ def check_rounding_follows(name: str, block: int, rows: int, blocks: int, device
     x = rows_of(rows, blocks, block, device)
     for key in (1 << 62, (1 << 63) - 1):
         assert torch.equal(twin.encode(x, key=key), kernel.encode(x, key=key))
+    keys = [(1 << 62) + 5 * row for row in range(rows)]
+    messages = twin.encode(x, key=keys)
+    assert torch.equal(messages, kernel.encode(x, key=keys))
+    sums = [torch.full((2, blocks * block), NAN, device=device) for _ in range(2)]
+    for code, total in zip((twin, kernel), sums, strict=True):
+        code.decode_and_sum(messages.repeat(2, 1).view(rows, 2, -1), total)
+    assert same(*sums)
     transformed = [x.clone(), x.clone()]
     twin.hadamard_(transformed[0])
     kernel.hadamard_(transformed[1])

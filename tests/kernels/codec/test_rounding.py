@@ -78,3 +78,15 @@ def test_the_transform_is_hadamard_and_its_own_inverse() -> None:
     assert x[:32].isnan().all() and x[32:].isfinite().all()  # the block remains recognizable as not finite
     with pytest.raises(ValueError, match="multiple of 32"):
         code.hadamard_(torch.zeros(33))
+
+
+def test_rows_with_keys_of_their_own_and_several_sums_equal_single_ones() -> None:
+    """The messages of all ranks are encoded at once, and summed at once."""
+    code, x = BlockCode("int8", 32), torch.randn(4, 96, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([code.encode(row[None], key=key) for row, key in zip(x, (3, 1 << 62, 5, 7), strict=True)])
+    assert torch.equal(code.encode(x, key=(3, 1 << 62, 5, 7)), alone)
+    sums, total = torch.empty(2, 96), torch.empty(96)
+    code.decode_and_sum(alone.view(2, 2, -1), sums)
+    for number, found in enumerate(sums):
+        code.decode_and_sum(alone.view(2, 2, -1)[:, number], total)
+        assert torch.equal(found, total)
