@@ -108,6 +108,14 @@ def test_any_recipe_and_size_of_a_model_is_predicted(tmp_path: Path) -> None:
     assert names[0] != names[1] and seconds[1] > 3 * seconds[0]
 
 
+def test_one_exchange_of_gradients_per_step_is_a_run_of_its_own() -> None:
+    """FSDP2 without gradient synchronization on the first 19 micro-batches differs from FSDP2 in the launcher alone."""
+    grid = Grid(GRIDS / "shard_axis.toml")
+    (one,) = grid.choose(["tagc-20-last"])
+    each, last = (grid.specs(one, method)[0] for method in ("dense", "dense-last"))
+    assert each.key != last.key and each.overrides == last.overrides and last.about["last_only"]
+
+
 EMULATED = {"launcher": "emulated", "methods": ["adams"], "sizes": [2], "sequences": [16], "launch": {"compute": "0.1"}}
 
 
