@@ -207,6 +207,14 @@ def test_titan_is_the_only_folder_that_imports_torchtitan() -> None:
     assert list(lines(r"unittest\.mock|noqa: E402", files)) == []
 
 
+def test_one_module_depends_on_the_release_of_torch() -> None:
+    """Others may show the version, but do not compare it, and use no function that only some releases have."""
+    own = {"topology.torch_version"}
+    others = {name: path for name, path in FILES.items() if name not in own}
+    compared = r"TorchVersion|release_of\(|hasattr\((torch|dist|module)\b|_fsdp_param_group|reduce_scatter_unused"
+    assert list(lines(compared, others)) == []
+
+
 def test_optimizers_methods_and_sharding_do_not_need_torchtitan() -> None:
     folders = ("core", "optimizers", "methods", "sharding", "replica")
     edges = graph(lambda imports: imports.all)

@@ -24,9 +24,9 @@ from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.groups import ReplicaGroups
 from topology.partition import ALIGNED, chunk_limit
-from topology.primitives import all_gather_into
 from topology.rank_group import RankGroup, replica_index
 from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
+from topology.torch_version import all_gather_into
 from topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 

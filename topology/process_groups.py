@@ -15,7 +15,6 @@ from topology.collectives import ReplicaCollectives, gather_lists, gather_scalar
 from topology.comm_stream import CommStream, Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
-from topology.primitives import all_gather_into, reduce_scatter_into
 from topology.rank_group import RankGroup
 from topology.stages import (
     all_gather_,
@@ -25,6 +24,7 @@ from topology.stages import (
     reduce_scatter_,
     reduce_scatter_encoded,
 )
+from topology.torch_version import all_gather_into, reduce_scatter_into
 from topology.traffic import REPLICATE
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topology.partition import ALIGNED
-from topology.primitives import all_gather_into
 from topology.rank_group import RankGroup
+from topology.torch_version import all_gather_into
 from topology.traffic import SHARD, TrafficLedger
 
 

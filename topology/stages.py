@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
-from topology.primitives import all_gather_into, reduce_scatter_into
 from topology.rank_group import RankGroup, replica_index
+from topology.torch_version import all_gather_into, reduce_scatter_into
 
 Levels = Sequence[RankGroup]
 

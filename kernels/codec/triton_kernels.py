@@ -96,7 +96,9 @@ def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constex
             count = tl.sum(large.to(tl.int32), 1)
             below = sum_pairs(tl.where(large, 0.0, magnitudes), ROWS, BLOCK)
             above = sum_pairs(tl.where(large, magnitudes, 0.0), ROWS, BLOCK)
-            below = tl.div_rn(below, tl.maximum(BLOCK - count, 1).to(tl.float32))
+            # Not `BLOCK - count`: the interpreter of Triton 3.8 cannot subtract a tensor from a constexpr.
+            others = tl.full((ROWS,), BLOCK, tl.int32) - count
+            below = tl.div_rn(below, tl.maximum(others, 1).to(tl.float32))
             above = tl.where(count > 0, tl.div_rn(above, tl.maximum(count, 1).to(tl.float32)), below)
             low = finalize_scales(round_nearest(below, BFLOAT16), largest)
             high = finalize_scales(round_nearest(above, BFLOAT16), largest)

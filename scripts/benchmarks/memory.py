@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernels.common import storage
 from scripts.benchmarks.harness import Benchmark, in_new_process, main
 from scripts.common import markdown, names, read, write
+from topology.torch_version import fsdp_parameter_group
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.patching import replaced
@@ -255,7 +256,7 @@ def secondary_weights(flat: Any) -> list[torch.Tensor]:
     from torchtitan_scape.sharding.base import entries
     from torchtitan_scape.sharding.messages import RowCodec
 
-    group = flat.modules[0]._get_fsdp_state()._fsdp_param_group
+    group = fsdp_parameter_group(flat.modules[0])
     gather, ranks = group._all_gather_comm, group._all_gather_process_group
     if getattr(gather, "_kept", None) is None:
         return []

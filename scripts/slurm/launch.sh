@@ -99,8 +99,8 @@ choose_python() {
             return
         fi
     done
-    refuse "${PYTHON:-python3} cannot import torchtitan; set PYTHON to one that can, or run this once before" \
-        "submitting: bash -c 'source scripts/environment.sh'"
+    refuse "${PYTHON:-python3} cannot import torch, triton and torchtitan; set PYTHON to one that can, or install" \
+        "them on this machine before submitting, see docs/getting_started/install.md"
 }
 
 launch() {

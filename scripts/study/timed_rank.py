@@ -39,8 +39,8 @@ from scripts.study.peers import PEERS, without_fsdp
 from topology import shard_collectives
 from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
-from topology.primitives import all_gather_into
 from topology.rank_group import RankGroup
+from topology.torch_version import all_gather_into
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.patching import replaced

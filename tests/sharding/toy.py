@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
+from topology.torch_version import fsdp_parameter_group
 from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.base import Sharding, flat_groups
@@ -170,4 +171,4 @@ class _Recording:
 
 
 def param_group(module: Any) -> Any:
-    return module._get_fsdp_state()._fsdp_param_group
+    return fsdp_parameter_group(module)

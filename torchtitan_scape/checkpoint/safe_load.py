@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_scape.checkpoint.slices import FlatSlices
 
-# All classes that FileSystemWriter of torch 2.11 to 2.13 writes into `.metadata`, except torch.dtype (see below).
+# All classes that FileSystemWriter of torch 2.10 to 2.14 writes into `.metadata`, except torch.dtype (see below).
 _ADMITTED = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (

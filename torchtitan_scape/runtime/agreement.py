@@ -20,7 +20,7 @@ import torch.distributed as dist
 import kernels
 import topology
 import torchtitan_scape
-from topology.primitives import all_gather_into
+from topology.torch_version import all_gather_into
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.data import speeches, standard_library

@@ -23,9 +23,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from topology.groups import LevelGroups, ShardGroups
-from topology.primitives import all_gather_into, reduce_scatter_into
 from topology.rank_group import RankGroup
 from topology.shard_collectives import ShardLedger
+from topology.torch_version import all_gather_into, fsdp_parameter_group, keep_unused_gradients, reduce_scatter_into
 from topology.traffic import TrafficLedger
 from torchtitan_scape.core.parameters import plain_name
 from torchtitan_scape.sharding.unsent import ResidualStore
@@ -106,18 +106,15 @@ def entries(slices: Sequence[ParameterSlice]) -> int:
 def flat_groups(model: nn.Module) -> list[ShardedParamGroup]:
     """Return the parameter groups of a model after `fully_shard`, each once; modules sharded together share one."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters(remove_duplicate=False)}
-    modules_by_state: dict[int, tuple[Any, list[str], list[FSDPModule]]] = {}
+    modules_by_state: dict[int, tuple[list[str], list[FSDPModule]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            _, module_names, modules = modules_by_state.setdefault(id(state), (state, [], []))
+            module_names, modules = modules_by_state.setdefault(id(module._get_fsdp_state()), ([], []))
             module_names.append(plain_name(f"{name}.").rstrip(".") or "the model's root")
             modules.append(module)
     groups: list[ShardedParamGroup] = []
-    for state, module_names, modules in modules_by_state.values():
-        # None for a module without direct parameters. torch 2.13 also has the list `_fsdp_param_groups`, which has one
-        # element unless a custom shard placement is used.
-        if (group := state._fsdp_param_group) is not None:
+    for module_names, modules in modules_by_state.values():
+        if (group := fsdp_parameter_group(modules[0])) is not None:
             gathered = _row(group.fsdp_params, names)
             reduced = _row([p for p in group.fsdp_params if p.sharded_param.requires_grad], names)
             groups.append(ShardedParamGroup("+".join(module_names), len(groups), gathered, reduced, tuple(modules)))
@@ -318,6 +315,4 @@ def install(flat: ShardedParamGroup, gather: AllGatherHook, reduce: ReduceScatte
     module: Any = flat.modules[0]
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(reduce)
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-        # Parameters that a micro-batch did not use stay in the flat buffer, as zeros, so that its size is constant.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+    keep_unused_gradients(module)

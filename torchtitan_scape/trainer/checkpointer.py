@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.torch_version import TorchVersion
 
+from topology.torch_version import STAGER_SAVES_ONCE
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
@@ -47,7 +47,6 @@ from torchtitan_scape.titan.components import (
 
 logger = logging.getLogger(__name__)
 
-_STAGES_ONCE = TorchVersion(torch.__version__) < (2, 13)  # its stager cannot be used for a second save
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
 
 
@@ -161,7 +160,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, process_group=self._saving_group, **options)
         options["process_group"] = self.pg
-        if self.stager is not None and _STAGES_ONCE:
+        if self.stager is not None and STAGER_SAVES_ONCE:
             self.stager.close()
             self.stager = None
         if self.stager is None:

@@ -5,9 +5,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from topology.torch_version import untested
 from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.device_check import check_device
@@ -70,5 +72,7 @@ def main() -> None:
     init_logger()
     if DEVICE_TYPE == "cpu":
         device.quieten_cpu()
+    if warning := untested(torch.__version__):
+        logger.warning(warning)
     shutdown = Shutdown()  # before parsing, because a rank that cannot read its recipe must end the others
     shutdown.run(lambda: run(sys.argv[1:], shutdown), USER_ERRORS)

@@ -316,7 +316,8 @@ def test_a_job_does_not_create_an_environment(name: str, tmp_path: Path) -> None
     environment = {"TRAIN_SCRIPT": REPORT, "PYTHON": "", name: str(bare if name == "PYTHON" else tmp_path / "venv")}
     result, _ = submit("vista", tmp_path, environment, directory=checkout)
     assert result.returncode == 2
-    assert f"error: {bare} cannot import torchtitan; set PYTHON" in result.stderr
+    assert f"error: {bare} cannot import torch, triton and torchtitan; set PYTHON" in result.stderr
+    assert "environment.sh" not in result.stderr  # it would install a build for CUDA on a machine with ROCm
     assert len(result.stderr.splitlines()) == 1
     assert not (checkout / ".venv").exists()
 

@@ -1,0 +1,53 @@
+"""Releases of PyTorch: the supported ones, and the errors for others."""
+
+import importlib
+import os
+import signal
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from topology import torch_version
+from topology.torch_version import release_of, too_old, untested
+from torchtitan_scape import train
+
+
+@pytest.mark.parametrize(
+    "version, release, old, new",
+    [
+        ("2.9.1+cu128", (2, 9), True, False),
+        ("2.10.0+rocm7.1", (2, 10), False, False),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", (2, 10), False, False),  # a container's: a pre-release of 2.10 for packaging
+        ("2.14.1", (2, 14), False, False),
+        ("2.15.0", (2, 15), False, True),
+        ("3.0.0.dev20270101", (3, 0), False, True),
+    ],
+)
+def test_supported_releases(version: str, release: tuple[int, int], old: bool, new: bool) -> None:
+    assert release_of(version) == release
+    assert bool(too_old(version)) == old and bool(untested(version)) == new
+    assert not old or too_old(version).startswith(f"torch {version} is installed; install torch 2.10 or later, see ")
+
+
+def test_an_old_release_is_refused_at_import() -> None:
+    spec = importlib.util.find_spec("topology.torch_version")
+    assert spec is not None and spec.loader is not None
+    with patch.object(torch, "__version__", "2.9.0"), pytest.raises(ImportError, match=r"torch 2\.9\.0 is installed"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert release_of(torch.__version__) == torch_version.RELEASE
+
+
+def test_a_package_that_cannot_be_imported_ends_the_trainer_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ImportError("torch 2.9.0 is installed; install torch 2.10 or later")
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    try:
+        with patch.object(train, "import_module", side_effect=error):
+            with pytest.raises(SystemExit) as info:
+                train.main()
+            assert info.value.code == 2
+            assert capsys.readouterr().err == f"error: {error}\n"
+            with patch.dict(os.environ, SCAPE_TRACEBACK="1"), pytest.raises(ImportError):
+                train.main()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

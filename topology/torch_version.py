@@ -1,0 +1,63 @@
+"""Everything that depends on the release of PyTorch. Importing it raises ImportError if torch is too old."""
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+OLDEST, NEWEST = (2, 10), (2, 14)  # releases with which the tests were run; scripts/test_versions.sh
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Return major and minor number of a version. Builds of containers, such as 2.10.0a0+nv, count as the release."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    assert found is not None, version
+    return int(found[1]), int(found[2])
+
+
+def too_old(version: str) -> str:
+    """Return the error message for a version before `OLDEST`, otherwise ""."""
+    if release_of(version) >= OLDEST:
+        return ""
+    return f"torch {version} is installed; install torch {_named(OLDEST)} or later, see docs/getting_started/install.md"
+
+
+def untested(version: str) -> str:
+    """Return the warning for a version after `NEWEST`, otherwise ""."""
+    if release_of(version) <= NEWEST:
+        return ""
+    return f"torch {version} is newer than {_named(NEWEST)}, the newest release that was tested with this project"
+
+
+def _named(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+if _message := too_old(torch.__version__):
+    raise ImportError(_message)
+RELEASE = release_of(torch.__version__)
+
+# 2.13 renamed both functions and warns about the old names.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Before 2.13 the stager of asynchronous checkpoints cannot be used for a second save.
+STAGER_SAVES_ONCE = RELEASE < (2, 13)
+
+
+def fsdp_parameter_group(module: Any) -> Any:
+    """Return the parameter group of a module of FSDP2, None for a module without direct parameters.
+
+    2.13 also has the list `_fsdp_param_groups`, which has one element unless a custom shard placement is used.
+    """
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def keep_unused_gradients(module: Any) -> None:
+    """Keep parameters that a micro-batch did not use in FSDP's flat buffer, as zeros, so that its size is constant.
+
+    Before 2.13 this is not possible, and such a parameter ends the run with an error.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
