@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
@@ -36,6 +37,9 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     assert optimizer.model is not None
     if not optimizer.inner.state:
         create_state(optimizer.inner)  # PyTorch would create it, too, but as that after one step
+    for module in optimizer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # Names of gathered weights, as after a validation, are not found.
     return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
 
 

@@ -314,7 +314,8 @@ class ScapeTrainer(Trainer):
 
     def _validated(self, step: int, loss: float) -> None:
         if dist.get_rank() == 0:
-            saved = self.checkpointer.saves_at(step, self.ran_out or step == self.job_config.training.steps)
+            ended = self.ran_out or self.stopped_early
+            saved = self.checkpointer.saves_at(step, ended or step == self.job_config.training.steps)
             self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
         if (patience := self.job_config.validation.patience) and self.steps_taken:
             since = self.best.validations_since_best() if dist.get_rank() == 0 else 0

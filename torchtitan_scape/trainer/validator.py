@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.validation_batches import by_rows, validation_batches
@@ -131,10 +130,6 @@ class FixedValidator(Validator):
         self._metrics.start()
         with self.shared_weights():
             super().validate(model_parts, step)
-        # The root module keeps its weights gathered after a forward pass; a checkpoint may be next.
-        for module in (module for part in model_parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
         self.validated(step, float(self._metrics.last_loss or 0.0))
 
 
