@@ -42,7 +42,7 @@ for release in "${releases[@]}"; do
     if ! "$environment/bin/python" -c "import torch, triton, pytest" 2>/dev/null &&
         ! install "$release" "$environment" >"$log" 2>&1; then
         failed=1
-        reason=$(grep -m 1 -i -E "conflict|no matching|error" "$log" || echo "see the log")
+        reason=$(grep -m 1 "(constraint)" "$log" || grep -m 1 "^ERROR" "$log" || echo "see the log")
         "$PYTHON" -m scripts.version_table "$release" --not-installed "${reason:0:200}"
     else
         "$environment/bin/python" -m pytest -q -m "not slow" -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
