@@ -6,8 +6,8 @@
 #   scripts/test_versions.sh 2.10.0 2.14.1      only these; the others keep their lines
 #   TESTS="tests/kernels" scripts/test_versions.sh 2.14.1    only these tests; the table names them
 #
-# PYTHON   Python 3.11 or 3.12 to make the environments from    FOLDER   where, by default /tmp/torch_versions
-# KEEP=1   keeps the environments; an existing one is used again
+# PYTHON    Python 3.11 or 3.12 to make the environments from    FOLDER   where, by default /tmp/torch_versions
+# WORKERS   processes that run tests, by default 2               KEEP=1   keeps environments, which are then used again
 #
 # CI runs the suite with the release of the extra `torch` in pyproject.toml. On an index with CPU builds pip prefers them.
 set -euo pipefail
@@ -42,10 +42,10 @@ for release in "${releases[@]}"; do
     if ! "$environment/bin/python" -c "import torch, triton, pytest" 2>/dev/null &&
         ! install "$release" "$environment" >"$log" 2>&1; then
         failed=1
-        reason=$(grep -m 1 -i -E "conflict|no matching|error" "$log" || echo "see the log")
+        reason=$(grep -m 1 "(constraint)" "$log" || grep -m 1 "^ERROR" "$log" || echo "see the log")
         "$PYTHON" -m scripts.version_table "$release" --not-installed "${reason:0:200}"
     else
-        "$environment/bin/python" -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder \
+        "$environment/bin/python" -m pytest -q -m "not slow" -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
             --junitxml="$junit" "${tests[@]}" >"$log" 2>&1 || failed=1
         "$environment/bin/python" -m scripts.version_table "$release" --junit "$junit" --tests "${TESTS:-all but slow}"
     fi
