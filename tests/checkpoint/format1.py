@@ -66,15 +66,18 @@ TWO_RANKS = {
 
 def train(folder: str, arguments: list[str], interval: int) -> Figures:
     """Train to step END, from the folder's checkpoint if there is one. `interval`: steps between checkpoints."""
-    from torchtitan_scape.models.llama import LLAMA_ARGS
-
+    flavors: Any
     try:
         from torchtitan_scape.config.parsing import parse
+        from torchtitan_scape.models.registry import MODEL_FAMILIES
         from torchtitan_scape.trainer.trainer import ScapeTrainer
+
+        flavors = MODEL_FAMILIES["llama3"].flavors
     except ImportError:  # at commit bc06ed0, which wrote the archive
+        from torchtitan_scape.models.llama import LLAMA_ARGS as flavors
         from torchtitan_scape.train import ScapeTrainer, parse
 
-    LLAMA_ARGS["study"] = dataclasses.replace(LLAMA_ARGS["study"], dim=8, n_layers=1, multiple_of=16)
+    flavors["study"] = dataclasses.replace(flavors["study"], dim=8, n_layers=1, multiple_of=16)
     options = [*RECIPE, f"--job.dump_folder={folder}", *_COMMON, f"--checkpoint.interval={interval}", *arguments]
     trainer = ScapeTrainer(parse(options))
     trainer.should_continue_training = lambda: trainer.step < END  # type: ignore[method-assign]

@@ -29,6 +29,8 @@ from kernels.scape.step import PassInputs, PayloadPlan
 from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import ReplicatedUpdate
 from kernels.tagc import triton_kernels as tagc_kernels
+from kernels.topk import triton_cosine
+from kernels.topk import triton_kernels as topk_kernels
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +70,8 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
         codec_kernels,
         dense_kernels,
         tagc_kernels,
+        topk_kernels,
+        triton_cosine,
         triton_kernels,
         triton_masks,
         triton_owner,
