@@ -1,8 +1,10 @@
 """DeMo's passes as Triton kernels; specified by `cosine.py`. One program transforms one tile.
 
 The products are FP32 in another order than PyTorch's, so that results are close but not bitwise equal: of two
-components that are equal up to rounding, either may be selected. Memory traffic per entry: `components_kernel` reads
-and writes 4 bytes, `inverse_kernel` as much.
+components that are equal up to rounding, either may be selected. A matrix product adds one outer product after the
+other, whose vectors come from memory: `tl.dot` in FP32 keeps whole operands in registers, and they do not fit. Memory
+traffic per entry: `components_kernel` reads 8 bytes and writes 4, `inverse_kernel` reads and writes 4; intermediate
+tiles of 16 KiB stay in the cache.
 """
 
 import torch
@@ -21,71 +23,84 @@ _LARGEST = 64  # side of a tile; larger ones use PyTorch
 
 
 @triton.jit
-def basis_of(basis, size, SIDE: tl.constexpr):
-    """Load a DCT matrix, padded with zeros."""
-    row, column = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
-    return tl.load(basis + row * size + column, mask=(row < size) & (column < size), other=0.0)
+def product(a, a_row, a_column, b, b_row, b_column, count, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the product of (height, count) at `a` and (count, width) at `b`, padded; `*_row`, `*_column`: strides."""
+    row, column = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for k in range(count):
+        left = tl.load(a + row * a_row + k * a_column, mask=row < height, other=0.0)
+        right = tl.load(b + k * b_row + column * b_column, mask=column < width, other=0.0)
+        total += left[:, None] * right[None, :]
+    return total
 
 
 @triton.jit
-def product(a, b):
-    return tl.dot(a, b, input_precision="ieee")
+def inverse_of(
+    tile, rows, columns, stride, height, width, row, column, inside, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Return the inverse transform of the components at `tile`, which are overwritten by an intermediate result."""
+    half = product(rows, 1, height, tile, stride, 1, height, height, width, HEIGHT, WIDTH)  # transposed
+    tl.debug_barrier()
+    tl.store(tile + row * stride + column, half, mask=inside)
+    tl.debug_barrier()
+    return product(tile, stride, 1, columns, width, 1, width, height, width, HEIGHT, WIDTH)
 
 
-@triton.jit
-def entries_of(columns, across, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the entries of this program's tile, int64 [HEIGHT, WIDTH], and which of them exist."""
-    tile = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
-    at = ((tile // across) * height + row) * columns + (tile % across) * width + column
-    return at, (row < height) & (column < width)
-
-
-@triton.jit(do_not_specialize=["k", "columns", "across", "height", "width"])
+@triton.jit(do_not_specialize=["k", "stride", "across", "height", "width"])
 def components_kernel(
     momentum,
     x,
-    row_basis,
-    column_basis,
+    scratch,
+    rows,
+    columns,
     values,
     offsets,
     applied,
     k,
-    columns,
+    stride,
     across,
     height,
     width,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Store the k largest components of a tile, and the tile without them as the momentum, if `applied`."""
-    at, inside = entries_of(columns, across, height, width, HEIGHT, WIDTH)
-    tile = tl.load(x + at, mask=inside, other=0.0)
-    rows, cols = basis_of(row_basis, height, HEIGHT), basis_of(column_basis, width, WIDTH)
-    components = product(product(rows, tile), tl.trans(cols))
+    """Store the k largest components of a tile, and the tile without them as the momentum, if `applied`.
+
+    rows, columns: the DCT matrices. stride: entries of a row of x. scratch: as many entries as x.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    first = (tile // across) * height * stride + (tile % across) * width
+    row, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside, at = (row < height) & (column < width), first + row * stride + column
+    half = product(rows, height, 1, x + first, stride, 1, height, height, width, HEIGHT, WIDTH)
+    tl.store(scratch + at, half, mask=inside)
+    tl.debug_barrier()
+    components = product(scratch + first, stride, 1, columns, 1, width, width, height, width, HEIGHT, WIDTH)
     bits = tl.minimum(components.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
-    keys = tl.reshape(tl.where(inside, bits, -1), (1, HEIGHT * WIDTH))
-    chosen = select_in_blocks(keys, k)
-    slot = tl.program_id(0).to(tl.int64) * k + tl.cumsum(chosen.to(tl.int32), 1) - 1
+    chosen = select_in_blocks(tl.reshape(tl.where(inside, bits, -1), (1, HEIGHT * WIDTH)), k)
+    slot = tile * k + tl.cumsum(chosen.to(tl.int32), 1) - 1
     number = tl.arange(0, HEIGHT * WIDTH)[None, :]
-    offset = (number // WIDTH) * width + number % WIDTH
-    tl.store(offsets + slot, offset.to(tl.int64), mask=chosen)
+    tl.store(offsets + slot, ((number // WIDTH) * width + number % WIDTH).to(tl.int64), mask=chosen)
     tl.store(values + slot, tl.reshape(components, (1, HEIGHT * WIDTH)), mask=chosen)
     sent = tl.where(tl.reshape(chosen.to(tl.int32), (HEIGHT, WIDTH)) != 0, components, 0.0)
-    rest = tile - product(product(tl.trans(rows), sent), cols)
+    tl.debug_barrier()
+    tl.store(scratch + at, sent, mask=inside)
+    tl.debug_barrier()
+    represented = inverse_of(scratch + first, rows, columns, stride, height, width, row, column, inside, HEIGHT, WIDTH)
     if tl.load(applied) != 0:
-        tl.store(momentum + at, rest, mask=inside)
+        tl.store(momentum + at, tl.load(x + at, mask=inside, other=0.0) - represented, mask=inside)
 
 
-@triton.jit(do_not_specialize=["columns", "across", "height", "width"])
-def inverse_kernel(
-    x, row_basis, column_basis, columns, across, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
-):
+@triton.jit(do_not_specialize=["stride", "across", "height", "width"])
+def inverse_kernel(x, rows, columns, stride, across, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Replace the components in a tile by their inverse transform."""
-    at, inside = entries_of(columns, across, height, width, HEIGHT, WIDTH)
-    components = tl.load(x + at, mask=inside, other=0.0)
-    rows, cols = basis_of(row_basis, height, HEIGHT), basis_of(column_basis, width, WIDTH)
-    tl.store(x + at, product(product(tl.trans(rows), components), cols), mask=inside)
+    tile = tl.program_id(0).to(tl.int64)
+    here = x + (tile // across) * height * stride + (tile % across) * width
+    row, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (row < height) & (column < width)
+    values = inverse_of(here, rows, columns, stride, height, width, row, column, inside, HEIGHT, WIDTH)
+    tl.debug_barrier()
+    tl.store(here + row * stride + column, values, mask=inside)
 
 
 def largest_components(
@@ -96,7 +111,7 @@ def largest_components(
         return cosine.largest_components(momentum, x, grid, basis, k, applied)
     values = torch.empty(grid.tiles, k, dtype=torch.float32, device=x.device)
     offsets = torch.empty(grid.tiles, k, dtype=torch.int64, device=x.device)
-    tensors = momentum, x, basis.rows, basis.columns, values, offsets, as_flag(applied)
+    tensors = momentum, x, torch.empty_like(x), basis.rows, basis.columns, values, offsets, as_flag(applied)
     launching.launch(components_kernel, (grid.tiles,), *tensors, k, *_sizes(grid), warps=8, **_constants(grid))
     return values, offsets
 
@@ -115,7 +130,5 @@ def _sizes(grid: Grid) -> tuple[int, int, int, int]:
 
 
 def _constants(grid: Grid) -> dict[str, int]:
-    """Return the sides rounded up to a power of two; a matrix product needs 16 or more."""
-    return {
-        name: max(16, 1 << (side - 1).bit_length()) for name, side in (("HEIGHT", grid.height), ("WIDTH", grid.width))
-    }
+    """Return the sides rounded up to a power of two."""
+    return {name: 1 << (side - 1).bit_length() for name, side in (("HEIGHT", grid.height), ("WIDTH", grid.width))}
