@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-OLDEST, NEWEST = (2, 10), (2, 14)  # releases with which the tests were run; scripts/test_versions.sh
+OLDEST, NEWEST = (2, 10), (2, 14)  # Releases in use without a warning; scripts/test_versions.sh runs the tests on each.
 
 
 def release_of(version: str) -> tuple[int, int]:
@@ -27,7 +27,7 @@ def untested(version: str) -> str:
     """Return the warning for a version after `NEWEST`, otherwise ""."""
     if release_of(version) <= NEWEST:
         return ""
-    return f"torch {version} is newer than {_named(NEWEST)}, the newest release that was tested with this project"
+    return f"torch {version} is newer than {_named(NEWEST)}, the newest release that this project was tried with"
 
 
 def _named(release: tuple[int, int]) -> str:
