@@ -19,8 +19,8 @@ def union_of_bitmaps(maps: Tensor) -> Tensor:
     """Return the bitwise OR of the rows of uint8 (ranks, bytes), uint8 (bytes,)."""
     while len(maps) > 1:  # by halves, so that few launches suffice
         half = len(maps) // 2
-        united = maps[:half] | maps[half : 2 * half]
-        maps = torch.cat((united, maps[2 * half :])) if len(maps) % 2 else united
+        combined = maps[:half] | maps[half : 2 * half]
+        maps = torch.cat((combined, maps[2 * half :])) if len(maps) % 2 else combined
     return maps[0].clone()
 
 

@@ -108,8 +108,8 @@ class StepCounter(TorchDispatchMode):
         if not func.is_view and name not in _NO_WORK:
             self.count.operators += 1
             lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-            apart = name.startswith("_foreach") and any(not t.is_contiguous() for a in lists for t in a)
-            self.count.launches += len(lists[0]) if apart else 1
+            separate = name.startswith("_foreach") and any(not t.is_contiguous() for a in lists for t in a)
+            self.count.launches += len(lists[0]) if separate else 1
             self.count.by_name[name] = self.count.by_name.get(name, 0) + 1
             self.count.bytes += self._moved(func, name, args, kwargs, result)
         return result

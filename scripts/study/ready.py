@@ -15,9 +15,10 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.patching import environment
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.planner.step import predict
-from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of, workload_of
+from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
 from torchtitan_scape.sharding.levels_build import check_levels
 from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.trainer.layout import layout_of

@@ -1,16 +1,28 @@
 """Small operations on tensors that several methods share."""
 
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from kernels.scape.reference import pack_bits
 
+K = TypeVar("K", bound=Hashable)
 PART = 1 << 22  # entries that are converted to FP64 at once
 
 
 def packed_bits(bits: Tensor) -> Tensor:
     """Return bool (n,) as uint8 (ceil(n / 8),), with entry i in bit i % 8 of byte i // 8."""
     return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))
+
+
+def indices_by_key(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Return the indices of equal keys, by key: tensors of one shape can be processed together."""
+    found: dict[K, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, []).append(index)
+    return found
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

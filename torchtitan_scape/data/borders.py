@@ -27,6 +27,23 @@ def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[i
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
 
+class Border:
+    """The ids around documents; see `border_ids`."""
+
+    def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
+        self._before, self._after = border_ids(tokenizer, border)
+
+    def around(self, first: int, ids: list[int], last: bool) -> list[int]:
+        """Return the ids of a piece with those before and after its document.
+
+        Args:
+            first: First character of the piece; 0 if it begins the document.
+            ids: Ids of the piece.
+            last: Whether it ends the document.
+        """
+        return (self._before if first == 0 else []) + ids + (self._after if last else [])
+
+
 class PieceSplitter:
     """Splitter of long texts for one tokenizer; see pieces.py."""
 
@@ -56,14 +73,13 @@ class BoundaryTokenizer:
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self.tokenizer = tokenizer.tokenizer
         self._encode = tokenizer.tokenizer.encode
-        self._before, self._after = border_ids(tokenizer, border)
-        self._split = PieceSplitter(tokenizer)
+        self._border, self._split = Border(tokenizer, border), PieceSplitter(tokenizer)
 
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
         for first, piece, last in self._split(text, begin):
             ids: list[int] = self._encode(piece, add_special_tokens=False).ids
-            yield first, (self._before if first == 0 else []) + ids + (self._after if last else [])
+            yield first, self._border.around(first, ids, last)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [token for _, ids in self.encode_pieces(text) for token in ids]

@@ -12,7 +12,7 @@ SAMPLED, SAMPLED_CHARACTERS = 1024, 1 << 14
 _BATCH = 4096
 
 
-def data_digest(data: Any, column: str = "text") -> str:
+def data_digest(data: Any) -> str:
     """Return a digest of a dataset; "" if it has nothing to identify it by.
 
     Of more than `WHOLE` bytes, the first characters of 1,024 evenly spaced documents are hashed. The digest of a stream
@@ -20,20 +20,19 @@ def data_digest(data: Any, column: str = "text") -> str:
 
     Args:
         data: A dataset or a stream of the datasets library.
-        column: Column of the text.
     """
     if not isinstance(data, Dataset):
         arguments = getattr(getattr(data, "_ex_iterable", None), "kwargs", {})
         files = arguments.get("base_files") or arguments.get("files") or []
         return _digest(str(file).encode() for file in files) if files else ""
-    if column not in data.column_names:
+    if "text" not in data.column_names:
         return ""
-    text = data.select_columns([column])
+    text = data.select_columns(["text"])
     if data.data.nbytes <= WHOLE:
-        chunks = (text[begin : begin + _BATCH][column] for begin in range(0, len(data), _BATCH))
+        chunks = (text[begin : begin + _BATCH]["text"] for begin in range(0, len(data), _BATCH))
         return _digest(_encoded(document) for chunk in chunks for document in chunk)
     rows = np.linspace(0, len(data) - 1, SAMPLED).astype(int)
-    return _digest(_encoded((text[int(row)][column] or "")[:SAMPLED_CHARACTERS]) for row in rows)
+    return _digest(_encoded((text[int(row)]["text"] or "")[:SAMPLED_CHARACTERS]) for row in rows)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

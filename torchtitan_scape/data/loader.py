@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -65,10 +66,14 @@ class TextDataset(HuggingFaceTextDataset):
         self._piece: Partial | None = None  # Piece at the end of the buffer.
         self._piece_begin = 0  # Index of its first token in the buffer.
         self._partial: list[Partial] = []  # Documents to read before the others, from a checkpoint.
-        self._digests = {"text": data_digest(self._data), "tokenizer": tokenizer_digest(tokenizer.tokenizer)}
         self._data: Documents = documents(self.dataset_name, self._data, self._text_processor, rank, world)
         self._sequences_yielded = 0
         self._at_epoch_start: tuple[int, int] | None = None
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Digests of text and tokenizer, for checkpoints; validation does not need them."""
+        return {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(self._tokenizer.tokenizer)}
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:
         """Return the documents of an epoch. Called at the beginning of every epoch.
@@ -138,7 +143,7 @@ class TextDataset(HuggingFaceTextDataset):
         position = {
             "format": FORMAT,
             "data": [self.dataset_name, self._data.size()],
-            "digests": self._digests,
+            "digests": self.digests,
             **self._data.state_dict(),
             "tokens": tokens,
             "partial": partial,
@@ -185,7 +190,7 @@ class TextDataset(HuggingFaceTextDataset):
                 f"the checkpoint's data are {saved[0]} with {saved[1]} documents or files, this run's "
                 f"{self.dataset_name} with {self._data.size()}; use the same data, or {restart}"
             )
-        for kind, own in self._digests.items():
+        for kind, own in self.digests.items():
             if (other := digests.get(kind, own)) != own:
                 raise ValueError(
                     f"the checkpoint was trained on {self.dataset_name} with another {kind}: digest {other}, this "

@@ -20,7 +20,7 @@ from datasets import Dataset, IterableDataset
 
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import parse_json, write_whole
-from torchtitan_scape.data.borders import PieceSplitter, border_ids
+from torchtitan_scape.data.borders import Border, PieceSplitter
 from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
 from torchtitan_scape.data.splits import mixed
@@ -58,8 +58,7 @@ class Encoder:
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self._encode = tokenizer.tokenizer.encode_batch_fast
-        self._before, self._after = border_ids(tokenizer, border)
-        self._split = PieceSplitter(tokenizer)
+        self._border, self._split = Border(tokenizer, border), PieceSplitter(tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> tuple["array[int]", list[int]]:
         """Return the concatenated ids of all texts, and the number of ids of each."""
@@ -68,9 +67,7 @@ class Encoder:
         for pieces in self._grouped(texts):
             encodings = self._encode([piece for _, piece, _ in pieces], add_special_tokens=False)
             for (first, _, last), encoded in zip(pieces, encodings, strict=True):
-                ids.extend(
-                    array("i", (self._before if first == 0 else []) + encoded.ids + (self._after if last else []))
-                )
+                ids.extend(array("i", self._border.around(first, encoded.ids, last)))
                 if last:
                     ends.append(len(ids))
         return ids, [end - begin for begin, end in pairwise(ends)]

@@ -21,7 +21,6 @@ class GradientCost:
     includes_optimizer: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
-    chunk_bytes: float = 4.0  # bytes of an entry of a chunk in flight, copies and messages included
     # Kinds of memory that a process with simulated replicas allocates once per replica.
     per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages", "chunks in flight")
 
@@ -44,6 +43,11 @@ class GradientCost:
     def message_memory(self, model: LocalModel, replicas: int) -> float:
         """Return the bytes of gathered messages and packed values: each replica stores the messages of all replicas."""
         return replicas * gathered_bytes(self, model, replicas)
+
+    @property
+    def chunk_bytes(self) -> float:
+        """Bytes of an entry of a chunk in flight, copies and messages included."""
+        return 4.0
 
     def chunk_memory(self, model: LocalModel, replicas: int) -> float:
         """Return the bytes of the two chunks of an all-reduce that are in flight at once."""

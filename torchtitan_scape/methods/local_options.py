@@ -158,7 +158,7 @@ class LocalCost(GradientCost):
         return states | ({"chunks in flight": chunks} if chunks else {})
 
     @property
-    def chunk_bytes(self) -> float:  # type: ignore[override]
+    def chunk_bytes(self) -> float:
         averaging = self.options.averaging().cost()
         assert isinstance(averaging, GradientCost)
         return averaging.chunk_bytes

@@ -101,10 +101,10 @@ def facts(config: JobConfig) -> dict[str, str]:
     # Only tokenizer files, because the folder may also contain weights.
     collected |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
     training = config.training
-    blend = (
-        blend_of(training.dataset_path or "") if training.dataset.lower() == NAME else [(1.0, training.dataset_path)]
-    )
-    for _, path in blend:
+    paths = [training.dataset_path or ""]
+    if training.dataset.lower() == NAME:
+        paths = [path for _, path in blend_of(paths[0])]
+    for path in paths:
         collected |= file_facts("training data", path)
     if config.validation.enable:
         collected |= file_facts("validation data", config.validation.dataset_path)

@@ -44,14 +44,12 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     lock = FolderLock(config.job.dump_folder) if shutdown.rank == 0 and not is_dry_run(config) else None
     try:
         trainer = ScapeTrainer(config)
-    except BaseException as error:
+    except BaseException:
         if lock is not None:
             lock.release()
         for folder in (Path(config.job.dump_folder, config.comm.save_traces_folder), Path(config.job.dump_folder)):
             with suppress(OSError):  # TorchTitan creates them before its checks; remove them if they are empty
                 folder.rmdir()
-        if isinstance(error, (OSError, ImportError)):  # A restart does not help.
-            raise ValueError(f"the run cannot be set up: {type(error).__name__}: {error}") from error
         raise
     shutdown.watch_over(trainer)
     if is_dry_run(config):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.tensors import indices_by_key, masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_rank
@@ -70,7 +70,7 @@ class Powersgd(GradientMethod):
             product = p @ q.T
             masked_copy_(residual, matrix - product, info.applied)
             matrix.copy_(product)
-        for group in same_shapes(stored_qs):
+        for group in indices_by_key(q.shape for q in stored_qs).values():
             q, previous = (torch.stack([each[i] for i in group]) for each in (qs, stored_qs))
             kept = torch.where((q.norm(dim=1, keepdim=True) > 0) & info.applied, q, previous)
             torch._foreach_copy_([stored_qs[i] for i in group], list(kept))
@@ -119,16 +119,7 @@ def orthonormalize(matrix: Tensor) -> Tensor:
 def orthonormalize_all(matrices: Sequence[Tensor], applied: Tensor) -> list[Tensor]:
     """Return the results of `orthonormalize`, of zeros if not `applied`. Those of one shape are factored together."""
     found: dict[int, Tensor] = {}
-    for group in same_shapes(matrices):
-        found |= zip(
-            group, orthonormalize(torch.where(applied, torch.stack([matrices[i] for i in group]), 0.0)), strict=True
-        )
+    for group in indices_by_key(matrix.shape for matrix in matrices).values():
+        stacked = torch.stack([matrices[i] for i in group])
+        found |= zip(group, orthonormalize(torch.where(applied, stacked, 0.0)), strict=True)
     return [found[i] for i in range(len(matrices))]
-
-
-def same_shapes(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors, grouped by shape."""
-    found: dict[torch.Size, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        found.setdefault(tensor.shape, []).append(i)
-    return list(found.values())

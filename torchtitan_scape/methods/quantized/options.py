@@ -66,7 +66,7 @@ class QuantizedCost(GradientCost):
         return 60.0 if self.options.error_feedback else 32.0
 
     @property
-    def chunk_bytes(self) -> float:  # type: ignore[override]
+    def chunk_bytes(self) -> float:
         """Values, the sent and the received message, and the quantization error."""
         coded = 2.0 * encoded_bytes(self.options.code, self.options.block)
         return 4.0 + coded + (4.0 if self.options.error_feedback else 0.0)

@@ -129,10 +129,8 @@ class Sparta(LocalMethod):
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
         """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
         sizes = [shard.size for shard in self.context.shards]
-        slices, limit = (
-            slices_of_group(sizes, self.options.interval, group),
-            self.collectives.chunk_limit(sum(sizes), self._codec),
-        )
+        slices = slices_of_group(sizes, self.options.interval, group)
+        limit = self.collectives.chunk_limit(sum(sizes), self._codec)
         return slices, chunks_of([one.entries for one in slices], limit, BLOCK)
 
     def _views(self, group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:

@@ -115,7 +115,7 @@ class SpartaCost(GradientCost):
         return kinds | ({"chunks in flight": self.chunk_memory(model, replicas)} if replicas > 1 else {})
 
     @property
-    def chunk_bytes(self) -> float:  # type: ignore[override]
+    def chunk_bytes(self) -> float:
         """Displacement, its error and the owner's error, and for one of two chunks copies of anchor, parameters and
         their difference.
         """

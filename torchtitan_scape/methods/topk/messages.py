@@ -1,7 +1,6 @@
 """Messages of top-k: values and offsets of the selected entries of every tile."""
 
-from collections.abc import Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from kernels.codec.reference import pack
 from kernels.scape.mask_code import encode_offsets
 from kernels.topk.layout import Received
 from kernels.topk.reference import offsets_of, values_of
-from torchtitan_scape.core.tensors import packed_bits
+from torchtitan_scape.core.tensors import indices_by_key, packed_bits
 from torchtitan_scape.methods.topk.blocks import MEANS, BlockGrid, topk_message_bytes, topk_value_bytes
 
 LEVELS = MEANS  # reconstruction values of the two-bit code
 RANGE = 6.0  # standard deviations that its bins cover
-K = TypeVar("K", bound=Hashable)
 
 
 def valid_offsets(offsets: Tensor, grid: BlockGrid) -> Tensor | None:
@@ -162,7 +160,7 @@ class TopkMessages:
         """Return the encoded offsets of every tensor."""
         encoded: dict[int, Tensor] = {}
         forms = [(grid.size, grid.coded, k) for grid, k in zip(self.grids, self.selected, strict=True)]
-        for (size, coded, _), numbers in _alike(forms).items():
+        for (size, coded, _), numbers in indices_by_key(forms).items():
             if coded:
                 together = encode_offsets(torch.cat([offsets[i] for i in numbers]), size)
                 encoded |= zip(numbers, together.split([self._offset_bytes[i] for i in numbers]), strict=True)
@@ -187,7 +185,7 @@ class TopkMessages:
         means: dict[int, Tensor] = {}
         codes: dict[int, Tensor] = {}
         decoded: dict[int, Tensor] = {}
-        for numbers in _alike([(v.numel(), r is None) for v, r in zip(values, valid, strict=True)]).values():
+        for numbers in indices_by_key([(v.numel(), r is None) for v, r in zip(values, valid, strict=True)]).values():
             rows = torch.stack([values[i] for i in numbers])
             masks = [mask for i in numbers if (mask := valid[i]) is not None]
             if self.values == "2bit":
@@ -201,11 +199,3 @@ class TopkMessages:
                 found |= zip(numbers, new, strict=True)
         order = range(len(values))
         return [*(means[i].view(torch.uint8) for i in order), *(codes[i] for i in order)], [decoded[i] for i in order]
-
-
-def _alike(keys: Sequence[K]) -> dict[K, list[int]]:
-    """Return the numbers of the tensors by their key."""
-    found: dict[K, list[int]] = {}
-    for number, key in enumerate(keys):
-        found.setdefault(key, []).append(number)
-    return found
