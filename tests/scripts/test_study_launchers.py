@@ -246,7 +246,10 @@ def test_a_run_for_its_loss_with_a_shard_axis(tmp_path: Path) -> None:
 def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     """sbatch runs the job at once. The first method fails; the next command submits it alone."""
     programs = stand_ins(tmp_path)
-    sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\nbash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
+    sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\n'
+    # Each job has a number of its own, and so a port: ranks of a job that was ended may live a little longer.
+    sbatch += f"export SLURM_JOB_ID=$((SLURM_JOB_ID + $(wc -l <{tmp_path}/submitted)))\n"
+    sbatch += f'bash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
     for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
