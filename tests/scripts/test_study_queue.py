@@ -119,8 +119,10 @@ def test_seeds_run_at_the_best_learning_rate_and_nothing_runs_twice(study: Study
     ]
     assert study.run(SMALL) == 0 and study.ran() == []
 
-    study.rewrite(study.lines[1:])
-    assert study.run(SMALL) == 0 and study.ran() == names[:1]
+    lost, *others = study.lines
+    study.rewrite(others)  # Two runs at a time may be stored in another order than they started in.
+    assert study.run(SMALL) == 0 and study.ran() == [name for name in names if name.endswith(f"-{lost['key']}")]
+    assert lost["key"] in {line["key"] for line in study.lines}
     more = SMALL | {"name": "more", "seeds": [0, 1, 2], "methods": ["scape-0.1"]}
     assert study.run(SMALL, more) == 0
     (name,) = study.ran()
