@@ -196,7 +196,7 @@ def test_ranks_fill_one_node_after_the_other(machine: str, per_node: int, tmp_pa
         assert facts["ranks_per_node"] == per_node
         assert facts["MASTER_ADDR"] == "localhost" and 15000 <= int(facts["MASTER_PORT"]) < 30000
         assert facts["arguments"] == ["--job.config_file", recipes, "--a.key=two words", "--b"]
-        assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "OFI"}[machine]
+        assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "AWS Libfabric"}[machine]
 
 
 def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
