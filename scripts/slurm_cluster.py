@@ -3,12 +3,12 @@
     python -m scripts.slurm_cluster --nodes 2 -- sbatch --wait --nodes=2 scripts/slurm/vista.sbatch
     python -m scripts.slurm_cluster --nodes 2 -- bash       # try sbatch, squeue, scancel
 
-The controller and every node have a network namespace (scripts/emulated_cluster.py) and a host name. The command runs on
-the controller, the login node. Needs root, iproute2 and Slurm: on Debian, apt install slurm-wlm munge. The configuration
-of the host's own Slurm is neither read nor changed, and everything is ended and removed with the command.
+The controller and every node have a network namespace (scripts/emulated_cluster.py) and a host name. The command runs
+on the controller, the login node. Needs root, iproute2 and Slurm: on Debian, apt install slurm-wlm munge. The
+configuration of the host's own Slurm is neither read nor changed, and everything is ended and removed with the command.
 
-Nodes are node1, node2, ... with 8 CPUs and 2 GPUs each, which are ordinary files. Partitions are "gh" and "batch", as on
-Vista and Frontier.
+Nodes are node1, node2, ... with 8 CPUs and 2 GPUs each, which are ordinary files. Partitions are "gh" and "batch", as
+on Vista and Frontier.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 from scripts.common import ROOT, RunError, guarded, parser
 from scripts.emulated_cluster import Cluster
 
-PROGRAMS = {name: name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare", "mount")}
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
 CPUS, GPUS = 8, 2  # of a node, whatever the host has
 READY_SECONDS = 60.0
 CONFIGURATION = """

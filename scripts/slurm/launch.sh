@@ -128,7 +128,8 @@ broadcast_environment() {
     tar -cf "$archive" -C "$from" .
     sbcast --force "$archive" "$target.tar"
     rm -f "$archive"
-    on_every_node sh -c "mkdir -p '$target' && tar -xf '$target.tar' -C '$target' && rm '$target.tar'"
+    on_every_node sh -c "mkdir -p '$target' && tar -xf '$target.tar' -C '$target'"
+    on_every_node rm -f "$target.tar"
     export PYTHONPATH="$PYTHONPATH:$target"
 }
 
