@@ -228,16 +228,20 @@ def simulated_layout(layout: Layout, replicas: int) -> Layout:
 
 
 def ranks_per_node_from_environment(environ: Mapping[str, str], world_size: int) -> int | None:
-    """Return the launcher's number of ranks per node: torchrun's LOCAL_WORLD_SIZE, else Slurm's variables, else None.
+    """Return the launcher's number of ranks per node: torchrun's LOCAL_WORLD_SIZE, else Open MPI's or MPICH's variable,
+    else Slurm's, else None.
 
-    Slurm's variables describe its job step or the whole allocation. A value above the world size does not describe
-    this run, for example a single process that was started by hand in an allocation, and is ignored.
+    Inside a job mpirun starts one daemon per node as Slurm's tasks, so Slurm's variables come last. They describe its
+    job step or the whole allocation. A value above the world size does not describe this run, for example a single
+    process that was started by hand in an allocation, and is ignored.
 
     Raises:
         ValueError: The value is not a number, or nodes have different numbers of ranks.
     """
     for name in (
         "LOCAL_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
         "SLURM_STEP_TASKS_PER_NODE",  # first, because the requested numbers below are upper limits
         "SLURM_NTASKS_PER_NODE",
         "SLURM_TASKS_PER_NODE",

@@ -1,36 +1,35 @@
 # Functions for the jobs of all machines. Sourced by the .sbatch files, from the repository root.
 #
-# load_modules "NAME ..."   loads environment modules; an empty list loads none
 # launch ARGUMENT ...       starts RANKS_PER_NODE ranks on every node of the job; arguments are passed to the trainer
 #
 # The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS. The user may set these variables:
 #
+# LAUNCHER      srun (default), ibrun or mpirun (Open MPI)
 # CONFIG_FILE   recipe (TOML), or several, "a.toml,b.toml" (set it before sbatch: --export would split it at the comma)
 # PYTHON        Python interpreter
 # LOG_RANK      ranks whose output is shown, "0,1"     LOG_DIR       folder for the output of the others
 # TRAIN_SCRIPT  replaces "-m torchtitan_scape.train"   MODULES       replaces the machine's modules
 # MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS            replace the values that are computed here
+# NODE_DIR      folder for caches on the nodes' own storage; see machines.sh, which has further variables
+# REQUEUE=0              never requeue the job; print how to submit it again
 # REQUEUE_ON_FAILURE=1   requeue the job also after lost ranks
 # REQUEUE_LIMIT          maximum number of consecutive requeues without progress; default 3, 0 for never
+# BROADCAST_NODES        number of nodes from which the Python packages are copied to every node; default 64, 0 for never
+# BROADCAST_FROM         folder of these packages; the site-packages of PYTHON by default
 #
 # Signals. Without "B:", --signal=USR1@300 signals the tasks of the steps, which are the ranks, and not the batch
 # script, which continues to wait for srun. The ranks agree on a step, write a checkpoint, record it in
 # LOG_DIR/progress, and exit with code 75 after a barrier. srun returns the highest exit code of its tasks. With
 # --kill-on-bad-exit this may be 137 from a task that was about to exit with 75, so the progress file decides, not the
 # exit code. scancel sends SIGTERM: a checkpoint is written if there is time, and the job is not requeued.
+#
+# ibrun and mpirun start daemons as tasks, which do not pass a signal to the ranks. Submit such jobs with
+# --signal=B:USR1@300: this script receives the signal and passes it to the launcher, which passes it to the ranks.
 
 # scancel --signal=USR1 --batch would end the script. A handler, unlike an ignored signal, is not inherited by srun.
 trap : USR1
 
-refuse() {
-    echo "error: $*" >&2
-    exit 2
-}
-
-# Use the Python of the submitting shell: modules may put another one first on PATH.
-if [ -z "${PYTHON:-}" ] && [ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]; then
-    PYTHON="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"
-fi
+source scripts/slurm/machines.sh
 
 # Returns whether the job may be requeued: a limited number of times at the same step. $1: the last step.
 may_requeue() {
@@ -54,15 +53,36 @@ requeue() {
     elif [ "$1" -eq 2 ] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
         return
     fi
-    if may_requeue "${step:-0}"; then
-        echo "requeueing job $SLURM_JOB_ID (exit code $1, ${recorded:-no step completed})"
-        scontrol requeue "$SLURM_JOB_ID"
+    if ! may_requeue "${step:-0}"; then return; fi
+    # The site or the user may exclude requeues: JobRequeue=0 in slurm.conf, or sbatch --no-requeue.
+    if [ "${REQUEUE:-1}" = 0 ] || scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q "Requeue=0"; then
+        echo "this job cannot be requeued; to continue: $RESUBMIT"
+        return
     fi
+    echo "requeueing job $SLURM_JOB_ID (exit code $1, ${recorded:-no step completed})"
+    scontrol requeue "$SLURM_JOB_ID" || echo "the requeue failed; to continue: $RESUBMIT"
+}
+
+# Prints the command that submits the job again. Arguments: those of the job.
+resubmit_command() {
+    local script account="" command
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+    if [ -n "${SLURM_JOB_ACCOUNT:-}" ]; then account=" -A $SLURM_JOB_ACCOUNT"; fi
+    command="CONFIG_FILE=${CONFIG_FILE:-} sbatch --nodes=$SLURM_JOB_NUM_NODES$account"
+    echo "cd $PWD && $command ${script:-JOB_FILE}$(printf ' %q' "$@")"
 }
 
 # Refuses values of variables that would fail later, in every rank or in srun.
 check_values() {
     local count='^[1-9][0-9]{0,5}$' tasks cpus
+    case "$LAUNCHER" in
+        srun | ibrun | mpirun) ;;
+        *) refuse "LAUNCHER=$LAUNCHER; it must be srun, ibrun or mpirun" ;;
+    esac
+    command -v "$LAUNCHER" >/dev/null || refuse "LAUNCHER=$LAUNCHER, but there is no $LAUNCHER on PATH"
+    [[ "${BROADCAST_NODES:-64}" =~ ^[0-9]{1,6}$ ]] ||
+        refuse "BROADCAST_NODES=$BROADCAST_NODES; it must be a number of nodes, or 0 for never"
+    [[ "${REQUEUE:-1}" =~ ^[01]$ ]] || refuse "REQUEUE=$REQUEUE; it must be 0 or 1"
     [[ "$RANKS_PER_NODE" =~ $count ]] ||
         refuse "RANKS_PER_NODE=$RANKS_PER_NODE; it must be the number of ranks per node, 1 or more"
     [[ "${MASTER_PORT:-1}" =~ $count ]] || refuse "MASTER_PORT=$MASTER_PORT; it must be a number, 1 or more"
@@ -76,16 +96,6 @@ check_values() {
         refuse "RANKS_PER_NODE=$RANKS_PER_NODE, but the job has $tasks task(s) per node; submit it with" \
             "sbatch --ntasks-per-node=$RANKS_PER_NODE"
     fi
-}
-
-load_modules() {
-    local names
-    read -ra names <<<"$1"
-    if [ "${#names[@]}" -eq 0 ]; then return; fi
-    if ! command -v module >/dev/null; then
-        refuse "there is no 'module' command to load $1; set MODULES= to load none"
-    fi
-    module load "${names[@]}" || refuse "module load $1 failed; set MODULES to others, 'module avail' lists them"
 }
 
 # environment.sh would create .venv if no Python has torchtitan. A job must not install packages: the nodes would be
@@ -103,9 +113,70 @@ choose_python() {
         "them on this machine before submitting, see docs/getting_started/install.md"
 }
 
+# Copies the Python packages to the nodes of a large job. Thousands of ranks that import from one file system take
+# minutes to start, and slow it down for others. One archive is sent along a tree and unpacked on every node.
+broadcast_environment() {
+    local least="${BROADCAST_NODES:-64}" from archive target="$NODE_DIR-packages"
+    if [ "$least" -eq 0 ] || [ "$SLURM_JOB_NUM_NODES" -lt "$least" ]; then return; fi
+    if [ "$LAUNCHER" != srun ] || ! command -v sbcast >/dev/null; then
+        echo "the Python packages are not copied to the nodes: this needs srun and sbcast"
+        return
+    fi
+    from="${BROADCAST_FROM:-$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')}"
+    archive="$LOG_DIR/packages.tar"
+    echo "copying $from to $SLURM_JOB_NUM_NODES nodes"
+    tar -cf "$archive" -C "$from" .
+    sbcast --force "$archive" "$target.tar"
+    rm -f "$archive"
+    on_every_node sh -c "mkdir -p '$target' && tar -xf '$target.tar' -C '$target'"
+    on_every_node rm -f "$target.tar"
+    export PYTHONPATH="$PYTHONPATH:$target"
+}
+
+on_every_node() {
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL "$@"
+}
+
+# Starts rank.sh in every rank with LAUNCHER. Arguments: those of the trainer.
+start_ranks() {
+    local ranks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" name child status=0 forward=()
+    case "$LAUNCHER" in
+        srun)
+            # --export=ALL: ranks need the variables above also after sbatch --export=CONFIG_FILE=...
+            srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$ranks" \
+                --ntasks-per-node="$RANKS_PER_NODE" --distribution=block:cyclic --kill-on-bad-exit=1 --export=ALL \
+                "${SRUN_OPTIONS[@]}" scripts/slurm/rank.sh "$@"
+            return
+            ;;
+        ibrun) set -- ibrun -n "$ranks" scripts/slurm/rank.sh "$@" ;;
+        mpirun)
+            # Open MPI passes no variables to other nodes on its own.
+            for name in $(compgen -e); do
+                case "$name" in SLURM_* | SLURMD_* | OMPI_* | PMIX_* | PRTE_* | BASH_FUNC_* | _ | PWD | OLDPWD | SHLVL | HOSTNAME) ;;
+                    *) forward+=(-x "$name") ;;
+                esac
+            done
+            set -- mpirun -np "$ranks" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none "${forward[@]}" \
+                scripts/slurm/rank.sh "$@"
+            ;;
+    esac
+    "$@" &
+    child=$!
+    trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
+    while :; do # a signal interrupts wait
+        status=0
+        wait "$child" || status=$?
+        kill -0 "$child" 2>/dev/null || break
+    done
+    wait "$child" || status=$?
+    trap : USR1
+    return "$status"
+}
+
 launch() {
     set -euo pipefail # not earlier: shell functions of the modules may fail with it
     local status=0 error recipe recipes event step
+    LAUNCHER="${LAUNCHER:-srun}"
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         refuse "this is not a Slurm job; submit it: sbatch --nodes=N $0"
     fi
@@ -134,17 +205,17 @@ launch() {
     fi
     export SCAPE_PROGRESS_FILE="$PWD/$LOG_DIR/progress"
     if [[ "$LOG_DIR" == /* ]]; then SCAPE_PROGRESS_FILE="$LOG_DIR/progress"; fi
-    export MASTER_ADDR MASTER_PORT LOG_DIR TOKENIZERS_PARALLELISM=false
+    RESUBMIT=$(resubmit_command "$@")
+    # For ranks of MPI, whose variables do not name the node.
+    NODE_NAMES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' ')
+    export MASTER_ADDR MASTER_PORT LOG_DIR LAUNCHER RANKS_PER_NODE NODE_NAMES PYTHON
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$CORES_PER_RANK}"
-    # Every rank compiles kernels. The default cache folder would be in the home directory, on a network file system.
-    export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-$SLURM_JOB_ID}"
+    node_local_caches
     # If set, it would override the options of srun below.
     unset SLURM_HOSTFILE
+    broadcast_environment
 
-    # --export=ALL: ranks need the variables above also after sbatch --export=CONFIG_FILE=...
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" \
-        --ntasks-per-node="$RANKS_PER_NODE" --distribution=block:cyclic --kill-on-bad-exit=1 --export=ALL \
-        "${SRUN_OPTIONS[@]}" scripts/slurm/rank.sh "$@" || status=$?
+    start_ranks "$@" || status=$?
     # The messages precede the requeue, which may end this script.
     read -r event step _ < <(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true) || true
     if [ "$status" -ne 0 ] && [ "${event:-}" = stopped ]; then
@@ -152,7 +223,7 @@ launch() {
         echo "stopped on request after step $step, with a checkpoint (exit code 75); submit the same job to continue"
     elif [ "$status" -ne 0 ]; then
         error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
-        echo "error: srun ended with exit code $status: ${error:-see the output above or the logs};" \
+        echo "error: $LAUNCHER ended with exit code $status: ${error:-see the output above or the logs};" \
             "the logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2
     fi
     if [ "$status" -ne 0 ]; then requeue "$status"; fi

@@ -1,8 +1,6 @@
 #!/bin/bash
-# Runs in every task of a Slurm step: translates Slurm's variables to torch's, and starts the trainer with the
-# arguments. launch.sh starts it with srun, after setting the variables that all ranks share.
-#
-# The number of ranks per node is not set here: topology/layout.py reads SLURM_STEP_TASKS_PER_NODE.
+# Runs in every rank: translates the launcher's variables to torch's, and starts the trainer with the arguments.
+# launch.sh starts it with srun, ibrun or mpirun, after setting the variables that all ranks share.
 set -euo pipefail
 
 # With a time limit shorter than that of --signal=USR1@300 the signal arrives at once. It must not end the task: the
@@ -15,18 +13,53 @@ refuse() {
     exit 2
 }
 
-# A batch script has a SLURM_PROCID too, but is not a rank; only steps of srun have SLURM_STEP_TASKS_PER_NODE.
-if [ -z "${SLURM_PROCID:-}" ] || [ -z "${SLURM_STEP_TASKS_PER_NODE:-}" ]; then
-    refuse "rank.sh must be started by srun; submit vista.sbatch or frontier.sbatch with sbatch"
-fi
+# Sets RANK, WORLD_SIZE, LOCAL_RANK, per_node and node from Slurm's variables. topology/layout.py reads the number of
+# ranks per node from SLURM_STEP_TASKS_PER_NODE.
+from_slurm() {
+    # A batch script has a SLURM_PROCID too, but is not a rank; only steps of srun have SLURM_STEP_TASKS_PER_NODE.
+    if [ -z "${SLURM_PROCID:-}" ] || [ -z "${SLURM_STEP_TASKS_PER_NODE:-}" ]; then
+        refuse "rank.sh must be started by srun; submit vista.sbatch or frontier.sbatch with sbatch"
+    fi
+    # The world size is the number of tasks of the step. SLURM_NTASKS may be that of the job (srun --preserve-env).
+    export RANK="$SLURM_PROCID" WORLD_SIZE="${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS}" LOCAL_RANK="$SLURM_LOCALID"
+    # torchrun may have set it in the submitting shell, and it would take precedence over Slurm's variables.
+    unset LOCAL_WORLD_SIZE
+    if [[ ! "$SLURM_STEP_TASKS_PER_NODE" =~ ^([1-9][0-9]*)(\(x[0-9]+\))?$ ]]; then
+        refuse "nodes have different numbers of tasks ($SLURM_STEP_TASKS_PER_NODE);" \
+            "use the same for all: --ntasks-per-node"
+    fi
+    per_node="${BASH_REMATCH[1]}" node="$SLURM_NODEID"
+}
+
+# The same from the variables of Open MPI, PMIx, or the PMI of MPICH and Intel MPI. PMIx has no variables for the
+# numbers of ranks; launch.sh knows them. Slurm's variables are those of the launcher's daemons.
+from_mpi() {
+    local name position=0
+    RANK="${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${PMI_RANK:-}}}"
+    if [[ ! "$RANK" =~ ^[0-9]+$ ]]; then
+        unset RANK
+        refuse "LAUNCHER=$LAUNCHER set none of OMPI_COMM_WORLD_RANK, PMIX_RANK and PMI_RANK; use LAUNCHER=srun"
+    fi
+    per_node="${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-$RANKS_PER_NODE}}"
+    LOCAL_RANK="${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-$((RANK % per_node))}}"
+    WORLD_SIZE="${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))}}"
+    if [ "$per_node" -ne "$RANKS_PER_NODE" ]; then
+        refuse "$LAUNCHER started $per_node ranks on this node instead of $RANKS_PER_NODE; submit the job with" \
+            "sbatch --ntasks-per-node=$RANKS_PER_NODE"
+    fi
+    node=$((RANK / per_node)) # if the node's name is not in the list
+    for name in ${NODE_NAMES:-}; do
+        if [ "$name" = "${SLURMD_NODENAME:-$(hostname -s)}" ]; then node="$position"; fi
+        position=$((position + 1))
+    done
+    export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE="$per_node"
+}
+
+if [ "${LAUNCHER:-srun}" = srun ]; then from_slurm; else from_mpi; fi
 for name in PYTHON MASTER_ADDR MASTER_PORT LOG_DIR; do
     if [ -z "${!name:-}" ]; then refuse "$name is not set; start the job with launch.sh, which sets it"; fi
 done
 
-# The world size is the number of tasks of the step. SLURM_NTASKS may be that of the job (srun --preserve-env).
-export RANK="$SLURM_PROCID" WORLD_SIZE="${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS}" LOCAL_RANK="$SLURM_LOCALID"
-# torchrun may have set it in the submitting shell, and it would take precedence over Slurm's variables.
-unset LOCAL_WORLD_SIZE
 # torch uses LOCAL_RANK as the device index. With one GPU per task, every task sees its own GPU as number 0.
 for visible in "${ROCR_VISIBLE_DEVICES:-}" "${HIP_VISIBLE_DEVICES:-}" "${CUDA_VISIBLE_DEVICES:-}"; do
     if [ -n "$visible" ] && [[ "$visible" != *,* ]]; then LOCAL_RANK=0; fi
@@ -34,8 +67,7 @@ done
 
 # Only rank 0 records the progress for launch.sh.
 if [ "$RANK" -ne 0 ]; then unset SCAPE_PROGRESS_FILE; fi
-# Log only errors of C++: the warnings about a lost store have 30 lines each and hide the name of the lost rank.
-export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # as in machines.sh
 
 # The log of hundreds of ranks is unreadable; launch.sh prints the first error of the ranks that are not shown.
 if [[ ",${LOG_RANK:-0}," != *",$RANK,"* ]]; then
@@ -44,12 +76,9 @@ fi
 
 # The layout assumes that ranks fill one node after the other. Otherwise the bytes per level would be wrong, and the
 # shard axis would cross nodes.
-if [[ ! "$SLURM_STEP_TASKS_PER_NODE" =~ ^([1-9][0-9]*)(\(x[0-9]+\))?$ ]]; then
-    refuse "nodes have different numbers of tasks ($SLURM_STEP_TASKS_PER_NODE); use the same for all: --ntasks-per-node"
-fi
-if [ "$((RANK / BASH_REMATCH[1]))" -ne "$SLURM_NODEID" ]; then
-    refuse "rank $RANK is on node $SLURM_NODEID with SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-}, but ranks must fill" \
-        "one node after the other, ${BASH_REMATCH[1]} on each; start them with srun --distribution=block"
+if [ "$((RANK / per_node))" -ne "$node" ]; then
+    refuse "rank $RANK is on node $node with SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-}, but ranks must fill" \
+        "one node after the other, $per_node on each; start them with srun --distribution=block"
 fi
 
 read -ra command <<<"${TRAIN_SCRIPT:--m torchtitan_scape.train}"

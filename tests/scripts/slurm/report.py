@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from topology.layout import ranks_per_node_from_environment
 
@@ -19,10 +20,13 @@ if failing := os.environ.get("FAIL"):
 if stop := os.environ.get("STOP"):
     if progress := os.environ.get("SCAPE_PROGRESS_FILE"):
         Path(progress).write_text(f"resumed 0\nstopped {stop}\n")
+    while not Path(os.environ["LOG_DIR"], "progress").exists():  # srun ends the others with the first rank
+        time.sleep(0.05)
     sys.exit(75)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_NODEID")
-facts = {name: os.environ[name] for name in names}
+facts: dict[str, Any] = {name: os.environ[name] for name in names}
 facts["ranks_per_node"] = ranks_per_node_from_environment(os.environ, int(facts["WORLD_SIZE"]))
 facts["arguments"] = sys.argv[1:]
-facts["NCCL_NET"] = os.environ.get("NCCL_NET")
+for name in ("NCCL_NET", "PYTHONPATH", *(n for n in os.environ if n.startswith(("HF_", "TRITON_", "TORCHINDUCTOR_")))):
+    facts[name] = os.environ.get(name)
 Path(os.environ["LOG_DIR"], f"facts-{rank}.json").write_text(json.dumps(facts))

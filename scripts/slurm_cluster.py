@@ -1,0 +1,222 @@
+"""Run a command on a real Slurm cluster on this host: slurmctld and slurmd in namespaces of their own.
+
+    python -m scripts.slurm_cluster --nodes 2 -- sbatch --wait --nodes=2 scripts/slurm/vista.sbatch
+    python -m scripts.slurm_cluster --nodes 2 -- bash       # try sbatch, squeue, scancel
+
+The controller and every node have a network namespace (scripts/emulated_cluster.py) and a host name. The command runs
+on the controller, the login node. Needs root, iproute2 and Slurm: on Debian, apt install slurm-wlm munge. The
+configuration of the host's own Slurm is neither read nor changed, and everything is ended and removed with the command.
+
+Nodes are node1, node2, ... with 8 CPUs and 2 GPUs each, which are ordinary files. Partitions are "gh" and "batch", as
+on Vista and Frontier.
+"""
+
+import argparse
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.common import ROOT, RunError, guarded, parser
+from scripts.emulated_cluster import Cluster
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
+CPUS, GPUS = 8, 2  # of a node, whatever the host has
+READY_SECONDS = 60.0
+CONFIGURATION = """
+ClusterName=local
+SlurmctldHost=controller({controller})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldPort=6817
+SlurmdPort=6818
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+GresTypes=gpu
+SchedulerParameters=sched_interval=2
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout={timeout}
+KillWait={kill_wait}
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+{nodes}
+PartitionName=gh Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=batch Nodes=ALL MaxTime=INFINITE State=UP
+"""
+# Sets the host name, and the names of all hosts, in namespaces of the program.
+NAMED = 'hostname "$0" && mount --make-rprivate / && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+
+
+class SlurmError(RunError):
+    """The cluster cannot be started on this host; the message names what is missing."""
+
+
+class SlurmCluster:
+    """A Slurm cluster as a context manager.
+
+    Args:
+        nodes: Number of nodes without the controller.
+        node_timeout: SlurmdTimeout, seconds after which a node that does not answer is down.
+        kill_wait: KillWait, seconds between SIGTERM and SIGKILL at the end of a job.
+
+    Attributes:
+        folder: Configuration, state and logs (slurmctld.log, node1.log, ...).
+
+    Raises:
+        SlurmError, ClusterError: On entry, without root, Slurm or iproute2.
+    """
+
+    def __init__(self, nodes: int, node_timeout: int = 60, kill_wait: int = 30) -> None:
+        self.nodes, self.node_timeout, self.kill_wait = nodes, node_timeout, kill_wait
+        self._cluster = Cluster(nodes + 1)
+        self._daemons: dict[str, subprocess.Popen[Any]] = {}
+
+    def __enter__(self) -> "SlurmCluster":
+        missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+        if missing:
+            raise SlurmError(f"there is no {', '.join(missing)}; on Debian: apt install slurm-wlm munge")
+        self._cluster.__enter__()
+        self.folder = Path(tempfile.mkdtemp(prefix="scape-slurm-"))
+        try:
+            self._configure()
+            self._start_daemons()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the daemons and all jobs, and remove namespaces and files."""
+        self._cluster.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _configure(self) -> None:
+        addresses = self._cluster.addresses
+        names = ["controller", *(f"node{i}" for i in range(1, self.nodes + 1))]
+        hosts = "".join(f"{address} {name}\n" for address, name in zip(addresses, names, strict=True))
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        declared = [
+            f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=100000 Gres=gpu:{GPUS} State=UNKNOWN"
+            for name, address in zip(names[1:], addresses[1:], strict=True)
+        ]
+        files = [self.folder / f"gpu{i}" for i in range(GPUS)]
+        for file in files:
+            file.touch()
+        values = {"controller": addresses[0], "folder": self.folder, "nodes": "\n".join(declared)}
+        text = CONFIGURATION.format(**values, timeout=self.node_timeout, kill_wait=self.kill_wait)
+        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={file}\n" for file in files))
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # detection needs /sys/fs/cgroup
+        for name in ("munge", "state", *(f"spool-node{i}" for i in range(1, self.nodes + 1))):
+            (self.folder / name).mkdir(mode=0o755)
+        (self.folder / "munge" / "key").write_bytes(secrets.token_bytes(1024))
+        (self.folder / "munge" / "key").chmod(0o600)
+        self.folder.chmod(0o755)  # jobs of other users read the configuration
+
+    def _start_daemons(self) -> None:
+        munge, conf = self.folder / "munge", str(self.folder / "slurm.conf")
+        files = [f"--{name}={munge / name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        self._daemon(0, "munged", ["munged", "--foreground", "--force", f"--key-file={munge / 'key'}", *files])
+        self._wait("munged", lambda: (munge / "socket").exists())
+        self._daemon(0, "slurmctld", ["slurmctld", "-D", "-f", conf])
+        for node in range(1, self.nodes + 1):
+            self._daemon(node, f"node{node}", ["slurmd", "-D", "-N", f"node{node}", "-f", conf])
+        self._wait(
+            "the nodes",
+            lambda: self.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%T").split() == ["idle"] * self.nodes,
+        )
+
+    def _daemon(self, node: int, name: str, command: Sequence[str]) -> None:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self._daemons[name] = self._start(node, command, log, subprocess.STDOUT)
+
+    def _start(self, node: int, command: Sequence[str], stdout: Any, stderr: Any) -> "subprocess.Popen[Any]":
+        name = "controller" if node == 0 else f"node{node}"
+        named = ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, str(self.folder / "hosts"), *command]
+        return self._cluster.start(node, named, self.environment(), stdout, stderr)
+
+    def environment(self) -> dict[str, str]:
+        return {"PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def _wait(self, what: str, ready: Any) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not ready():
+            ended = [name for name, process in self._daemons.items() if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                names = ended or list(self._daemons)
+                logs = "\n".join(f"{name}: {self.log(name)[-800:]}" for name in names)
+                raise SlurmError(f"{what} did not start within {READY_SECONDS:g} s:\n{logs}")
+            time.sleep(0.3)
+
+    def log(self, name: str) -> str:
+        """Return the log of a daemon: munged, slurmctld, node1, ..."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float | None = None) -> Any:
+        """Run a command on the controller; return its CompletedProcess with text."""
+        name, hosts = "controller", str(self.folder / "hosts")
+        named = ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, hosts, *command]
+        given = ["ip", "netns", "exec", self._cluster._name(0), *named]
+        environment = {**os.environ, **(env or {}), **self.environment()}
+        return subprocess.run(given, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+    def output(self, *command: str) -> str:
+        """Return the standard output of a command on the controller."""
+        return str(self.run(*command, timeout=60).stdout)
+
+    def lose(self, node: int) -> None:
+        """Cut a node from the network."""
+        self._cluster.set_link(node, False)
+
+    def call(self, command: Sequence[str]) -> int:
+        """Run a command on the controller with this process's terminal; return its exit code."""
+        name, hosts = "controller", str(self.folder / "hosts")
+        named = ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, hosts, *command]
+        given = ["ip", "netns", "exec", self._cluster._name(0), *named]
+        return subprocess.run(given, env={**os.environ, **self.environment()}).returncode
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    own = parser(__doc__)
+    own.add_argument("--nodes", type=int, default=2)
+    own.add_argument("--node-timeout", type=int, default=60, help="seconds until a lost node is down (SlurmdTimeout)")
+    own.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
+    args = own.parse_args(arguments)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        own.error("give a command after --")
+
+    def run() -> int:
+        with SlurmCluster(args.nodes, args.node_timeout) as cluster:
+            return cluster.call(command)
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

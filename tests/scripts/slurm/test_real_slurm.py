@@ -1,0 +1,193 @@
+"""The .sbatch files and the sweep on a real Slurm cluster of this host; see scripts/slurm_cluster.py."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.common import ROOT
+from scripts.emulated_cluster import ClusterError
+from scripts.faults.fault_runs import COMMON, differences
+from scripts.slurm_cluster import SlurmCluster, SlurmError
+from scripts.study.store import SETUP, Store
+
+pytestmark = pytest.mark.slow
+EMBEDDED = "train_configs/embedded.toml"
+SMALL = [*COMMON, "--checkpoint.interval=1000", "--training.local_batch_size=1", "--training.seq_len=64"]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    try:
+        with SlurmCluster(2, node_timeout=10, kill_wait=5) as cluster:
+            yield cluster
+    except (SlurmError, ClusterError) as error:
+        pytest.skip(str(error))
+
+
+class Job:
+    """A submitted job, its output and its state."""
+
+    def __init__(self, slurm: SlurmCluster, machine: str, folder: Path, *arguments: str, **environment: str) -> None:
+        self.slurm, self.output = slurm, folder / "job.out"
+        folder.mkdir(exist_ok=True)
+        own = {"CONFIG_FILE": EMBEDDED, "LOG_DIR": str(folder / "logs"), "MODULES": "", "PYTHON": sys.executable}
+        own |= {"NCCL_NET": "none", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "LOG_RANK": "0"} | environment
+        ranks = environment.get("RANKS_PER_NODE", "1")
+        options = ["--parsable", "--nodes=2", "--time=20", f"--output={self.output}", f"--ntasks-per-node={ranks}"]
+        options += ["--cpus-per-task=2"]
+        options += [f"--gpus-per-node={ranks}"] if machine == "frontier" else []
+        script = str(ROOT / "scripts" / "slurm" / f"{machine}.sbatch")
+        given = [*SMALL, f"--job.dump_folder={folder / 'run'}", *arguments]
+        answer = slurm.run("sbatch", *options, script, *given, env=own, timeout=60)
+        assert answer.returncode == 0, answer.stderr
+        self.number = answer.stdout.strip()
+
+    def state(self) -> str:
+        text = self.slurm.output("scontrol", "show", "job", self.number)
+        return text.split("JobState=")[1].split()[0] if "JobState=" in text else "GONE"
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def wait(self, until: Callable[[], object], what: str, seconds: float = 240.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < deadline, f"{what}: {self.state()}\n{self.text()[-3000:]}"
+            time.sleep(0.5)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait(lambda: f"step: {step:2d}  " in self.text(), f"step {step}")
+
+    def wait_for_end(self) -> None:
+        self.wait(lambda: self.state() in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "GONE"), "the end")
+
+    def start_now(self) -> None:
+        """Start a requeued job, which Slurm would do after two minutes."""
+        self.wait(lambda: self.state() == "PENDING", "the requeue")
+        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / "run" / "checkpoint" / f"step-{step}"
+
+
+def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """USR1 as 300 s before the time limit: a checkpoint, scontrol requeue, and the next start continues."""
+    steps = "--training.steps=24"
+    disturbed = Job(slurm, "vista", tmp_path / "disturbed", steps)
+    disturbed.wait_for_step(4)
+    slurm.run("scancel", "--signal=USR1", disturbed.number)
+    disturbed.start_now()
+    disturbed.wait_for_end()
+    text = disturbed.text()
+    assert disturbed.state() == "COMPLETED", text[-3000:]
+    assert f"requeueing job {disturbed.number} (exit code 75" in text and "stopped on request after step" in text
+    assert "2 ranks on 2 node(s) of 1" in text and "Summary of" in text
+    undisturbed = Job(slurm, "vista", tmp_path / "undisturbed", steps)
+    undisturbed.wait_for_end()
+    found = differences(checkpoint(tmp_path / "disturbed", 24), checkpoint(tmp_path / "undisturbed", 24), tmp_path)
+    assert not found, found
+    if folder := os.environ.get("KEEP_SLURM_LOG"):
+        Path(folder).write_text(text)
+
+
+def test_a_job_of_frontier_with_gpus_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Two ranks per node, one GPU each; the GPUs are files."""
+    job = Job(
+        slurm,
+        "frontier",
+        tmp_path / "f",
+        "--training.steps=16",
+        "--parallelism.data_parallel_shard_degree=2",
+        RANKS_PER_NODE="2",
+    )
+    job.wait_for_step(3)
+    slurm.run("scancel", "--signal=USR1", job.number)
+    job.start_now()
+    job.wait_for_end()
+    text = job.text()
+    assert job.state() == "COMPLETED", text[-3000:]
+    assert "4 ranks on 2 node(s) of 2" in text and text.count("requeueing job") == 1
+
+
+def test_a_canceled_job_is_not_requeued_and_a_fixed_one_says_how_to_continue(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    canceled = Job(slurm, "vista", tmp_path / "c", "--training.steps=500")
+    canceled.wait_for_step(3)
+    slurm.run("scancel", canceled.number)
+    canceled.wait_for_end()
+    assert canceled.state() == "CANCELLED" and "requeueing" not in canceled.text()
+    fixed = Job(slurm, "vista", tmp_path / "n", "--training.steps=500", REQUEUE="0")
+    fixed.wait_for_step(3)
+    slurm.run("scancel", "--signal=USR1", fixed.number)
+    fixed.wait_for_end()
+    line = next(line for line in fixed.text().splitlines() if "to continue:" in line)
+    assert f"CONFIG_FILE={EMBEDDED} sbatch --nodes=2" in line and "vista.sbatch" in line
+    assert "--training.steps=500" in line
+
+
+def test_large_jobs_receive_the_packages(slurm: SlurmCluster, tmp_path: Path) -> None:
+    packages, node = tmp_path / "packages", tmp_path / "node"
+    packages.mkdir()
+    (packages / "marker.py").write_text("")
+    (tmp_path / "report.py").write_text("import marker, os; print('copied', marker.__file__, os.environ['RANK'])\n")
+    environment = {"BROADCAST_NODES": "2", "BROADCAST_FROM": str(packages), "NODE_DIR": str(node), "LOG_RANK": "0,1"}
+    job = Job(slurm, "vista", tmp_path / "b", TRAIN_SCRIPT=str(tmp_path / "report.py"), **environment)
+    job.wait_for_end()
+    assert f"copied {node}-packages/marker.py 1" in job.text(), job.text()
+
+
+def test_the_sweep_measures_two_sizes_and_ends_a_late_method(slurm: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text(f"""
+recipe = "{EMBEDDED}"
+methods_of = "{ROOT}/scripts/study/grids/strong_scaling.toml"
+[[sets]]
+name = "all"
+launcher = "slurm"
+sizes = [1, 2]
+sequences = [4]
+methods = ["adams", "scape-0.01"]
+options = {{ training.seq_len = 64 }}
+launch = {{ machine = "vista", steps = 3, warm_up = 2 }}
+[[sets]]
+name = "late"
+launcher = "slurm"
+sizes = [2]
+sequences = [4]
+methods = ["adams-sharded", "scape-0.1"]
+options = {{ training.seq_len = 64 }}
+launch = {{ machine = "vista", steps = 100000, warm_up = 2, timeout = 25 }}
+""")
+    command = [sys.executable, "-m", "scripts.study", "run", str(tmp_path / "grid.toml"), "--poll=1"]
+    command += [f"--output={tmp_path / 'out'}", f"--work={tmp_path / 'work'}", "--sbatch=--cpus-per-task=2"]
+    environment = {"MODULES": "", "PYTHON": sys.executable, "NCCL_NET": "none", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment |= {"GRACE": "3", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = slurm.run(*command, env=environment, timeout=560)
+    assert "4 runs done, 2 failed" in result.stdout, result.stdout + result.stderr
+    lines = [line for line in Store(tmp_path / "out").own.values() if line["method"] != SETUP]
+    found = {(line["set"], line["method"], line["options"]["launch.ranks"]): line["result"] for line in lines}
+    for size in (1, 2):
+        for method in ("adams", "scape-0.01"):
+            cell = found["all", method, size]
+            assert len(cell["steps"]) == 3 and cell["nodes"] == size, json.dumps(cell)
+    for method in ("adams-sharded", "scape-0.1"):  # the second one started although the first was ended
+        assert "exit code 124" in found["late", method, 2]["error"] or "137" in found["late", method, 2]["error"]
+    assert (tmp_path / "work" / "late").exists() and not slurm.output("squeue", "-h").strip()
+
+
+def test_a_lost_node_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """srun waits until Slurm gives up the node (SlurmdTimeout). The job is requeued by Slurm or by itself, and waits
+    for nodes. Last, because the cluster has one node less afterwards."""
+    job = Job(slurm, "vista", tmp_path / "l", "--training.steps=2000", REQUEUE_ON_FAILURE="1")
+    job.wait_for_step(3)
+    slurm.lose(2)
+    job.wait(lambda: job.state() in ("PENDING", "NODE_FAIL", "FAILED", "COMPLETING"), "the loss of a node", 200)
+    states = slurm.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%N %T")
+    assert "node2 down" in states or job.state() in ("PENDING", "FAILED", "NODE_FAIL"), states + job.text()[-2000:]
+    slurm.run("scancel", job.number)
