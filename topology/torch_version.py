@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
 OLDEST, NEWEST = (2, 10), (2, 14)  # Releases in use without a warning; scripts/test_versions.sh runs the tests on each.
 
@@ -61,3 +63,14 @@ def keep_unused_gradients(module: Any) -> None:
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def distinguish_embeddings() -> None:
+    """Let the gradients of DTensor embeddings of different sizes differ, as GPT-2's tokens and positions do.
+
+    2.10 chooses the gradient's shape from a cache that ignores the number of rows, and takes that of the first one.
+    """
+    if RELEASE < (2, 11):
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        backward = torch.ops.aten.embedding_dense_backward.default
+        propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(static_argnum=2)

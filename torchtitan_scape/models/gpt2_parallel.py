@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from topology.torch_version import distinguish_embeddings
 from torchtitan_scape.titan.config import TORCH_DTYPE_MAP, ActivationCheckpoint, JobConfig
 from torchtitan_scape.titan.distributed import (
     ParallelDims,
@@ -67,6 +68,7 @@ def _split_heads(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> Non
 
     Logits stay sharded along the vocabulary for a parallel loss, and are gathered otherwise.
     """
+    distinguish_embeddings()
     lookup = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     whole = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
     head: ParallelStyle
