@@ -8,6 +8,7 @@
 # NNODES         nodes, each runs this script             RDZV_ENDPOINT  host:port of one of them
 # PYTHON         Python interpreter                       SCAPE_TRACEBACK=1  print tracebacks for invalid input too
 # MAX_RESTARTS   consecutive restarts without progress after a lost rank (default 0; requires --checkpoint.enable)
+# CUDA_VISIBLE_DEVICES   an empty value trains on the CPU, also on a machine with GPUs
 # STOP_SECONDS   time for a final checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (default 1800)
 #
 # Exit codes: 0 training completed; 2 invalid input; 3 a rank was lost or an error occurred; 4 stopped on request,

@@ -1,5 +1,6 @@
 """Folders of several files: formats, columns, and kinds of arrow files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,11 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.local import load_text_files
+from torchtitan_scape.data.validation_batches import validation_batches
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 TEXTS = ["one", "two", "three"]
 
@@ -71,3 +76,49 @@ def test_a_part_of_the_data_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has plain_text/partial-train/0000\.parquet, the hub's mark"):
         load_text_files(tmp_path, split="train")
     assert load_text_files(tmp_path)["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "stream.arrow"])
+def test_the_text_may_have_another_column(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if path.suffix == ".jsonl":
+        rows = zip(TEXTS, ["x", "y", "z"], strict=True)
+        path.write_text("".join(json.dumps({"content": text, "text": other}) + "\n" for text, other in rows))
+    else:
+        write(path, content=TEXTS, text=["x", "y", "z"])
+    assert load_text_files(path)["text"][:] == ["x", "y", "z"]
+    assert load_text_files(path, column="content")["text"][:] == TEXTS
+    with pytest.raises(
+        ValueError, match=r"no column 'body', but \['content', 'text'\].*training\.text_column"
+    ) as error:
+        load_text_files(path, column="body")
+    assert "\n" not in str(error.value)
+
+
+def test_text_without_columns_refuses_the_name_of_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"text_column: 'body', but .* \.txt files, which have no columns"):
+        load_text_files(tmp_path, column="body")
+
+
+@pytest.mark.parametrize("dataset", ["text_files", "standard_library"])
+def test_training_and_validation_read_the_column(dataset: str, tmp_path: Path) -> None:
+    """Both read the texts of `text_column`; the embedded corpus has a fixed one."""
+    config = JobConfig()
+    config.model.hf_assets_path = "torchtitan_scape/data/byte_tokenizer"
+    config.training.dataset = config.validation.dataset = dataset
+    config.training.seq_len = config.validation.seq_len = 4
+    config.training.local_batch_size = config.validation.local_batch_size = 1
+    config.training.text_column, config.validation.steps = "content", 1
+    path = write(tmp_path / "a.parquet", content=["abcdefgh"] * 3, text=["zzzzzzzz"] * 3)
+    config.training.dataset_path = config.validation.dataset_path = str(path)
+    tokenizer = build_tokenizer(config)
+    if dataset != "text_files":
+        with pytest.raises(ValueError, match=r"text_column: 'content' is for the dataset 'text_files'"):
+            build_dataloader(1, 0, tokenizer, config)
+        return
+    inputs, _ = next(iter(build_dataloader(1, 0, tokenizer, config)))
+    expected = tokenizer.encode("abcdefgh", add_bos=True, add_eos=False)[:4]
+    assert inputs["input"][0].tolist() == expected
+    ((inputs, _),) = validation_batches(config, 1, 0, tokenizer, 1)
+    assert inputs["input"][0].tolist() == expected

@@ -255,6 +255,8 @@ def _broken(tmp_path: Path) -> list[str]:
         (lambda t: ["--shard-tokens", "0"], "--shard-tokens 0; it must be 1 or more"),
         (lambda t: ["--validation", "1"], "--validation 1.0; it must be 0 or more, and less than 1"),
         (lambda t: ["--workers", "0"], "--workers 0; it must be 1 or more"),
+        (lambda t: ["--text-column", "body"], "; --text-column names the column"),
+        (lambda t: ["--text-column", "body", "--dataset", "standard_library"], "the column of --dataset standard_lib"),
         (lambda t: ["--border", "none"], "argument --border: invalid choice: 'none'"),
         (_of_another_kind, "out is not empty, and contains no prepared data"),
         (_damaged_manifest, "out/manifest.json is damaged; delete "),

@@ -17,6 +17,7 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.titan.config import Checkpoint as TitanCheckpoint
 from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
+from torchtitan_scape.titan.config import Training as TitanTraining
 from torchtitan_scape.titan.config import Validation as TitanValidation
 
 
@@ -127,6 +128,19 @@ class Checkpoint(TitanCheckpoint):
 
 
 @dataclass
+class Training(TitanTraining):
+    """[training]: batches, steps and data. TorchTitan's keys, and `text_column`."""
+
+    text_column: str = "text"
+    """Column with the text, for the dataset "text_files" in training and validation"""
+
+    def __post_init__(self) -> None:
+        check_section(self, "training")
+        if not self.text_column:
+            raise ValueError("[training] text_column is empty; it must be the name of a column")
+
+
+@dataclass
 class Validation(TitanValidation):
     """[validation]: evaluation during training. TorchTitan's keys, and `patience`."""
 
@@ -230,6 +244,7 @@ class JobConfig(TitanJobConfig):
 
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
 
     sync: Sync = field(default_factory=Sync)

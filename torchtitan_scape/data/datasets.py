@@ -22,7 +22,7 @@ from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
 from torchtitan_scape.data.hub import HubDataset
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
-from torchtitan_scape.data.local import EXPECTED, load_text_files
+from torchtitan_scape.data.local import EXPECTED, TextPath, load_text_files
 from torchtitan_scape.data.prepared import PreparedDataLoader, build_prepared
 from torchtitan_scape.data.simulated import SimulatedDataLoader
 from torchtitan_scape.data.splits import NAME
@@ -43,7 +43,7 @@ def _load_hub(path: str, hub: HubDataset, split: str) -> Any:
 def _load_local(path: str) -> Dataset:
     if not path:
         raise ValueError("dataset text_files needs dataset_path: a file or a folder with " + EXPECTED)
-    return _read_once(path, None)
+    return _read_once(path, None, path.column if isinstance(path, TextPath) else "text")
 
 
 def _text(sample: dict[str, Any]) -> str:
@@ -79,7 +79,7 @@ _OURS = {
 DATASETS.update(_OURS)
 
 
-def check_dataset(section: str, config: Training | Validation, dp_world_size: int) -> None:
+def check_dataset(section: str, config: Training | Validation, text_column: str, dp_world_size: int) -> None:
     """Refuse configurations in which ranks read nothing, or read documents twice. The result is the same on all ranks.
 
     Raises:
@@ -94,7 +94,9 @@ def check_dataset(section: str, config: Training | Validation, dp_world_size: in
             f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
         )
     # Documents of TorchTitan's own datasets and of streams cannot be counted in advance.
-    if name not in _OURS or not isinstance(data := _OURS[name].loader(path or _OURS[name].path), Dataset):
+    if name not in _OURS or not isinstance(
+        data := _OURS[name].loader(TextPath(path or _OURS[name].path, text_column)), Dataset
+    ):
         return
     if len(data) < dp_world_size:
         raise ValueError(
@@ -127,12 +129,19 @@ def build_dataloader(
         ValueError: Unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers; prepared data
             that do not match the run.
     """
-    if job_config.training.dataset.lower() == NAME:
-        return build_prepared(dp_world_size, dp_rank, tokenizer, job_config, simulated)
     training, readers = job_config.training, dp_world_size * simulated
-    check_dataset("training", training, readers)
+    names = training.dataset.lower(), job_config.validation.dataset.lower()
+    if training.text_column != "text" and "text_files" not in names:
+        raise ValueError(
+            f"training.text_column: {training.text_column!r} is for the dataset 'text_files'; training.dataset is "
+            f"{training.dataset!r}, whose column is fixed"
+        )
+    if names[0] == NAME:
+        return build_prepared(dp_world_size, dp_rank, tokenizer, job_config, simulated)
+    check_dataset("training", training, training.text_column, readers)
+    own = training.text_column, tokenizer, job_config.data.border
     loaders = [
-        text_loader(training, tokenizer, reader, readers, job_config.data.border, passes=job_config.data.epochs)
+        text_loader(training, *own, reader, readers, passes=job_config.data.epochs)
         for reader in range(dp_rank, readers, dp_world_size)
     ]
     if simulated == 1:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Share of bad lines above which the files are assumed to have another format.
 MAX_BAD = 0.1
+KEY_OF_COLUMN = "; training.text_column names the column"
 _READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
@@ -68,8 +69,8 @@ def open_lines(file: Path) -> Any:
     return gzip.open(file, "rb") if name.endswith(".gz") else open(file, "rb")
 
 
-def read_line(line: bytes) -> str:
-    """Return the text of one line of JSON.
+def read_line(line: bytes, column: str = "text") -> str:
+    """Return the text, in a column, of one line of JSON.
 
     Raises:
         ValueError: With the defect of the line.
@@ -80,9 +81,9 @@ def read_line(line: bytes) -> str:
         raise ValueError(f"no JSON in UTF-8 ({one_line(error)})") from None
     if not isinstance(row, dict):
         raise ValueError(f"is a {type(row).__name__}, not an object")
-    if "text" not in row:
-        raise ValueError(f"has no column 'text', but {list(row)[:10]}")
-    text = row["text"]
+    if column not in row:
+        raise ValueError(f"has no column {column!r}, but {list(row)[:10]}{KEY_OF_COLUMN}")
+    text = row[column]
     if not isinstance(text, str):
         raise ValueError(f"has a text of type {type(text).__name__}; expected strings")
     try:
@@ -108,7 +109,7 @@ def _numbered(files: list[Path]) -> Iterator[tuple[str, bytes]]:
             raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
 
 
-def _first_defect(files: list[Path], builder: str) -> str:
+def _first_defect(files: list[Path], builder: str, column: str) -> str:
     """Return location and reason of the first text that is not UTF-8, "" if there is none."""
     for file in files:
         if builder == "text":
@@ -121,7 +122,7 @@ def _first_defect(files: list[Path], builder: str) -> str:
             stored = pyarrow.parquet.ParquetFile(file)
             for group in range(stored.num_row_groups):
                 try:
-                    stored.read_row_group(group, ["text"]).column("text").validate(full=True)
+                    stored.read_row_group(group, [column]).column(column).validate(full=True)
                 except pyarrow.ArrowInvalid:
                     return f"{file}, row group {group}, has a text that is not UTF-8"
     return ""
@@ -138,7 +139,7 @@ def _refuse(path: str, builder: str, report: Report) -> None:
         raise ValueError(f"dataset_path: {path!r} has zero documents with text")
 
 
-def _copy(files: list[Path], target: Path) -> Report:
+def _copy(files: list[Path], target: Path, column: str) -> Report:
     """Write the good lines as an arrow stream of one column, line by line."""
     schema = pyarrow.schema([("text", pyarrow.large_string())])
     documents = bad = empty = size = 0
@@ -146,7 +147,7 @@ def _copy(files: list[Path], target: Path) -> Report:
     with pyarrow.ipc.new_stream(str(target), schema) as writer:
         for location, line in _numbered(files):
             try:
-                text = read_line(line)
+                text = read_line(line, column)
             except ValueError as error:
                 bad, first = bad + 1, first or f"{location} {error}"
                 continue
@@ -180,8 +181,11 @@ def _inspect(data: Dataset) -> Report | None:
     return Report(len(data) - bad - empty, bad, empty, first, copied=False)
 
 
-def _load(files: list[Path], builder: str, links: Path) -> Dataset:
-    """Read files by the datasets library, which takes names for patterns: files with wildcards are read by links."""
+def _load(files: list[Path], builder: str, links: Path, column: str) -> Dataset:
+    """Read a column of files by the datasets library, as the column "text".
+
+    The library takes names for patterns: files with wildcards are read by links.
+    """
     options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
     names = [str(file) for file in files]
     for i, file in enumerate(files):
@@ -191,37 +195,39 @@ def _load(files: list[Path], builder: str, links: Path) -> Dataset:
             names[i] = str(link)
             if not link.is_symlink():
                 link.symlink_to(file.resolve())
-    return load_dataset(builder, data_files=names, split="train", **options)
+    data = load_dataset(builder, data_files=names, split="train", **options).select_columns([column])
+    return data if column == "text" else data.rename_column(column, "text")
 
 
-def _examine(files: list[Path], builder: str, path: str, folder: Path, links: Path) -> Report:
+def _examine(files: list[Path], builder: str, path: str, folder: Path, links: Path, column: str) -> Report:
     if builder == "json":
-        report = _copy(files, folder / "text.arrow")
+        report = _copy(files, folder / "text.arrow", column)
         _refuse(path, builder, report)
         return report
     try:
-        data = _load(files, builder, links)
+        data = _load(files, builder, links, column)
         found = _inspect(data)
         kind = getattr(data.features.get("text"), "dtype", "nested")
-        cause = "no UTF-8" if kind in ("string", "large_string") else f"has a column 'text' of {kind}"
+        cause = "no UTF-8" if kind in ("string", "large_string") else f"has a column {column!r} of {kind}"
         cause += "; expected strings"
     except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
         found, cause = None, one_line(error.__cause__ or error)
     if found is None:
         raise ValueError(
-            f"dataset_path: {path!r} cannot be read as {builder}: {_first_defect(files, builder) or cause}"
+            f"dataset_path: {path!r} cannot be read as {builder}: {_first_defect(files, builder, column) or cause}"
         )
     _refuse(path, builder, found)
     return found
 
 
-def load_files(files: list[Path], builder: str, path: str) -> Dataset:
+def load_files(files: list[Path], builder: str, path: str, column: str = "text") -> Dataset:
     """Read files of one format without the bad documents. Several processes may do so at the same time.
 
     Args:
         files: Paths; not empty.
         builder: "json", "parquet", "arrow" or "text" of the datasets library.
         path: The user's path, for messages.
+        column: Column with the text; "text" for the builder "text".
 
     Returns:
         A dataset with the single column "text". It may contain empty and null texts, which readers skip.
@@ -230,7 +236,7 @@ def load_files(files: list[Path], builder: str, path: str) -> Dataset:
         ValueError: A file is damaged as a whole; more than a tenth of the lines are bad; or no document is left.
     """
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([2, builder, stats]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([2, builder, stats] + [column] * (column != "text")).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
     cache.mkdir(parents=True, exist_ok=True)
     folder, links = cache / key, cache / f"{key}.files"
@@ -238,7 +244,7 @@ def load_files(files: list[Path], builder: str, path: str) -> Dataset:
         if not (folder / "report.json").exists():
             work = Path(tempfile.mkdtemp(dir=cache))
             try:
-                report = _examine(files, builder, path, work, links)
+                report = _examine(files, builder, path, work, links, column)
                 (work / "report.json").write_text(json.dumps(asdict(report)))
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(work, folder)
@@ -247,5 +253,4 @@ def load_files(files: list[Path], builder: str, path: str) -> Dataset:
     report = Report(**json.loads((folder / "report.json").read_text()))
     if report.bad or report.empty:
         logger.warning(f"{report.line(path)}; the first: {report.first}")
-    data = Dataset.from_file(str(folder / "text.arrow")) if report.copied else _load(files, builder, links)
-    return data.select_columns(["text"])
+    return Dataset.from_file(str(folder / "text.arrow")) if report.copied else _load(files, builder, links, column)

@@ -14,6 +14,7 @@ from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.data.borders import BoundaryTokenizer
 from torchtitan_scape.data.documents import Documents, Unit, documents
 from torchtitan_scape.data.identity import data_digest, tokenizer_digest
+from torchtitan_scape.data.local import TextPath
 from torchtitan_scape.titan.config import Training, Validation
 from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTextDataset, ParallelAwareDataloader
 
@@ -281,10 +282,17 @@ class TextDataLoader(ParallelAwareDataloader):
 
 
 def text_loader(
-    config: Training | Validation, tokenizer: BaseTokenizer, rank: int, world: int, border: str, passes: int = 0
+    config: Training | Validation,
+    text_column: str,
+    tokenizer: BaseTokenizer,
+    border: str,
+    rank: int,
+    world: int,
+    passes: int = 0,
 ) -> TextDataLoader:
     """Return the data loader that a section describes, for data-parallel reader `rank` of `world`."""
     with_border = BoundaryTokenizer(tokenizer, border)
-    data = TextDataset(config.dataset, config.dataset_path, with_border, config.seq_len, rank, world, passes)
+    path = TextPath(config.dataset_path, text_column) if config.dataset_path else None
+    data = TextDataset(config.dataset, path, with_border, config.seq_len, rank, world, passes)
     options: dict[str, Any] = {**asdict(config.dataloader), "batch_size": config.local_batch_size}
     return TextDataLoader(data, dp_rank=rank, dp_world_size=world, **options)

@@ -16,7 +16,7 @@ import pyarrow.parquet
 from datasets import Dataset
 
 from torchtitan_scape.core.command import one_line
-from torchtitan_scape.data.lines import load_files, open_lines
+from torchtitan_scape.data.lines import KEY_OF_COLUMN, load_files, open_lines
 
 # File extension -> format. Plain .json is excluded: next to data it is usually metadata.
 _BUILDERS = {
@@ -30,9 +30,20 @@ _BUILDERS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a "text" column'
+EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a column "text" (training.text_column)'
 logger = logging.getLogger(__name__)
 _SPLITS = ("train", "validation", "test")
+
+
+class TextPath(str):
+    """A local path and the column of its text: TorchTitan passes nothing but a path to the loader of a dataset."""
+
+    column: str
+
+    def __new__(cls, path: str, column: str) -> "TextPath":
+        self = super().__new__(cls, path)
+        self.column = column
+        return self
 
 
 def _ending(path: Path) -> str | None:
@@ -140,12 +151,12 @@ def _columns(file: Path, builder: str) -> tuple[pyarrow.Schema, bool]:
             return stored.schema, any(stored.get_batch(i).num_rows for i in range(stored.num_record_batches))
 
 
-def _with_documents(files: list[Path]) -> list[Path]:
+def _with_documents(files: list[Path], text_column: str) -> list[Path]:
     """Return the files that contain a document, judged by metadata or a line of JSON, with clearer errors than the
     library's.
 
     Raises:
-        ValueError: A file is damaged, or is columnar without a column "text", or has other columns than the first one.
+        ValueError: A file is damaged, or has other columns than the first one, or is columnar without `text_column`.
     """
     with_documents: list[Path] = []
     schemas: dict[str, Path] = {}
@@ -164,10 +175,10 @@ def _with_documents(files: list[Path]) -> list[Path]:
             raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
         if not rows:
             continue
-        if "text" not in schema.names:
+        if text_column not in schema.names:
             raise ValueError(
-                f"dataset_path: {str(file)!r} has no column 'text', but {schema.names}; expected a column 'text' of "
-                "strings"
+                f"dataset_path: {str(file)!r} has no column {text_column!r}, but {schema.names}; expected a column of "
+                f"strings{KEY_OF_COLUMN}"
             )
         with_documents.append(file)
         # Arrow uses a different type for texts above 2 GiB.
@@ -181,7 +192,7 @@ def _with_documents(files: list[Path]) -> list[Path]:
     return with_documents
 
 
-def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> Dataset:
+def load_text_files(path: str | os.PathLike[str], split: str | None = None, column: str = "text") -> Dataset:
     """Read local text, map-style, so that a run resumes by document index.
 
     A line of .jsonl and a row of .parquet or .arrow are one document. A .txt file is one document as a whole, because a
@@ -194,15 +205,19 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None) -> D
     Args:
         path: A file, or a folder, which is searched recursively.
         split: See `find_text_files`.
+        column: Column with the text.
 
     Returns:
         A dataset with the single column "text".
 
     Raises:
-        ValueError: As `find_text_files`; or a file is damaged as a whole, has no "text" column of strings, or other
-            columns than the first; or there are zero documents.
+        ValueError: As `find_text_files`; or a file is damaged as a whole, does not have the column, of strings, or has
+            other columns than the first; or a column is named for .txt files; or there are zero documents.
     """
-    files = _with_documents(find_text_files(path, split))
+    files = _with_documents(find_text_files(path, split), column)
     if not files:
         raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
-    return load_files(files, _BUILDERS[cast(str, _ending(files[0]))], str(path))
+    builder = _BUILDERS[cast(str, _ending(files[0]))]
+    if builder == "text" and column != "text":
+        raise ValueError(f"training.text_column: {column!r}, but {str(path)!r} has .txt files, which have no columns")
+    return load_files(files, builder, str(path), column)

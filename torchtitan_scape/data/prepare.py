@@ -25,6 +25,7 @@ from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.files import parse_json, write_whole
 from torchtitan_scape.data.datasets import DATASETS
 from torchtitan_scape.data.indexed import damage, dtype_for
+from torchtitan_scape.data.local import TextPath
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts
 from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource
 from torchtitan_scape.data.prepare_workers import RESUME_HINT, run
@@ -33,7 +34,11 @@ from torchtitan_scape.titan.tokenizer import build_tokenizer
 UNFINISHED, PLAN = "unfinished", "plan.json"
 HELD_OUT = 0.0005
 SHARD_TOKENS = 1 << 28
-_OPTIONS = {"model.hf_assets_path": "--tokenizer", "dataset_path": "--path"}  # The trainer's keys in messages.
+_OPTIONS = {
+    "model.hf_assets_path": "--tokenizer",
+    "dataset_path": "--path",
+    "training.text_column": "--text-column",
+}  # The trainer's keys in messages.
 _LOCK_SECONDS = 10.0  # Time for the workers of a killed process to end.
 
 
@@ -41,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("torchtitan_scape.data.prepare", __doc__)
     parser.add_argument("--dataset", help="name of a dataset, as training.dataset; reads its text, or that of --path")
     parser.add_argument("--path", help="local text: a file or a folder, as training.dataset_path")
+    parser.add_argument("--text-column", default="text", help="column of --path with the text (text)")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, as model.hf_assets_path")
     parser.add_argument("--output", type=Path, required=True, help="folder of the prepared data")
     parser.add_argument("--workers", type=int, help="processes (default: one per core); no effect on the result")
@@ -63,12 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sources_of(name: str, path: str | None, held_out: float | None) -> tuple[list[TextSource], float | None]:
+def sources_of(
+    name: str, path: str | None, text_column: str, held_out: float | None
+) -> tuple[list[TextSource], float | None]:
     """Return the text for training, that for validation if the dataset has its own split, and the share to hold out."""
     name = name.lower()
     if name not in DATASETS:
         raise ValueError(f"--dataset {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
+    if text_column != "text" and name != "text_files":
+        raise ValueError(f"--text-column {text_column!r} is for local text; the column of --dataset {name} is fixed")
     dataset, validation = DATASETS[name], DATASETS.get(f"{name}_validation")
+    if path:
+        path = TextPath(path, text_column)
     sources = [TextSource(dataset.loader(path or dataset.path), TRAIN)]
     if validation is None:
         return sources, HELD_OUT if held_out is None else held_out
@@ -100,7 +112,7 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
     config = JobConfig()
     config.model.hf_assets_path, config.data.border = str(options.tokenizer), options.border
     tokenizer = build_tokenizer(config)
-    sources, held_out = sources_of(name, options.path, options.validation)
+    sources, held_out = sources_of(name, options.path, options.text_column, options.validation)
     encoder = Encoder(tokenizer, options.border)
     ids, _ = encoder(texts) if (texts := sources[0].sample()) else ([], [])
     rate = max(1, sum(len(text.encode()) for text in texts)) / max(1, len(ids))

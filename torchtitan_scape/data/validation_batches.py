@@ -96,8 +96,9 @@ def validation_batches(
         )
     prepared = validation.dataset.lower() == NAME
     if not prepared:
-        check_dataset("validation", validation, world * simulated)
-    text = [(validation, tokenizer, reader, world * simulated, config.data.border) for reader in readers]
+        check_dataset("validation", validation, config.training.text_column, world * simulated)
+    own = config.training.text_column, tokenizer, config.data.border
+    text = [(validation, *own, reader, world * simulated) for reader in readers]
     error: ValueError | None = None
     found: FixedBatches | PreparedBatches | list[Rows] = []
     try:
