@@ -7,8 +7,8 @@ The controller and every node have a network namespace (scripts/emulated_cluster
 on the controller, the login node. Needs root, iproute2 and Slurm: on Debian, apt install slurm-wlm munge. The
 configuration of the host's own Slurm is neither read nor changed, and everything is ended and removed with the command.
 
-Nodes are node1, node2, ... with 8 CPUs and 2 GPUs each, which are ordinary files. Partitions are "gh" and "batch", as
-on Vista and Frontier.
+Nodes are node1, node2, ... with 64 CPUs, whatever the host has, and 2 GPUs, which are ordinary files. Partitions are
+"gh" and "batch", as on Vista and Frontier; a node runs one job at a time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from scripts.common import ROOT, RunError, guarded, parser
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
-CPUS, GPUS = 8, 2  # of a node, whatever the host has
+CPUS, GPUS = 64, 2  # of a node, whatever the host has
 READY_SECONDS = 60.0
 CONFIGURATION = """
 ClusterName=local
@@ -57,8 +57,8 @@ KillWait={kill_wait}
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 {nodes}
-PartitionName=gh Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-PartitionName=batch Nodes=ALL MaxTime=INFINITE State=UP
+PartitionName=gh Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=EXCLUSIVE State=UP
+PartitionName=batch Nodes=ALL MaxTime=INFINITE OverSubscribe=EXCLUSIVE State=UP
 """
 # Sets the host name, and the names of all hosts, in namespaces of the program.
 NAMED = 'hostname "$0" && mount --make-rprivate / && mount --bind "$1" /etc/hosts && shift && exec "$@"'

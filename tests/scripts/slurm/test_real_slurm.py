@@ -17,6 +17,7 @@ from scripts.study.store import SETUP, Store
 
 pytestmark = pytest.mark.slow
 EMBEDDED = "train_configs/embedded.toml"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "GONE")
 SMALL = [*COMMON, "--checkpoint.interval=1000", "--training.local_batch_size=1", "--training.seq_len=64"]
 
 
@@ -39,7 +40,6 @@ class Job:
         own |= {"NCCL_NET": "none", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "LOG_RANK": "0"} | environment
         ranks = environment.get("RANKS_PER_NODE", "1")
         options = ["--parsable", "--nodes=2", "--time=20", f"--output={self.output}", f"--ntasks-per-node={ranks}"]
-        options += ["--cpus-per-task=2"]
         options += [f"--gpus-per-node={ranks}"] if machine == "frontier" else []
         script = str(ROOT / "scripts" / "slurm" / f"{machine}.sbatch")
         given = [*SMALL, f"--job.dump_folder={folder / 'run'}", *arguments]
@@ -57,6 +57,8 @@ class Job:
     def wait(self, until: Callable[[], object], what: str, seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not until():
+            ended = self.state() in ENDED and not until()  # The state may change between both.
+            assert not ended, f"{what}: {self.state()}\n{self.text()[-3000:]}"
             assert time.monotonic() < deadline, f"{what}: {self.state()}\n{self.text()[-3000:]}"
             time.sleep(0.5)
 
@@ -64,7 +66,7 @@ class Job:
         self.wait(lambda: f"step: {step:2d}  " in self.text(), f"step {step}")
 
     def wait_for_end(self) -> None:
-        self.wait(lambda: self.state() in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "GONE"), "the end")
+        self.wait(lambda: self.state() in ENDED, "the end")
 
     def start_now(self) -> None:
         """Start a requeued job, which Slurm would do after two minutes."""
@@ -165,7 +167,7 @@ options = {{ training.seq_len = 64 }}
 launch = {{ machine = "vista", steps = 100000, warm_up = 2, timeout = 25 }}
 """)
     command = [sys.executable, "-m", "scripts.study", "run", str(tmp_path / "grid.toml"), "--poll=1"]
-    command += [f"--output={tmp_path / 'out'}", f"--work={tmp_path / 'work'}", "--sbatch=--cpus-per-task=2"]
+    command += [f"--output={tmp_path / 'out'}", f"--work={tmp_path / 'work'}"]
     environment = {"MODULES": "", "PYTHON": sys.executable, "NCCL_NET": "none", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"GRACE": "3", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = slurm.run(*command, env=environment, timeout=560)
