@@ -1,7 +1,6 @@
 """The .sbatch files and the sweep on a real Slurm cluster of this host; see scripts/slurm_cluster.py."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -94,8 +93,6 @@ def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path:
     undisturbed.wait_for_end()
     found = differences(checkpoint(tmp_path / "disturbed", 24), checkpoint(tmp_path / "undisturbed", 24), tmp_path)
     assert not found, found
-    if folder := os.environ.get("KEEP_SLURM_LOG"):
-        Path(folder).write_text(text)
 
 
 def test_a_job_of_frontier_with_gpus_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
