@@ -1,7 +1,10 @@
 """Muon for the matrices of the blocks: against PyTorch's Muon, against its formula, and in the containers."""
 
+import math
+import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +25,17 @@ from topology.links import Links
 from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload, local_shapes
 from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.optimizers import muon
-from torchtitan_scape.optimizers.cost import get_optimizer_cost, muon_flops, muon_parts
+from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes, muon_flops, muon_parts
+from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
 from torchtitan_scape.optimizers.muon import Muon, orthogonalized
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.planner.step import Assumptions, Prediction, divides_matrices, predict
+from torchtitan_scape.sharding.cost import gather_stages, gathered_matrices
 
 HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
 RATES: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
@@ -238,8 +247,11 @@ def test_the_planner_knows_its_memory_and_flops() -> None:
 
 
 def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
-    """Eight ranks of a Frontier node: 56 matrices of three shapes in seven rounds, there and back."""
+    """Eight ranks of a Frontier node: 56 matrices of three shapes in seven rounds, there and back. The network is too
+    slow to divide the work among nodes.
+    """
     workload, machine = replace(get_workload("llama_1_8b"), layers=8), get_machine("frontier")
+    links = Links.from_machine(machine).with_bandwidth("network", 1e6)
 
     def predicted(shard: int, optimizer: str) -> Prediction:
         layout = plan_layout(16, ranks_per_node=8, machine=machine, replicate=-1, shard=shard)
@@ -247,7 +259,7 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
             PlannedRun(DenseOptions(), optimizer),
             workload,
             layout,
-            Links.from_machine(machine),
+            links,
             batch=1024,
             micro_batch=1,
         )
@@ -276,3 +288,101 @@ def test_a_step_releases_the_gradients() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert held and not any(storage() for storage in held)
+
+
+class Gathers:
+    """All-gathers of replicas that are threads."""
+
+    def __init__(self, replicas: int) -> None:
+        self.inputs: list[Any] = [None] * replicas
+        self.barrier = threading.Barrier(replicas, timeout=60)
+        self.calls = 0
+
+    def share(self, replica: int) -> ReplicaShare:
+        def all_gather(output: Tensor, input: Tensor) -> None:
+            assert input.nbytes % 16 == 0 and output.numel() == len(self.inputs) * input.numel()
+            self.inputs[replica] = input
+            self.barrier.wait()
+            torch.cat(self.inputs, out=output)
+            self.calls += replica == 0
+            self.barrier.wait()
+
+        return ReplicaShare(len(self.inputs), replica, all_gather)
+
+
+@pytest.mark.parametrize("replicas, calls", [(2, 2), (3, 1), (5, 1)])
+def test_replicas_that_divide_the_matrices_have_the_same_bits(replicas: int, calls: int) -> None:
+    """Three matrices: in two rounds of two, in one, and with replicas that have none."""
+    plain = parameters()
+    optimizer = Muon(plain.items(), **RATES)
+    gathers, every = Gathers(replicas), [parameters() for _ in range(replicas)]
+
+    def train(replica: int) -> Muon:
+        own = Muon(every[replica].items(), **RATES, share=gathers.share(replica))
+        for step in range(1, 4):
+            set_gradients(every[replica], step)
+            own.step()
+        return own
+
+    for step in range(1, 4):
+        set_gradients(plain, step)
+        optimizer.step()
+    with ThreadPoolExecutor(replicas) as pool:
+        owns = list(pool.map(train, range(replicas)))
+    assert gathers.calls == 3 * calls
+    for weights, own in zip(every, owns, strict=True):
+        for name, weight in weights.items():
+            assert torch.equal(weight, plain[name]), name
+            assert torch.equal(own.state[weight]["exp_avg"], optimizer.state[plain[name]]["exp_avg"])
+
+
+def test_a_fused_step_is_skipped_on_the_device() -> None:
+    """With found_inf = 1 nothing changes, whatever the gradients are; with 0 the step is as without it."""
+    weights, plain = parameters(), parameters()
+    optimizer, other = Muon(weights.items(), **RATES, fused=True), Muon(plain.items(), **RATES, fused=True)
+    for step, found_inf in ((1, 0.0), (2, 1.0), (3, 0.0)):
+        set_gradients(weights, step)
+        set_gradients(plain, step)
+        if found_inf:
+            for weight in weights.values():
+                if weight.grad is not None:
+                    weight.grad.fill_(torch.inf)
+        optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+        optimizer.step()
+        if not found_inf:
+            other.step()
+    for name, weight in weights.items():
+        state, expected = optimizer.state[weight], other.state[plain[name]]
+        assert torch.equal(weight, plain[name]), name
+        assert state.keys() == expected.keys() and all(torch.equal(state[k], expected[k]) for k in state), name
+
+
+def test_the_planner_divides_matrices_among_replicas_if_that_is_faster() -> None:
+    """On Vista; not over 10 Gb/s, not without a known GPU, not if every replica has its own gradients."""
+    workload = get_workload("llama_1_8b")
+
+    def of(machine: str, options: Any, optimizer: str = "Muon", replicas: int = 8) -> bool:
+        layout = plan_layout(replicas, ranks_per_node=1, machine=get_machine(machine), replicate=-1, shard=1)
+        links = Links.from_machine(layout.machine)
+        return divides_matrices(PlannedRun(options, optimizer), workload.shapes(), layout, links)
+
+    assert of("vista", DenseOptions()) and of("vista", QuantizedOptions())
+    assert not of("vista", DenseOptions(), "AdamW") and not of("vista", DenseOptions(), replicas=1)
+    assert not of("vista", SpartaOptions()) and not of("vista", DilocoOptions()) and not of("vista", ScapeOptions())
+    assert not of("ethernet-10g", DenseOptions()) and not of("local", DenseOptions())
+
+
+def test_the_gather_between_replicas_is_counted() -> None:
+    """Eight replicas on Vista: 168 matrices in 21 all-gathers, of the largest matrix of each round."""
+    workload, machine = get_workload("llama_1_8b"), get_machine("vista")
+    layout = plan_layout(8, ranks_per_node=1, machine=machine, replicate=-1, shard=1)
+    sizes = sorted((2 * math.prod(s) for s in hidden_shapes(workload.shapes())), reverse=True)
+    assert len(sizes) == 168 and gathered_matrices("Muon", workload.shapes(), layout) == sizes[::8]
+    stages = gather_stages("Muon", workload.shapes(), layout)
+    assert sum(stage.sent for stage in stages) == 7 * sum(sizes[::8])
+    with_muon, links = PlannedRun(DenseOptions(), "Muon"), Links.from_machine(machine)
+    predicted = predict(with_muon, workload, layout, links, batch=64, micro_batch=1)
+    alone = predict(with_muon, workload, layout, links.with_bandwidth("network", 1e6), batch=64, micro_batch=1)
+    products = muon_flops(workload.shapes(), 1) - muon_flops(workload.shapes(), 8)
+    assert alone.optimizer - predicted.optimizer == pytest.approx(products / (989e12 * Assumptions().mfu))
+    assert predicted.shard == pytest.approx(7 * sum(sizes[::8]) / 50e9 + 21 * 7 * 5e-6) and alone.shard == 0.0

@@ -116,6 +116,7 @@ class LocalCost(GradientCost):
     """Cost of local updates. The exchange of a fragment is weighted by its share of the steps."""
 
     options: LocalOptions
+    per_replica_weights = True
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0

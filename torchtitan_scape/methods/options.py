@@ -22,12 +22,16 @@ class MethodCost(Protocol):
     Attributes:
         includes_optimizer: The method updates the parameters itself: `memory_traffic` and `device_memory` contain
             parameters, gradients and the optimizer's state.
+        per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
         supports_overlap: The exchange can run during the last backward pass of a step.
         scalar_reductions: All-reduces of a scalar that a step waits for.
     """
 
     @property
     def includes_optimizer(self) -> bool: ...
+
+    @property
+    def per_replica_weights(self) -> bool: ...
 
     @property
     def supports_overlap(self) -> bool: ...

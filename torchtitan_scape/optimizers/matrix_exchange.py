@@ -1,4 +1,4 @@
-"""Exchange of row-sharded matrices within a replica, so that each rank processes whole matrices."""
+"""Exchanges that divide matrices among ranks, so that no work is repeated: within a replica, and among replicas."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+ALIGNED_ENTRIES = 8  # BF16, 16 bytes
 
 
 class MatrixExchange:
@@ -58,3 +60,45 @@ class MatrixExchange:
         if self._count is not None:
             self._count([size * parts.itemsize for size in sizes])
         dist.all_to_all_single(output, parts, outputs, sizes, group=self._group)
+
+
+class ReplicaShare:
+    """All-gather of matrices that were divided among replicas with equal parameters and gradients.
+
+    Args:
+        replicas: Number of replicas.
+        replica: Index of this replica.
+        all_gather: Called with output (replicas * n,) and input (n,), BF16, in replica order; the input has a multiple
+            of 16 bytes. None for one replica.
+    """
+
+    def __init__(
+        self, replicas: int = 1, replica: int = 0, all_gather: Callable[[Tensor, Tensor], None] | None = None
+    ) -> None:
+        assert replicas == 1 or all_gather is not None
+        self.replicas, self.replica, self._all_gather = replicas, replica, all_gather
+
+    def gather(
+        self, own: Sequence[Tensor], shapes: Sequence[Sequence[torch.Size]], device: torch.device
+    ) -> list[Tensor]:
+        """Return the matrices of all replicas, in order. Collective.
+
+        Args:
+            own: Matrices of this replica, BF16.
+            shapes: Shapes of every replica's matrices; replicas without matrices may be missing at the end.
+            device: Device of the matrices.
+        """
+        if self._all_gather is None:
+            return list(own)
+        sizes = [[shape.numel() for shape in part] for part in shapes]
+        length = -(-max(map(sum, sizes)) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
+        input = torch.zeros(length, dtype=torch.bfloat16, device=device)
+        output = input.new_empty(self.replicas * length)
+        if own:
+            torch.cat([matrix.reshape(-1) for matrix in own], out=input[: sum(sizes[self.replica])])
+        self._all_gather(output, input)
+        return [
+            values.view(shape)
+            for row, part, counts in zip(output.split(length), shapes, sizes, strict=False)
+            for values, shape in zip(row[: sum(counts)].split(counts), part, strict=True)
+        ]

@@ -5,7 +5,8 @@ step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arX
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.optim import Optimizer
 
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, is_slice, local
+from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.optimizers.cost import ITERATIONS
-from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange
+from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange, ReplicaShare
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
 
@@ -33,7 +35,10 @@ class Muon(Optimizer):
     Muon step is 0.2 lr, about that of AdamW (PyTorch's `match_rms_adamw`).
 
     Matrices sharded by FSDP2 are exchanged within the replica in BF16, so that each rank iterates on whole matrices,
-    bitwise equal to an unsharded run. A step is then collective over these ranks.
+    bitwise equal to an unsharded run. A step is then collective over these ranks. With `share`, replicas with equal
+    gradients also divide the matrices, and gather the results in BF16, with equal bits again.
+
+    With `fused`, a step is skipped on the device if `found_inf` is set, as by `torch.amp.GradScaler`.
 
     The state of every parameter is "step" and "exp_avg", FP32, which is Muon's momentum; AdamW also has "exp_avg_sq". A
     parameter without a gradient is not changed; the gradient must then be missing on all ranks of the replica.
@@ -46,6 +51,7 @@ class Muon(Optimizer):
         weight_decay: Decoupled weight decay.
         fused, foreach: AdamW's implementation.
         count: Receives the bytes sent to each rank of the replica; see `MatrixExchange`.
+        share: Divides the matrices among replicas; None for no division.
 
     Raises:
         ValueError: The model has no such matrices, or they are not sharded by rows.
@@ -61,6 +67,7 @@ class Muon(Optimizer):
         fused: bool = False,
         foreach: bool = False,
         count: Callable[[Sequence[int]], None] | None = None,
+        share: ReplicaShare | None = None,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -76,6 +83,8 @@ class Muon(Optimizer):
         # Sorted by size, so that matrices exchanged together take about the same time.
         self._hidden = sorted(hidden, key=lambda shard: -shard.entries)
         self._exchange = MatrixExchange(_group_of(hidden), count)
+        self._share = share or ReplicaShare()
+        self._step_supports_amp_scaling = fused
         self._adamw = torch.optim.AdamW(rest, fused=fused, foreach=foreach) if rest else None
         for shard in shards:
             parameter = shard.parameter
@@ -99,29 +108,47 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         (group,) = self.param_groups
-        present, together = [s for s in self._hidden if s.parameter.grad is not None], self._exchange.ranks
+        found_inf = getattr(self, "found_inf", None)
+        applied = None if found_inf is None else found_inf == 0
+        present = [s for s in self._hidden if s.parameter.grad is not None]
+        together = self._exchange.ranks * self._share.replicas
         for first in range(0, len(present), together):
-            self._step_of(present[first : first + together], group)
+            self._step_of(present[first : first + together], group, applied)
         if self._adamw is not None:
+            if found_inf is not None:
+                self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
             self._adamw.state = self.state
             rates = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             self._adamw.param_groups[0].update(rates)
             self._adamw.step()
         return loss
 
-    def _step_of(self, shards: Sequence[Shard], group: dict[str, Any]) -> None:
-        """Update at most as many matrices as there are ranks."""
-        lr, momentum = group["lr"], group["betas"][0]
+    def _step_of(self, shards: Sequence[Shard], group: dict[str, Any], applied: Tensor | None) -> None:
+        """Update at most as many matrices as there are ranks in all replicas that share the work.
+
+        Args:
+            applied: bool (); if False, nothing changes. None for True.
+        """
+        lr, momentum, ranks = group["lr"], group["betas"][0], self._exchange.ranks
+        parts = [shards[first : first + ranks] for first in range(0, len(shards), ranks)]
+        own = parts[self._share.replica] if self._share.replica < len(parts) else []
         directions = []
         for shard in shards:
             gradient, state = local(shard.parameter.grad), self.state[shard.parameter]  # type: ignore[arg-type]
-            average = local(state["exp_avg"]).lerp_(gradient, 1 - momentum)
-            directions.append(gradient.lerp(average, momentum).bfloat16())
-            state["step"] += 1
-        self._exchange.work(directions, [shard.parameter.shape for shard in shards], orthogonalized)
-        for shard, direction in zip(shards, directions, strict=True):
-            weight = local(shard.parameter).detach().mul_(1 - lr * group["weight_decay"])
-            weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
+            with _masked(local(state["exp_avg"]), applied) as average:
+                average.lerp_(gradient, 1 - momentum)
+            if shard in own:
+                directions.append(gradient.lerp(average, momentum).bfloat16())
+            state["step"] += 1 if applied is None else applied.to(state["step"].device)
+        if own:
+            self._exchange.work(directions, [shard.parameter.shape for shard in own], orthogonalized)
+        local_shapes = [[shard.local_shape for shard in part] for part in parts]
+        for shard, direction in zip(
+            shards, self._share.gather(directions, local_shapes, shards[0].device), strict=True
+        ):
+            with _masked(local(shard.parameter).detach(), applied) as weight:
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -145,6 +172,17 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         gram = to_bf16(x @ x.T)
         x = to_bf16(torch.addmm(x, to_bf16(torch.addmm(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
     return (x.T if is_tall else x).bfloat16()
+
+
+@contextmanager
+def _masked(tensor: Tensor, applied: Tensor | None) -> Iterator[Tensor]:
+    """Yield the tensor to be changed in place, or a copy that replaces it if `applied`."""
+    if applied is None:
+        yield tensor
+        return
+    changed = tensor.clone()
+    yield changed
+    masked_copy_(tensor, changed, applied)
 
 
 def products_dtype(device: torch.device) -> torch.dtype:

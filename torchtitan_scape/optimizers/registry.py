@@ -22,8 +22,8 @@ class OptimizerEntry:
 
     Attributes:
         make: Constructor from named parameters, with keywords lr, betas, eps, weight_decay, `implementation` (PyTorch's
-            AdamW: "fused", "foreach" or "for-loop"), `kernels`, and `count`, which receives the bytes sent to each rank
-            of the replica.
+            AdamW: "fused", "foreach" or "for-loop"), `kernels`, `count`, which receives the bytes sent to each rank of
+            the replica, and `share`, the `ReplicaShare` of replicas with equal gradients.
         moments: Kinds of a parameter's state, FP32 of its shape. Each state also has "step", the number of applied
             steps.
         on_matrices: Whether it needs matrices that are whole or sharded by rows.
@@ -34,11 +34,11 @@ class OptimizerEntry:
     on_matrices: bool = False
 
 
-def _adamw(named: Any, *, implementation: str, kernels: str, count: Any, **rates: Any) -> Optimizer:
+def _adamw(named: Any, *, implementation: str, kernels: str, count: Any, share: Any = None, **rates: Any) -> Optimizer:
     return torch.optim.AdamW(named, **rates, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
-def _adams(named: Any, *, implementation: str, kernels: str, count: Any, **others: Any) -> Optimizer:
+def _adams(named: Any, *, implementation: str, kernels: str, count: Any, share: Any = None, **others: Any) -> Optimizer:
     return AdamS(named, **others, kernels=kernels)
 
 

@@ -13,10 +13,17 @@ from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scal
 from topology.machines import MEMORY_EFFICIENCY
 from topology.pipelining import best_chunks, pipeline_seconds
 from topology.ring_bytes import LevelSize
-from torchtitan_scape.core.workloads import LocalModel, Workload
+from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload
 from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, matrix_stages, mean_gathers, shard_stages
+from torchtitan_scape.sharding.cost import (
+    ShardPlan,
+    flat_rows,
+    gather_stages,
+    matrix_stages,
+    mean_gathers,
+    shard_stages,
+)
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 
 # ------------------------------------------------------------------------------------------- the step
@@ -149,6 +156,26 @@ def fsdp_seconds(tiers: Tiers, workload: Workload, links: Links) -> float:
     return 1.5 * (workload.layers + 2) * latency + transfer
 
 
+def divides_matrices(
+    run: PlannedRun, shapes: Shapes, layout: Layout, links: Links, assumptions: Assumptions | None = None
+) -> bool:
+    """Return whether replicas divide the matrix products of the optimizer: if this is faster than to repeat them.
+
+    It requires replicas with equal gradients, and a GPU, because the rate of a CPU is not known.
+
+    Args:
+        shapes: Shapes of whole parameters.
+    """
+    device, cost = layout.machine.device, run.options.cost()
+    stages = gather_stages(run.optimizer, shapes, layout)
+    if not stages or cost.per_replica_weights or cost.includes_optimizer or not device.runtime:
+        return False
+    ranks = layout.shard * layout.context
+    saved = run.optimizer_flops(shapes, ranks) - run.optimizer_flops(shapes, ranks * layout.replicate)
+    rate = device.peak * 1e12 * (assumptions or Assumptions()).mfu
+    return sum(stage_seconds(stages, links)) < saved / rate
+
+
 def last_backward(compute_seconds: float, micro_batches: int) -> float:
     """Return the seconds of the backward pass that completes the gradients: two thirds of the last micro-batch."""
     return 2 / 3 * compute_seconds / micro_batches
@@ -203,7 +230,9 @@ def predict(
         max(nbytes / rate, copied / (device.host_link * 1e9))
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
-    flops = run.optimizer_flops(workload.shapes(), layout.shard * layout.context)
+    divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
+    sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
+    flops = run.optimizer_flops(workload.shapes(), sharing)
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
@@ -222,6 +251,8 @@ def predict(
     else:
         traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
     matrices = matrix_stages(run.optimizer, workload.shapes(), layout)
+    if divided:
+        matrices += gather_stages(run.optimizer, workload.shapes(), layout)
     predicted = predict_step(
         run,
         tiers,

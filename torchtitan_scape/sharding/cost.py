@@ -1,4 +1,4 @@
-"""Cost of the shard axis in closed form: FSDP2's own collectives, ZeRO++, and Muon's matrix exchange. No torch.
+"""Cost of the shard axis in closed form: FSDP2's own collectives, ZeRO++, and Muon's matrix exchanges. No torch.
 
 Messages are those of `sharding.messages`, padding included. Bytes are counted per link level, as in
 `topology.shard_collectives`, and averaged over the ranks of the group.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kernels.codec.formats import FORMATS
 from topology.layout import Layout
-from topology.links import Stage
+from topology.links import Stage, all_gather_stages
 from torchtitan_scape.core.workloads import Shape, Shapes, Workload
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
@@ -246,6 +246,29 @@ def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout) -> list[Stage]
             sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
     exchanges = 2 * -(-len(parts) // len(group))
     return [Stage(one.level, exchanges * one.rounds, sent[one.level]) for one in _exchange_stages([group], 0.0, layout)]
+
+
+def gathered_matrices(optimizer: str, shapes: Shapes, layout: Layout) -> list[int]:
+    """Return the bytes per rank of each all-gather of matrices that replicas divide; [] if there are none.
+
+    Args:
+        shapes: Shapes of whole parameters.
+    """
+    ranks, replicas = len(layout.shard_group(0)), layout.replicate
+    parts_of = get_optimizer_cost(optimizer).parts
+    if parts_of is None or replicas == 1:
+        return []
+    sizes = [int(nbytes) for _, nbytes in parts_of(shapes, ranks)]
+    per_replica = [sum(sizes[first : first + ranks]) for first in range(0, len(sizes), ranks)]
+    rounds = [per_replica[first : first + replicas] for first in range(0, len(per_replica), replicas)]
+    return [-(-max(part) // _ALIGNED) * _ALIGNED for part in rounds]
+
+
+def gather_stages(optimizer: str, shapes: Shapes, layout: Layout) -> list[Stage]:
+    """Return the stages of these all-gathers."""
+    tiers = [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))]
+    gathers = gathered_matrices(optimizer, shapes, layout)
+    return [stage for nbytes in gathers for stage in all_gather_stages(tiers, nbytes)]
 
 
 def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:

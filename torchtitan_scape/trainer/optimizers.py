@@ -4,22 +4,29 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 
 from kernels import choose_backend
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica, SimulatedReplicas
-from topology.layout import simulated_layout
+from topology.layout import Layout, simulated_layout
+from topology.links import Links
 from topology.process_groups import collectives_of
 from topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.planner.step import divides_matrices
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
+from torchtitan_scape.report.forecast import method_of
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import holder_of
@@ -90,6 +97,7 @@ def build_optimizers(
     layout, staged = simulated_layout(groups.layout, simulated), len(replicas.endpoints[0].levels)
     options = options.resolve_for_links(shapes, layout, dist.get_rank(), staged)
     entry.method.prepare_model(model, options)
+    share = None if levels is not None else _share_of(job_config, groups.layout, replicas)
     optimizer = ReplicaOptimizer(
         partial(
             OPTIMIZERS[optimizer_config.name].make,
@@ -100,6 +108,7 @@ def build_optimizers(
             implementation=optimizer_config.implementation,
             kernels=sync.kernels,
             count=count,
+            share=share,
             **({"allocate_state": False} if entry.method.holds_optimizer_state else {}),
         ),
         entry.method,
@@ -125,6 +134,20 @@ def build_optimizers(
 
 def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
     ledger.count_all_to_all_uneven(rank_group, [times * size for size in sizes], UPDATE)
+
+
+def _share_of(job_config: JobConfig, layout: Layout, replicas: Replicas) -> ReplicaShare | None:
+    """Return the division of the optimizer's matrices among replicas if the planner finds it faster, else None."""
+    collectives = replicas.all
+    if job_config.topology.simulate_replicas > 1 or not divides_matrices(
+        method_of(job_config), workload_of(job_config).shapes(), layout, Links.from_machine(layout.machine)
+    ):
+        return None
+
+    def all_gather(output: Tensor, input: Tensor) -> None:
+        collectives.all_gather(output.view(torch.uint8), input.view(torch.uint8), kind="matrices").wait()
+
+    return ReplicaShare(collectives.replicas, collectives.replica, all_gather)
 
 
 def _replicas(groups: ReplicaGroups, simulated: int, is_linear: bool) -> Replicas:

@@ -56,6 +56,7 @@ class ScapeCost:
 
     options: CostOptions
     includes_optimizer = True
+    per_replica_weights = False
     supports_overlap = False
 
     # ------------------------------------------------------------------------------- derived options

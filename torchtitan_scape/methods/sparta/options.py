@@ -81,6 +81,7 @@ class SpartaCost(GradientCost):
     """One all-reduce of a block group per step."""
 
     options: SpartaOptions
+    per_replica_weights = True
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
