@@ -42,7 +42,9 @@ def test_a_run_without_progress_ends_early(pool2: Pool, tmp_path: Path) -> None:
     assert (summary["steps"], summary["stopped_early"], summary["data_ran_out"]) == (6, True, False)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-6"]
     assert json.loads((tmp_path / "best.json").read_text())["checkpoint_step"] == 6
-    assert len(pool2(train, str(tmp_path), arguments)[0]["losses"]) == 2
+    assert pool2(train, str(tmp_path), arguments)[0]["losses"] == []
+    more = [*arguments, "--validation.patience=4"]
+    assert len(pool2(train, str(tmp_path), more)[0]["losses"]) == 2
 
 
 @pytest.mark.parametrize("layout", ["1x2", "2x1"])

@@ -14,24 +14,29 @@ FILE = "best.json"
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the contents of this dump folder's file, see `BestCheckpoint`. Raises ValueError if there is none."""
+    """Return `checkpoint_step` and `losses` of this dump folder's file, see `BestCheckpoint`.
+
+    Raises:
+        ValueError: There is no such file, or it cannot be read.
+    """
     try:
         found: dict[str, Any] = parse_json((folder / FILE).read_bytes())
         return {"checkpoint_step": found["checkpoint_step"], "losses": found["losses"]}
     except (OSError, ValueError, TypeError, KeyError):
-        raise ValueError(f"{folder / FILE} is missing or cannot be read: no validation was noted there") from None
+        raise ValueError(f"{folder / FILE} is missing or cannot be read: it has no validation losses") from None
 
 
 class BestCheckpoint:
-    """What validations of a run have found so far. Rank 0 keeps it.
+    """Validation losses of a run, on rank 0.
 
-    The file has `step` and `validation_loss`, of all validations; `checkpoint_step` and `checkpoint_loss`, of those
-    whose step was saved, null where none was; `validation`, what was validated on; and `losses`, a row of step, loss
-    and whether it was saved for each. A resumed run forgets what lay beyond the step it goes on from.
+    The file contains the step and loss of the best validation (`step`, `validation_loss`) and of the best one whose
+    step was saved (`checkpoint_step`, `checkpoint_loss`, null without a checkpoint); `validation`, a description of the
+    validation data; and `losses`, a row of step, loss and "saved" for each validation. A resumed run removes rows of
+    later steps than its checkpoint.
 
     Args:
-        folder: the dump folder.
-        validation: what losses have to have in common to be compared.
+        folder: The dump folder.
+        validation: Description of the validation data. Losses of other data are not compared.
     """
 
     def __init__(self, folder: Path, validation: dict[str, Any]) -> None:
@@ -47,31 +52,32 @@ class BestCheckpoint:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError):
-            logger.warning(f"{self.path} cannot be read, and begins anew")
+            logger.warning(f"{self.path} cannot be read; it is replaced at the next validation")
             return []
 
     def checkpoint_step(self) -> int | None:
-        """The step of the checkpoint with the lowest loss."""
+        """Return the step of the checkpoint with the lowest loss, or None without a checkpoint."""
         saved = [(loss, step) for step, loss, saved in self._losses if saved]
         return min(saved)[1] if saved else None
 
-    def validations_since_best(self) -> int:
-        """Return the number of validations after the one with the lowest loss."""
-        rows = sorted(self._losses)
+    def validations_since_best(self, step: int) -> int:
+        """Return the number of validations up to `step` after the one with the lowest loss."""
+        rows = sorted(row for row in self._losses if row[0] <= step)
         best = min(range(len(rows)), key=lambda i: rows[i][1], default=0)
         return max(0, len(rows) - 1 - best)
 
     def note(self, step: int, loss: float, saved: bool, begun: int) -> None:
-        """Adds a validation, and writes the file, as a whole or not at all.
+        """Add a validation, and replace the file atomically.
 
         Args:
-            saved: a checkpoint of this step has been written, or is being.
-            begun: the step that this run has gone on from, 0 for none: its checkpoint is there.
+            saved: Whether a checkpoint of this step is written.
+            begun: Step of the checkpoint from which this run started, 0 for none.
         """
         if not self._noted:
             self._losses = [[at, of, saved or at == begun] for at, of, saved in self._losses if at <= begun]
             self._noted = True
-        self._losses = [row for row in self._losses if row[0] != step]  # told again: it was saved after all
+        # A step may be validated again, when it is saved at the end.
+        self._losses = [row for row in self._losses if row[0] != step]
         if math.isfinite(loss):
             self._losses.append([step, loss, saved])
         if not self._losses:
@@ -89,5 +95,5 @@ class BestCheckpoint:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(found, indent=1) + "\n")
-        except OSError as error:  # no reason to end a run
+        except OSError as error:  # training can continue without the file
             logger.warning(f"{self.path} cannot be written ({error.strerror})")

@@ -299,6 +299,8 @@ class ScapeTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Return TorchTitan's decision, or raise StoppedEarly if the ranks agreed to stop, all at the same step."""
+        if self.steps_taken == 0:  # a run that ended early and is started again
+            self.stopped_early = self._out_of_patience(self.step)
         more = super().should_continue_training() and not self.stopped_early
         if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
             self._check_replicas()
@@ -317,10 +319,17 @@ class ScapeTrainer(Trainer):
             ended = self.ran_out or self.stopped_early
             saved = self.checkpointer.saves_at(step, ended or step == self.job_config.training.steps)
             self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
-        if (patience := self.job_config.validation.patience) and self.steps_taken:
-            since = self.best.validations_since_best() if dist.get_rank() == 0 else 0
-            reached = torch.tensor(float(since >= patience), device=self.replica_optimizer.grad_norm.device)
-            self.stopped_early = self.replica_optimizer.collectives.sum_over_all(reached).item() > 0
+        if self.steps_taken:
+            self.stopped_early = self._out_of_patience(step)
+
+    def _out_of_patience(self, step: int) -> bool:
+        """Return whether the last `validation.patience` validations up to `step` found no lower loss. Collective."""
+        patience = self.job_config.validation.patience
+        if not patience or not self.job_config.validation.enable:
+            return False
+        since = self.best.validations_since_best(step) if dist.get_rank() == 0 else 0
+        reached = torch.tensor(float(since >= patience), device=self.replica_optimizer.grad_norm.device)
+        return bool(self.replica_optimizer.collectives.sum_over_all(reached).item() > 0)
 
     def _check_replicas(self) -> None:
         """Run the consistency check, before every checkpoint and at its interval."""
