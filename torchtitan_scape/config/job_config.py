@@ -17,6 +17,7 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.titan.config import Checkpoint as TitanCheckpoint
 from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
+from torchtitan_scape.titan.config import Optimizer as TitanOptimizer
 from torchtitan_scape.titan.config import Training as TitanTraining
 from torchtitan_scape.titan.config import Validation as TitanValidation
 
@@ -125,6 +126,18 @@ class Checkpoint(TitanCheckpoint):
 
     def __post_init__(self) -> None:
         check_section(self, "checkpoint")
+
+
+@dataclass
+class Optimizer(TitanOptimizer):
+    """[optimizer]: the optimizer and its rates. TorchTitan's keys, and `decay_exclude`."""
+
+    decay_exclude: Literal["none", "vectors"] = "none"
+    """Parameters without weight decay: "vectors" are those of one dimension, such as norms and biases. Megatron-LM
+    excludes these; the papers' recipes exclude nothing"""
+
+    def __post_init__(self) -> None:
+        check_section(self, "optimizer")
 
 
 @dataclass
@@ -243,6 +256,7 @@ class JobConfig(TitanJobConfig):
     """TorchTitan's configuration with this project's sections; [model], [checkpoint] and [validation] are extended."""
 
     model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)

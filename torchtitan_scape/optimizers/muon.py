@@ -44,7 +44,8 @@ class Muon(Optimizer):
     parameter without a gradient is not changed; the gradient must then be missing on all ranks of the replica.
 
     Args:
-        params: (name, parameter), all in one group; plain tensors or DTensors, which may be sharded by rows.
+        params: (name, parameter), in one or several param groups; plain tensors or DTensors, which may be sharded by
+            rows.
         lr: Learning rate.
         betas: The first is also Muon's (Nesterov) momentum.
         eps: AdamW's epsilon. Muon uses PyTorch's, which prevents 0 / 0 for a zero gradient.
@@ -71,10 +72,12 @@ class Muon(Optimizer):
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        assert len(self.param_groups) == 1
         shards = collect_shards(self.param_groups)
         hidden = [shard for shard in shards if is_hidden(shard)]
-        rest = [shard.parameter for shard in shards if not is_hidden(shard)]
+        rest = [
+            [s.parameter for s in shards if s.group == i and not is_hidden(s)] for i in range(len(self.param_groups))
+        ]
+        self._rest_groups = [i for i, parameters in enumerate(rest) if parameters]
         if not hidden:
             raise ValueError(
                 f"Muon needs matrices of numbered layers, and none of {shards[0].name!r} to {shards[-1].name!r} is "
@@ -85,7 +88,10 @@ class Muon(Optimizer):
         self._exchange = MatrixExchange(_group_of(hidden), count)
         self._share = share or ReplicaShare()
         self._step_supports_amp_scaling = fused
-        self._adamw = torch.optim.AdamW(rest, fused=fused, foreach=foreach) if rest else None
+        self._adamw = None
+        if self._rest_groups:
+            groups = [{"params": rest[i]} for i in self._rest_groups]
+            self._adamw = torch.optim.AdamW(groups, fused=fused, foreach=foreach)
         for shard in shards:
             parameter = shard.parameter
             step = torch.zeros((), dtype=torch.float32, device=local(parameter).device if fused else "cpu")
@@ -107,34 +113,34 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        (group,) = self.param_groups
         found_inf = getattr(self, "found_inf", None)
         applied = None if found_inf is None else found_inf == 0
         present = [s for s in self._hidden if s.parameter.grad is not None]
         together = self._exchange.ranks * self._share.replicas
         for first in range(0, len(present), together):
-            self._step_of(present[first : first + together], group, applied)
+            self._step_of(present[first : first + together], applied)
         if self._adamw is not None:
             if found_inf is not None:
                 self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
             self._adamw.state = self.state
-            rates = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-            self._adamw.param_groups[0].update(rates)
+            for own, i in zip(self._adamw.param_groups, self._rest_groups, strict=True):
+                own.update({key: self.param_groups[i][key] for key in ("lr", "betas", "eps", "weight_decay")})
             self._adamw.step()
         return loss
 
-    def _step_of(self, shards: Sequence[Shard], group: dict[str, Any], applied: Tensor | None) -> None:
+    def _step_of(self, shards: Sequence[Shard], applied: Tensor | None) -> None:
         """Update at most as many matrices as there are ranks in all replicas that share the work.
 
         Args:
             applied: bool (); if False, nothing changes. None for True.
         """
-        lr, momentum, ranks = group["lr"], group["betas"][0], self._exchange.ranks
+        ranks = self._exchange.ranks
         parts = [shards[first : first + ranks] for first in range(0, len(shards), ranks)]
         own = parts[self._share.replica] if self._share.replica < len(parts) else []
         directions = []
         for shard in shards:
             gradient, state = local(shard.parameter.grad), self.state[shard.parameter]  # type: ignore[arg-type]
+            momentum = self.param_groups[shard.group]["betas"][0]
             with _masked(local(state["exp_avg"]), applied) as average:
                 average.lerp_(gradient, 1 - momentum)
             if shard in own:
@@ -147,8 +153,9 @@ class Muon(Optimizer):
             shards, self._share.gather(directions, local_shapes, shards[0].device), strict=True
         ):
             with _masked(local(shard.parameter).detach(), applied) as weight:
-                weight.mul_(1 - lr * group["weight_decay"])
-                weight.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shard.parameter.shape)))
+                group = self.param_groups[shard.group]
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(shard.parameter.shape)))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

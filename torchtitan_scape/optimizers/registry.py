@@ -1,10 +1,11 @@
 """Registry of the optimizers that `[optimizer] name` can select, and of their states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from topology.layout import Layout
@@ -32,6 +33,14 @@ class OptimizerEntry:
     make: Callable[..., Optimizer]
     moments: Callable[[Shard], tuple[str, ...]]
     on_matrices: bool = False
+
+
+def decay_groups(named: Sequence[tuple[str, Tensor]], exclude: str) -> list[dict[str, Any]]:
+    """Return the param groups for `[optimizer] decay_exclude`: one, or a second one without weight decay."""
+    vectors = [(name, p) for name, p in named if exclude == "vectors" and p.ndim < 2]
+    names = {name for name, _ in vectors}
+    groups: list[dict[str, Any]] = [{"params": [(name, p) for name, p in named if name not in names]}]
+    return groups + ([{"params": vectors, "weight_decay": 0.0}] if vectors else [])
 
 
 def _adamw(named: Any, *, implementation: str, kernels: str, count: Any, share: Any = None, **rates: Any) -> Optimizer:

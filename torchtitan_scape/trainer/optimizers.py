@@ -18,12 +18,12 @@ from topology.links import Links
 from topology.process_groups import collectives_of
 from topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
-from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.job_config import JobConfig, Optimizer, options_of
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
-from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.optimizers.registry import OPTIMIZERS, decay_groups
 from torchtitan_scape.planner.step import divides_matrices
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
 from torchtitan_scape.report.forecast import method_of
@@ -32,7 +32,6 @@ from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import holder_of
 from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.titan.components import OptimizersContainer
-from torchtitan_scape.titan.config import Optimizer as OptimizerConfig
 from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
 
@@ -62,7 +61,7 @@ class TitanOptimizers(OptimizersContainer):
 
 def build_optimizers(
     model_parts: list[nn.Module],
-    optimizer_config: OptimizerConfig,
+    optimizer_config: Optimizer,
     parallel_dims: ParallelDims,
     *,
     job_config: JobConfig,
@@ -98,9 +97,12 @@ def build_optimizers(
     options = options.resolve_for_links(shapes, layout, dist.get_rank(), staged)
     entry.method.prepare_model(model, options)
     share = None if levels is not None else _share_of(job_config, groups.layout, replicas)
+    state: dict[str, Any] = {"allocate_state": False} if entry.method.holds_optimizer_state else {}
     optimizer = ReplicaOptimizer(
         partial(
-            OPTIMIZERS[optimizer_config.name].make,
+            _make_optimizer,
+            optimizer_config.name,
+            optimizer_config.decay_exclude,
             lr=optimizer_config.lr,
             betas=(optimizer_config.beta1, optimizer_config.beta2),
             eps=optimizer_config.eps,
@@ -109,7 +111,7 @@ def build_optimizers(
             kernels=sync.kernels,
             count=count,
             share=share,
-            **({"allocate_state": False} if entry.method.holds_optimizer_state else {}),
+            **state,
         ),
         entry.method,
         options,
@@ -134,6 +136,12 @@ def build_optimizers(
 
 def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequence[int]) -> None:
     ledger.count_all_to_all_uneven(rank_group, [times * size for size in sizes], UPDATE)
+
+
+def _make_optimizer(
+    name: str, decay_exclude: str, named: Sequence[tuple[str, Tensor]], **arguments: Any
+) -> torch.optim.Optimizer:
+    return OPTIMIZERS[name].make(decay_groups(named, decay_exclude), **arguments)
 
 
 def _share_of(job_config: JobConfig, layout: Layout, replicas: Replicas) -> ReplicaShare | None:
