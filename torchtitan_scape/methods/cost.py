@@ -22,6 +22,7 @@ class GradientCost:
     per_replica_weights: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
+    extra_orthogonalizations: float = 0.0
     # Kinds of memory that a process with simulated replicas allocates once per replica.
     per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages", "chunks in flight")
 

@@ -25,6 +25,8 @@ class MethodCost(Protocol):
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
         supports_overlap: The exchange can run during the last backward pass of a step.
         scalar_reductions: All-reduces of a scalar that a step waits for.
+        extra_orthogonalizations: Orthogonalizations of Muon's matrices per step besides Muon's own, with a sum of steps
+            of these matrices as a state.
     """
 
     @property
@@ -38,6 +40,9 @@ class MethodCost(Protocol):
 
     @property
     def scalar_reductions(self) -> int: ...
+
+    @property
+    def extra_orthogonalizations(self) -> float: ...
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0

@@ -84,7 +84,7 @@ class Muon(Optimizer):
                 "one; set [optimizer] name = 'AdamW'"
             )
         # Sorted by size, so that matrices exchanged together take about the same time.
-        self._hidden = sorted(hidden, key=lambda shard: -shard.entries)
+        self.hidden = sorted(hidden, key=lambda shard: -shard.entries)
         self._exchange = MatrixExchange(_group_of(hidden), count)
         self._share = share or ReplicaShare()
         self._step_supports_amp_scaling = fused
@@ -115,7 +115,7 @@ class Muon(Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
         applied = None if found_inf is None else found_inf == 0
-        present = [s for s in self._hidden if s.parameter.grad is not None]
+        present = [s for s in self.hidden if s.parameter.grad is not None]
         together = self._exchange.ranks * self._share.replicas
         for first in range(0, len(present), together):
             self._step_of(present[first : first + together], applied)
@@ -127,6 +127,22 @@ class Muon(Optimizer):
                 own.update({key: self.param_groups[i][key] for key in ("lr", "betas", "eps", "weight_decay")})
             self._adamw.step()
         return loss
+
+    @property
+    def exchange_ranks(self) -> int:
+        """Number of ranks over which every matrix is sharded."""
+        return self._exchange.ranks
+
+    def orthogonalize(self, shards: Sequence[Shard], matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Return matrices orthogonalized, BF16. Collective over the ranks of the replica.
+
+        Args:
+            shards: At most `exchange_ranks` shards.
+            matrices: This rank's rows of a matrix for each shard.
+        """
+        directions = [matrix.bfloat16() for matrix in matrices]
+        self._exchange.work(directions, [shard.parameter.shape for shard in shards], orthogonalized)
+        return directions
 
     def _step_of(self, shards: Sequence[Shard], applied: Tensor | None) -> None:
         """Update at most as many matrices as there are ranks in all replicas that share the work.
@@ -147,7 +163,7 @@ class Muon(Optimizer):
                 directions.append(gradient.lerp(average, momentum).bfloat16())
             state["step"] += 1 if applied is None else applied.to(state["step"].device)
         if own:
-            self._exchange.work(directions, [shard.parameter.shape for shard in own], orthogonalized)
+            directions = self.orthogonalize(own, directions)
         local_shapes = [[shard.local_shape for shard in part] for part in parts]
         for shard, direction in zip(
             shards, self._share.gather(directions, local_shapes, shards[0].device), strict=True
@@ -155,7 +171,12 @@ class Muon(Optimizer):
             with _masked(local(shard.parameter).detach(), applied) as weight:
                 group = self.param_groups[shard.group]
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(shard.parameter.shape)))
+                weight.add_(direction, alpha=-group["lr"] * step_scale(shard))
+
+
+def step_scale(shard: Shard) -> float:
+    """Return the factor by which an orthogonalized matrix is multiplied besides the learning rate."""
+    return 0.2 * math.sqrt(max(shard.parameter.shape))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

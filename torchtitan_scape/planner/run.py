@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from topology.calls import CollectiveCall
 from topology.ring_bytes import LevelSize
-from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload
+from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload, count_entries
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.optimizers.cost import get_optimizer_cost
+from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,15 @@ class PlannedRun:
             shapes: Shapes of whole parameters.
             ranks: Ranks of a replica.
         """
-        flops = get_optimizer_cost(self.optimizer).flops
-        return 0.0 if flops is None or self.options.cost().includes_optimizer else flops(shapes, ranks)
+        flops, cost = get_optimizer_cost(self.optimizer).flops, self.options.cost()
+        if flops is None or cost.includes_optimizer:
+            return 0.0
+        return (1.0 + cost.extra_orthogonalizations) * flops(shapes, ranks)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of parameters, gradients and all states on a rank's device, by kind."""
         kinds = self._optimizer_memory(model) | self.options.cost().device_memory(model, replicas)
+        kinds |= self._round_memory(model, replicas)
         if self.overlap and replicas > 1:
             # All chunks are in flight at once: the gradients, and the quantization errors if these are kept.
             kinds["chunks in flight"] = (8.0 if "residual" in kinds else 4.0) * model.entries
@@ -87,7 +90,8 @@ class PlannedRun:
 
     def simulated_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of a process that simulates all replicas, by kind, without activations and FSDP's copy."""
-        return self.options.cost().simulated_memory(model, replicas, self._optimizer_memory(model))
+        kinds = self.options.cost().simulated_memory(model, replicas, self._optimizer_memory(model))
+        return kinds | {kind: replicas * nbytes for kind, nbytes in self._round_memory(model, replicas).items()}
 
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes in host memory, by kind."""
@@ -96,6 +100,12 @@ class PlannedRun:
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that (the packing pass, the other passes) copy between device and host."""
         return self.options.cost().host_link_traffic(model, replicas)
+
+    def _round_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the bytes of the sum of a round's steps."""
+        if replicas == 1 or self.optimizer != "Muon" or not self.options.cost().extra_orthogonalizations:
+            return {}
+        return {"round steps": 4.0 * count_entries(hidden_shapes(model.shapes))}
 
     def _optimizer_memory(self, model: LocalModel) -> dict[str, float]:
         if self.options.cost().includes_optimizer:

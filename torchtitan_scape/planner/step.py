@@ -250,7 +250,9 @@ def predict(
         traffic = sum(stage_seconds(stages, links))
     else:
         traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
-    matrices = matrix_stages(run.optimizer, workload.shapes(), layout)
+    matrices = matrix_stages(
+        run.optimizer, workload.shapes(), layout, 1.0 + run.options.cost().extra_orthogonalizations
+    )
     if divided:
         matrices += gather_stages(run.optimizer, workload.shapes(), layout)
     predicted = predict_step(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from topology.layout import Layout
-from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.models.registry import workload_of
@@ -160,7 +160,8 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
     optimizer, shapes = trainer.job_config.optimizer.name, workload_of(trainer.job_config).shapes()
-    for stage in matrix_stages(optimizer, shapes, trainer.layout):
+    times = 1.0 + options_of(trainer.job_config.sync).cost().extra_orthogonalizations
+    for stage in matrix_stages(optimizer, shapes, trainer.layout, times):
         sent[stage.level, UPDATE] = stage.sent
     return sent
 

@@ -228,13 +228,14 @@ def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     return [Stage(call.stage.level, call.times * call.stage.rounds, call.times * call.stage.sent) for call in calls]
 
 
-def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout) -> list[Stage]:
+def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout, times: float = 1.0) -> list[Stage]:
     """Return the stages of the optimizer's matrix exchange between the ranks of a replica, averaged over ranks.
 
     Each rank receives one whole matrix at a time and returns its parts. Other optimizers exchange nothing.
 
     Args:
         shapes: Shapes of whole parameters.
+        times: Exchanges of every matrix per step.
     """
     group, parts_of = layout.shard_group(0), get_optimizer_cost(optimizer).parts
     if parts_of is None or len(group) == 1:
@@ -245,7 +246,8 @@ def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout) -> list[Stage]
         for rank in (rank for rank in group if rank != group[owner]):
             sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
     exchanges = 2 * -(-len(parts) // len(group))
-    return [Stage(one.level, exchanges * one.rounds, sent[one.level]) for one in _exchange_stages([group], 0.0, layout)]
+    stages = _exchange_stages([group], 0.0, layout)
+    return [Stage(one.level, times * exchanges * one.rounds, times * sent[one.level]) for one in stages]
 
 
 def gathered_matrices(optimizer: str, shapes: Shapes, layout: Layout) -> list[int]:

@@ -57,6 +57,7 @@ class ScapeCost:
     options: CostOptions
     includes_optimizer = True
     per_replica_weights = False
+    extra_orthogonalizations = 0.0
     supports_overlap = False
 
     # ------------------------------------------------------------------------------- derived options

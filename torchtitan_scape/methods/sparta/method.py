@@ -28,6 +28,8 @@ from torchtitan_scape.methods.sparta.options import (
     SpartaOptions,
     slices_of_group,
 )
+from torchtitan_scape.methods.sparta.round_steps import RoundSteps
+from torchtitan_scape.optimizers.muon import Muon
 
 
 class _GroupChunk(NamedTuple):
@@ -36,12 +38,16 @@ class _GroupChunk(NamedTuple):
     Attributes:
         thetas: views of the parameters.
         owner_error: views of the owner's error; empty if it is not a separate state.
+        matrices: positions of the views that belong to Muon's matrices.
+        round_steps: views of the round's steps of these.
     """
 
     entries: int
     anchors: list[Tensor]
     thetas: list[Tensor]
     owner_error: list[Tensor]
+    matrices: list[int]
+    round_steps: list[Tensor]
 
 
 class Sparta(LocalMethod):
@@ -64,6 +70,8 @@ class Sparta(LocalMethod):
     lower loss with 4 replicas, and the second with 8 and 16. If the replicas of a node are summed before they are
     encoded, E_i belongs to the sum, is stored on one rank, and is part of the separate state.
 
+    With Muon, the sum of the steps of a round is orthogonalized again, see `RoundSteps`.
+
     A group is divided into the same chunks in every step, including the warm-up, so that the owners never change.
     """
 
@@ -76,6 +84,9 @@ class Sparta(LocalMethod):
             self._codec = block_code(choose_backend(context.kernels, context.shards[0].device), options.code, BLOCK)
             if self.collectives.replicas > OWNER_ERROR_ABOVE:
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        self._round: RoundSteps | None = None
+        if options.orthogonalize and isinstance(context.optimizer, Muon) and self.collectives.replicas > 1:
+            self._round = RoundSteps(context.optimizer, context.shards, self._anchors)
         warmup = options.warmup_steps if options.warmup_steps >= 0 else context.total_steps // 20
         # Number of groups in each step of the warm-up, and the first group of each step.
         self._group_counts = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
@@ -94,6 +105,15 @@ class Sparta(LocalMethod):
         groups = range(self.options.interval) if flush else self.block_groups(info.number)
         codec = None if flush else self._codec
         double_buffered(self._send(chunk, codec, info.applied) for group in groups for chunk in self._chunks_of(group))
+        if self._round is not None:
+            self._round.count_step(info.applied)
+            if flush or self._ends_round(groups):
+                self._round.finish_round(info.applied)
+
+    def _ends_round(self, groups: range) -> bool:
+        """Return whether the groups contain the last one of a round, whose number is a multiple of `interval`."""
+        interval = self.options.interval
+        return (groups.stop - 1) // interval > (groups.start - 1) // interval
 
     def states(self) -> list[State]:
         owner_error = (
@@ -101,12 +121,15 @@ class Sparta(LocalMethod):
             if self._owner_error
             else []
         )
-        return [State("anchor", self._anchors, per_replica=False, on_migration="model"), *owner_error]
+        round_states = self._round.states() if self._round else []
+        return [State("anchor", self._anchors, per_replica=False, on_migration="model"), *owner_error, *round_states]
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
         for error in self._owner_error.values():
             error.zero_()
+        if self._round is not None:
+            self._round.reset()
 
     def density(self) -> float:
         return 1.0 / self.options.interval
@@ -123,7 +146,11 @@ class Sparta(LocalMethod):
         for chunk in chunks:
             views = [view for s in chunk.slices for view in self._views(slices[s.tensor], s)]
             anchors, thetas, *owner_error = (list(each) for each in zip(*views, strict=True))
-            built.append(_GroupChunk(chunk.entries, anchors, thetas, *owner_error or [[]]))
+            steps = [view for s in chunk.slices for view in self._round_views(slices[s.tensor], s)]
+            matrices = [i for i, view in enumerate(steps) if view is not None]
+            round_steps = [view for view in steps if view is not None]
+            errors = owner_error[0] if owner_error else []
+            built.append(_GroupChunk(chunk.entries, anchors, thetas, errors, matrices, round_steps))
         return built
 
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
@@ -137,8 +164,20 @@ class Sparta(LocalMethod):
         """Yield a chunk's views of (anchor, parameter, owner's error): full blocks, then a shorter last one."""
         shard = self.context.shards[group_slice.shard]
         tensors = [self._anchors[shard.name], stored(shard.parameter).detach()]
-        flats = [each.view(-1) for each in (*tensors, *([self._owner_error[shard.name]] if self._owner_error else ()))]
-        end, begin, rows = shard.size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
+        return self._views_of(
+            [*tensors, *([self._owner_error[shard.name]] if self._owner_error else ())], group_slice, s
+        )
+
+    def _round_views(self, group_slice: GroupSlice, s: Slice) -> Iterator[Tensor | None]:
+        """Yield the corresponding views of the round's steps, None for parameters without any."""
+        shard = self.context.shards[group_slice.shard]
+        step = self._round.steps.get(shard.name) if self._round else None
+        views = self._views_of([self._anchors[shard.name] if step is None else step], group_slice, s)
+        return (None if step is None else view for (view,) in views)
+
+    def _views_of(self, tensors: list[Tensor], group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
+        flats, size = [each.view(-1) for each in tensors], tensors[0].numel()
+        end, begin, rows = size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
         if rows:
             blocks = (flat[:end].view(-1, BLOCK)[group_slice.first :: self.options.interval] for flat in flats)
             yield [each[begin : begin + rows] for each in blocks]
@@ -166,6 +205,11 @@ class Sparta(LocalMethod):
         def finish() -> None:
             anchor, theta = _gather(chunk.anchors, size), _gather(chunk.thetas, size)
             shared = anchor - values
+            if chunk.round_steps:
+                change = torch.zeros_like(values)
+                masked_copy_(change, values, applied)
+                views = _block_views(change, chunk.anchors)
+                torch._foreach_add_(chunk.round_steps, [views[i] for i in chunk.matrices])
             masked_copy_(anchor, shared, applied)
             masked_copy_(
                 theta, shared if quantization_error is node_error else shared.sub_(quantization_error), applied

@@ -33,6 +33,10 @@ class SpartaOptions(MethodOptions):
     """Steps at the start that average more blocks: all in the first one, then exponentially fewer; 0 for none, -1 for
     5 % of training.steps"""
 
+    orthogonalize: bool = True
+    """With Muon, orthogonalize the sum of the mean steps of a round once more: the mean of orthogonalized steps is too
+    short in directions that differ between replicas. No effect with other optimizers"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         rule = "it must be 0 or more, or -1 for 5 % of training.steps"
@@ -82,6 +86,10 @@ class SpartaCost(GradientCost):
 
     options: SpartaOptions
     per_replica_weights = True
+
+    @property
+    def extra_orthogonalizations(self) -> float:  # type: ignore[override]
+        return 1.0 / self.options.interval if self.options.orthogonalize else 0.0
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
