@@ -277,7 +277,7 @@ def write_kernel(
     decay = rate(rates, tensor, DECAY)
     if COMPACT:
         # Differences are from decayed parameters in FP32: one that was rounded cannot be read again.
-        ROUNDED: tl.constexpr = CHANGES and DTYPE != tl.float32
+        ROUNDED: tl.constexpr = CHANGES and DTYPE != tl.float32  # noqa: SIM300
         if DECAYS:
             parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
             decayed = (parameter - parameter * decay).to(DTYPE)

@@ -137,8 +137,8 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
         yield markdown(rows)
     if rows := [row for result in passes for row in pass_rows(result)]:
         yield (
-            f"Streaming passes are meant to reach {100 * TARGETS['share']:.0f} % of a copy. Bytes are those that a pass "
-            "must move; entries that are scattered in a tensor count as whole sectors of 32 bytes."
+            f"Streaming passes are meant to reach {100 * TARGETS['share']:.0f} % of a copy. Bytes are those that a "
+            "pass must move; entries that are scattered in a tensor count as whole sectors of 32 bytes."
         )
         yield markdown(rows)
     if codes := results.get("codes"):

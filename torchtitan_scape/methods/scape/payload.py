@@ -42,9 +42,7 @@ def payload_entries(
     return -(-masked // size_multiple) * size_multiple + sum(dense_sizes(shapes))
 
 
-def sector_bytes(
-    shapes: Shapes, density: float, nbytes: int = 4, block: int = 1024, selection: str = "block"
-) -> float:
+def sector_bytes(shapes: Shapes, density: float, nbytes: int = 4, block: int = 1024, selection: str = "block") -> float:
     """Return the bytes that move if a pass reads, or writes, the entries of a mask in tensors of `nbytes` per entry.
 
     Memory moves whole sectors. A sector of s entries moves unless the mask contains none of them: with probability
