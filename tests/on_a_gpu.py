@@ -74,7 +74,9 @@ class TrainingOnAGpu(AsOnAGpu):
             return func(*args, **kwargs)
         to = [*args[1:], kwargs.get("device")] if func == Tensor.to else []
         if self.asking and any(isinstance(d, torch.device) and d == self.DEVICE for d in to):
-            assert kwargs.get("non_blocking") or isinstance(args[0], HostTensor), "a copy from memory that is not pinned waits for the device"
+            assert kwargs.get("non_blocking") or isinstance(args[0], HostTensor), (
+                "a copy from memory that is not pinned waits for the device"
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -10,7 +10,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 # Bytes of registers that a thread may keep in memory, by package and kernel, block size (0 for none) and target, with
 # any supported version of Triton. All other kernels must not spill.
-SPILL_LIMITS: dict[tuple[str, int, str], int] = {}
+SPILL_LIMITS: dict[tuple[str, int, str], int] = {
+    ("scape.pack_kernel", 32768, "cuda:90"): 4500,
+    ("scape.pack_kernel", 32768, "hip:gfx90a"): 512,
+    ("scape.pack_kernel", 8, "cuda:90"): 16,
+    ("scape.update_kernel", 32768, "cuda:90"): 120,
+    ("scape.write_kernel", 32768, "cuda:90"): 8,
+    ("scape.owned_update_kernel", 32768, "cuda:90"): 8,
+}
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.\w+|::\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 _PTX_ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]*")
 _AMD_ACCESS = re.compile(r"\b(?:global|flat|buffer)_(load|store)_(dwordx\d|dword|\w*short|\w*byte)\w*")
