@@ -15,8 +15,9 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("scape.pack_kernel", 32768, "hip:gfx90a"): 512,
     ("scape.pack_kernel", 8, "cuda:90"): 16,
     ("scape.update_kernel", 32768, "cuda:90"): 120,
-    ("scape.write_kernel", 32768, "cuda:90"): 8,
+    ("scape.write_kernel", 32768, "cuda:90"): 16,
     ("scape.owned_update_kernel", 32768, "cuda:90"): 8,
+    ("topk.components_kernel", 0, "cuda:90"): 16,
 }
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.\w+|::\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 _PTX_ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]*")
