@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchtitan_scape.data.read_ahead import HostTensor
+
 # Operations that read values or their number on the host, or copy from memory that is not pinned.
 WAITS: set[Callable[..., Any]] = {
     Tensor.item,
@@ -56,6 +58,26 @@ class AsOnAGpu(TorchFunctionMode):
         self.asking = False
         yield
         self.asking = True
+
+
+class TrainingOnAGpu(AsOnAGpu):
+    """The same for a whole training step on `DEVICE`.
+
+    A tensor that is made without a device is on the host; only a `HostTensor` is copied to the device without a wait.
+    """
+
+    DEVICE = torch.device("cpu", 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        to = [*args[1:], kwargs.get("device")] if func == Tensor.to else []
+        if self.asking and any(isinstance(d, torch.device) and d == self.DEVICE for d in to):
+            assert kwargs.get("non_blocking") or isinstance(args[0], HostTensor), (
+                "a copy from memory that is not pinned waits for the device"
+            )
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def waits_here(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:

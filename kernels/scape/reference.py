@@ -50,13 +50,16 @@ def set_positions(bits: Tensor, nnz: int) -> Tensor:
     return torch.nonzero_static(bits, size=nnz).view(-1)
 
 
-def offsets_to_mask(offsets: Tensor, block_size: int) -> Tensor:
+def offsets_to_mask(offsets: Tensor, block_size: int, count: int | None = None) -> Tensor:
     """Return the packed mask of whole blocks, uint8 (blocks * block_size / 8,), of in-block offsets (blocks, k).
 
-    Repeated offsets set the same bit.
+    Repeated offsets set the same bit. With `count`, bits after the first `count` are zero.
     """
     bits = torch.zeros(offsets.shape[0], block_size, dtype=torch.bool, device=offsets.device)
-    return pack_bits(bits.scatter_(1, offsets, True).view(-1))
+    bits = bits.scatter_(1, offsets, True).view(-1)
+    if count is not None:
+        bits[count:] = False
+    return pack_bits(bits)
 
 
 # ---------------------------------------------------------------------------------------------- selection
@@ -80,8 +83,8 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
         k: Entries per block, 1 <= k <= block_size.
 
     Returns:
-        int64 (ceil(n / block_size), k), ascending. A block with fewer than k entries selects all of them and repeats
-        the last one, so that the shape is static.
+        int64 (ceil(n / block_size), k), ascending and distinct. A block with fewer than k entries selects all of them
+        and the next positions, which are after the end of the tensor, so that the shape is static.
     """
     n = values.numel()
     blocks = -(-n // block_size)
@@ -92,7 +95,7 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
         keys[-1, tail:] = -1
     offsets = keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
     if tail < k:
-        offsets[-1].clamp_(max=tail - 1)  # missing entries have the largest offsets
+        offsets[-1] = torch.arange(k, device=values.device)
     return offsets
 
 

@@ -110,7 +110,7 @@ class TorchPasses(ScapePasses):
                 if selection.dtype == torch.int16:
                     selection[row : row + offsets.shape[0]] = offsets
                 else:
-                    packed = reference.offsets_to_mask(offsets, size)
+                    packed = reference.offsets_to_mask(offsets, size, some.numel())
                     selection[row * size // 8 :][: packed.numel()] = packed
 
     def _exclude_new(self, moment: Tensor, tensor: int, start: int) -> Tensor:

@@ -27,7 +27,10 @@ def code_at(block, run_blocks, run_bytes, code_bytes):
 
 @triton.jit(do_not_specialize=["count", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
 def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr):
-    """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`."""
+    """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`.
+
+    Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for gfx90a to a loop.
+    """
     number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = number < count
     block = number // k
@@ -36,13 +39,13 @@ def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_b
     words = wire.to(tl.pointer_type(tl.int32))
     start = code_at(block, run_blocks, run_bytes, code_bytes) * 8
     at = start + (offset >> low) + rank
-    tl.atomic_or(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
+    tl.atomic_add(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
     at = start + unary + rank * low
     end = at + low
     # The low bits may extend over two words.
     bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
-    tl.atomic_or(words + (at >> 5), bits.to(tl.int32), mask=inside & (at < end), sem="relaxed")
-    tl.atomic_or(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
+    tl.atomic_add(words + (at >> 5), bits.to(tl.int32), mask=inside & (at < end), sem="relaxed")
+    tl.atomic_add(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["blocks", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
@@ -60,7 +63,10 @@ def decode_offsets_kernel(
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Decode offsets into a mask of zeros. A program decodes ROWS blocks, with BYTES bytes of unary bits each."""
+    """Decode offsets into a mask of zeros. A program decodes ROWS blocks, with BYTES bytes of unary bits each.
+
+    The offsets of a block are distinct, so an addition sets their bits.
+    """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     byte = tl.arange(0, BYTES)[None, :]
     first = wire + code_at(block, run_blocks, run_bytes, code_bytes)
@@ -83,7 +89,7 @@ def decode_offsets_kernel(
             more = tl.load(first + (at >> 3) + i, mask=some & (shift + low > 8 * i), other=0).to(tl.int32)
             value = value | (more << (8 * i))
         position = block * BLOCK + ((high << low) | ((value >> shift) & ((1 << low) - 1)))
-        tl.atomic_or(words + (position >> 5), 1 << (position & 31).to(tl.int32), mask=some, sem="relaxed")
+        tl.atomic_add(words + (position >> 5), 1 << (position & 31).to(tl.int32), mask=some, sem="relaxed")
         bits = bits & (bits - 1)
         rank += 1
 

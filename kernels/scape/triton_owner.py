@@ -234,8 +234,9 @@ def owned_update_kernel(
         if CHANGES:
             copy = tl.load(copies + local, mask=inside, other=0.0).to(tl.float32)
             sent = changed_value - (copy - copy * decay)
-        tl.store(gradients + local, sent, mask=inside & changed)
-        tl.store(commons + local, moment, mask=inside & changed)
+        # Whole tiles: a mask of single entries would split the stores into words.
+        tl.store(gradients + local, tl.where(changed, sent, gh), mask=inside)
+        tl.store(commons + local, tl.where(changed, moment, common), mask=inside)
         if HAS_MASTER:
             tl.store(parameters + local, tl.where(changed, changed_value, value), mask=inside)
 
@@ -273,12 +274,19 @@ def write_kernel(
     masked = sparse & (in_use_masked != 0)
     used = mask_bytes(in_use, block, left, masked, ROWS, BYTES, BLOCK)
     parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
-    changed, decay = spread(used), rate(rates, tensor, DECAY)
-    if DECAYS:
-        parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-        decayed = parameter - parameter * decay
-        tl.store(parameters + local, decayed.to(DTYPE), mask=inside & ~changed)
+    decay = rate(rates, tensor, DECAY)
     if COMPACT:
+        # Differences are from decayed parameters in FP32: one that was rounded cannot be read again.
+        ROUNDED: tl.constexpr = CHANGES and DTYPE != tl.float32  # noqa: SIM300
+        if DECAYS:
+            parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+            decayed = (parameter - parameter * decay).to(DTYPE)
+            if ROUNDED:
+                tl.store(parameters + local, decayed, mask=inside & ~spread(used))
+            else:
+                # Whole tiles: a mask of single entries would split the stores into words.
+                tl.store(parameters + local, decayed, mask=inside)
+                tl.debug_barrier()  # other threads write the entries of the mask below
         base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
         wire += base
         at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
@@ -290,14 +298,20 @@ def write_kernel(
             value = tl.load(wire + position, mask=some, other=0.0).to(tl.float32)
             if CHANGES:
                 copy = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
-                value += copy - copy * decay
+                if ROUNDED or not DECAYS:
+                    copy -= copy * decay
+                value += copy
             tl.store(parameters + at, value.to(DTYPE), mask=some)
             bits = bits & (bits - 1)
             position += 1
     else:
+        changed = spread(used)
         gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
-        value = tl.load(gradients + local, mask=inside & changed, other=0.0)
+        parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(gradients + local, mask=inside, other=0.0)
+        decayed = parameter - parameter * decay
         if CHANGES:
-            copy = tl.load(parameters + local, mask=inside & changed, other=0.0).to(tl.float32)
-            value += copy - copy * decay
-        tl.store(parameters + local, value.to(DTYPE), mask=inside & changed)
+            value += decayed
+        if DECAYS:
+            parameter = decayed
+        tl.store(parameters + local, tl.where(changed, value, parameter).to(DTYPE), mask=inside)

@@ -25,6 +25,7 @@ COMPACT_TILE, COMPACT_WARP = 4096, 1024
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096  # entries per program of kernels over flat buffers
+_ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
 _CODED = 512  # bytes of unary bits that one program decodes
 
 
@@ -145,14 +146,14 @@ class TritonPasses(ScapePasses):
         bits = self.received_selections(received, density) if received is not None and not offsets else in_use
         launching.launch(
             triton_masks.rotate_kernel,
-            (-(-in_use.numel() // _FLAT),),
+            (-(-in_use.numel() // _ROTATED),),
             bits,
             in_use,
             previous,
             in_use.numel(),
             warps=4,
             HAS_BITS=bits is not in_use,
-            TILE=_FLAT,
+            TILE=_ROTATED,
         )
         if offsets:
             assert received is not None

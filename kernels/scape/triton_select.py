@@ -58,7 +58,7 @@ def store_bitmap(bitmap, bits, line, left, ROWS: tl.constexpr, BYTES: tl.constex
 def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
     """Store the indices of the set bits in ascending order, int16 (blocks, k).
 
-    A row with fewer than k set bits repeats the last one.
+    A row with fewer than k set bits has no others: the positions after them follow, as in `reference.select_blocks`.
     """
     rows, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
     counts = count_bits(bits)
@@ -69,7 +69,7 @@ def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.co
     while first < k:
         later = first + byte + tl.zeros_like(bits)
         unused = (later >= total) & (later < k) & (rows * BLOCK < left)
-        tl.store(at + later, (total - 1 + tl.zeros_like(bits)).to(tl.int16), mask=unused)
+        tl.store(at + later, later.to(tl.int16), mask=unused)
         first += BYTES
     left_over = tl.max(counts)
     while left_over > 0:

@@ -4,14 +4,12 @@
     python -m scripts.benchmarks.compile_kernels --target cuda:90 --quick
 
 The configurations are those of steps on small tensors, whose launches are recorded instead of run. Registers and spills
-are the compiler's. The exit code is 1 if a kernel does not compile.
+are the compiler's; atomics and the widest access of global memory are read from the assembly. The exit code is 1 if a
+kernel does not compile, has a compare-and-swap loop, or spills more than `assembly.SPILL_LIMITS`.
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels import TRITON_DTYPES, block_code, cosine_passes, tagc_passes, topk_passes
@@ -38,6 +35,7 @@ from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
 from kernels.tagc.sketch import Sketch
 from kernels.topk.cosine import Basis
+from scripts.benchmarks.assembly import amd_report, nvidia_report, regressions
 from scripts.common import RESULTS, guarded, markdown, parser, write
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.methods.topk.blocks import BlockGrid
@@ -72,6 +70,9 @@ SHARDED_STEPS: list[dict[str, Any]] = [
     dict(in_use=0.5),
     dict(dtype=torch.bfloat16),
     dict(rounds_values=True),
+    dict(sends_changes=True),
+    dict(sends_changes=True, in_use=0.5),
+    dict(sends_changes=True, dtype=torch.bfloat16),
     dict(rounds_values=True, in_use=0.5),
     dict(scaled=True, dtype=torch.bfloat16),
     dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
@@ -189,13 +190,15 @@ def _sharded_step(
     in_use: float | None = None,
     dtype: torch.dtype = torch.float32,
     rounds_values: bool = False,
+    sends_changes: bool = False,
     scaled: bool = False,
     staleness: Staleness | None = _STALENESS,
 ) -> None:
     """Launch the kernels of the sharded update; all others are those of `_scape_step`."""
     cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
     ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
-    owner = ShardedUpdate(ownership, 0, cpu, rounds_values=rounds_values or scaled, scaled=scaled)
+    values = dict(rounds_values=rounds_values or scaled, sends_changes=sends_changes, scaled=scaled)
+    owner = ShardedUpdate(ownership, 0, cpu, **values)
     passes = triton_passes(owner, PayloadPlan("block", density, 0), cpu, staleness=staleness)
     _run(passes, passes.sizes, dtype, in_use or density, density)
 
@@ -231,56 +234,49 @@ def _tagc_step() -> None:
 def compile_one(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
 ) -> dict[str, Any]:
-    """Return registers, spills and shared memory of one kernel. Raises the errors of the compiler."""
+    """Return registers, spills, atomics, access widths and shared memory of a kernel. Raises the compiler's errors."""
     numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     ordered = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, ordered, numbers, attributes)
     compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
-    report = _nvidia(compiled.asm["ptx"], target.arch) if target.backend == "cuda" else _amd(compiled.asm["amdgcn"])
+    asm, nvidia = compiled.asm, target.backend == "cuda"
+    report = nvidia_report(asm["ptx"], target.arch) if nvidia else amd_report(asm["amdgcn"])
     return {**report, "shared_bytes": compiled.metadata.shared}
 
 
-def _nvidia(ptx: str, arch: int) -> dict[str, int]:
-    assembler = get_ptxas(arch).path
-    suffix = "a" if arch >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.ptx")
-        file.write_text(ptx)
-        target = f"--gpu-name=sm_{arch}{suffix}"
-        command = [assembler, "-v", "--fmad=false", target, file, "-o", Path(folder, "kernel.cubin")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", text)]
-    registers = re.search(r"Used (\d+) registers", text)
-    assert registers and spilled, text
-    return {"registers": int(registers[1]), "spilled_bytes": sum(spilled)}
-
-
-def _amd(text: str) -> dict[str, int]:
-    figures = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
-    # Scalar registers spill into lanes of vector registers, not into memory.
-    return {
-        "registers": figures["vgpr_count"],
-        "spilled_bytes": figures["private_segment_fixed_size"],
-        "spilled_registers": figures["vgpr_spill_count"] + figures["sgpr_spill_count"],
-    }
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["kernel"], row["constants"].get("BLOCK", 0), row["target"]), []).append(row)
+        key = row["package"], row["kernel"], row["constants"].get("BLOCK", 0), row["target"]
+        groups.setdefault(key, []).append(row)
     titles = {"registers": "registers", "spilled, bytes": "spilled_bytes", "shared, bytes": "shared_bytes"}
-    lines = [
-        {"kernel": kernel, "block size": block or "", "target": target, "configurations": len(members)}
-        | {title: max(m.get(key, 0) for m in members) for title, key in titles.items()}
-        for (kernel, block, target), members in sorted(groups.items())
-    ]
+    lines = []
+    for (package, kernel, block, target), members in sorted(groups.items()):
+        wide = [m for m in members if m["constants"].get("ALIGNED_TILE", True)] or members
+        lines.append(
+            {"package": package, "kernel": kernel, "block size": block or "", "target": target}
+            | {"configurations": len(members)}
+            | {title: max(m.get(key, 0) for m in members) for title, key in titles.items()}
+            | {
+                f"{kind}, bits": _range([m[f"{kind}_bits"] for m in wide if f"{kind}_bits" in m])
+                for kind in ("load", "store")
+            }
+            | {"atomics": ", ".join(sorted({f"`{name}`" for m in members for name in m.get("atomics", ())}))}
+        )
     return f"""`python -m scripts.benchmarks.compile_kernels`, Triton {triton.__version__}. A line is the worst of its \
-configurations;
-spilled bytes are those a thread keeps in memory because it has no register for them.
+configurations.
+Spilled bytes are those a thread keeps in memory because it has no register for them. Bits are those of the widest load
+and store of global memory, from the configuration with the narrowest to that with the widest; kernels with aligned
+tiles are shown for launches on aligned tiles.
 
 {markdown(lines)}
 """
+
+
+def _range(values: list[int]) -> str:
+    if not values or not max(values):
+        return ""
+    return str(max(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def run(targets: list[str], quick: bool, output: Path) -> int:
@@ -288,13 +284,18 @@ def run(targets: list[str], quick: bool, output: Path) -> int:
     for kernel, signature, constants, attributes, warps in launches(quick):
         shown = {name: getattr(value, "name", value) for name, value in constants.items()}
         for name in targets:
-            row: dict[str, Any] = {"kernel": kernel.fn.__name__, "target": name, "warps": warps, "constants": shown}
+            package = kernel.fn.__module__.split(".")[1]
+            row: dict[str, Any] = {"package": package, "kernel": kernel.fn.__name__, "target": name, "warps": warps}
+            row["constants"] = shown
             try:
                 row |= compile_one(kernel, signature, constants, attributes, warps, TARGETS[name])
+                faults = regressions(row)
             except Exception as error:
-                failed += 1
                 row["error"] = f"{type(error).__name__}: {error}"
-                print(f"{row['kernel']} for {name} {shown}: {row['error']}", file=sys.stderr)
+                faults = [row["error"]]
+            for fault in faults:
+                failed += 1
+                print(f"{row['kernel']} for {name} {shown}: {fault}", file=sys.stderr)
             rows.append(row)
     lines = ",\n".join(json.dumps(row) for row in rows)
     write(output / "compiled.json", f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n')

@@ -34,7 +34,7 @@ from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
 from torchtitan_scape.methods.interface import StepInfo
-from torchtitan_scape.methods.scape.payload import payload_bytes, payload_entries
+from torchtitan_scape.methods.scape.payload import payload_bytes
 
 REPLICAS, REPEATS = 8, 20
 CODE_REPLICAS, CODE_ENTRIES = 16, 2**26
@@ -118,7 +118,8 @@ class Passes:
         carry and exchange: additional work with a code, the first as part of packing. select: additional time of
         packing. entering: part of update, counts the entries that enter each row and column of a mask.
         """
-        p, least, found = self.passes, method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS), {}
+        model = LocalModel.of_shapes(shapes)
+        p, least, found = self.passes, method.cost().pass_bytes(model, REPLICAS), {}
         entries = sum(map(_size, shapes))
         masks = 2.0 * p.layout.mask_bytes()
 
@@ -128,7 +129,7 @@ class Passes:
         take("finite", lambda: self.optimizer.guard._finite(self.gradients), least["finite"])
         p.bind(replace(self.step, next_density=1.0))  # selects nothing
         coding = least.get("coding", 0.0)
-        carry_bytes = 12.0 * payload_entries(shapes, method.density) if coding else 0.0
+        carry_bytes = method.cost().carry_bytes(model) if coding else 0.0
         if coding:
             take("carry", lambda: [p.carry(part) for part in p.parts], carry_bytes)  # type: ignore[attr-defined]
             take("exchange", self._exchange, coding - carry_bytes)

@@ -16,11 +16,12 @@ from kernels.common.rates import Rates
 from kernels.dense.reference import finite
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout, Mask
+from kernels.scape.ownership import Ownership
 from kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs, PayloadPlan
 from kernels.scape.torch_updates import torch_passes
 from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import ReplicatedUpdate
+from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import MIN_VISIT_RATE, Staleness
 
 Make = Callable[..., ScapePasses]
@@ -340,6 +341,33 @@ def check_rotate(case: Case) -> None:
     real = case.layout.total_blocks * case.block_size // 8
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours[:real], theirs[:real])
+
+
+def check_written(case: Case, changes: bool) -> None:
+    """Compare the parameters after all owners' new values, or their changes, were written, bit by bit."""
+    ownership = Ownership.of(case.layout, case.whole)
+    generator = torch.Generator().manual_seed(case.seed)
+    sizes = [piece.end - piece.start for piece in ownership.pieces]
+    values = [torch.randn(n, generator=generator).to(case.device) for n in sizes]
+    mask, results = case.mask(case.in_use, case.seed + 2), []
+    for make in (torch_passes, triton_passes):
+        owner = ShardedUpdate(ownership, 0, torch.device(case.device), sends_changes=changes)
+        passes: Any = make(owner, PayloadPlan("block", case.density, 0), torch.device(case.device))
+        cut = replace(case, sparse=tuple(sizes), whole=())
+        parameters = cut.draw(torch.float32, case.seed + 5, (), case.parameter_offset)
+        passes.bind(case.step(parameters, cut.draw(torch.float32, 1), (mask, mask)))
+        for i, x in enumerate(values):
+            bits = ownership.layout.bits(mask, i) if i < len(ownership.sparse) else None
+            on = torch.ones_like(x, dtype=torch.bool) if bits is None else reference.unpack_bits(bits, x.numel())
+            if passes.compact:
+                passes.payload[passes.payload_layout.positions[i] :][: passes.counts[i]] = x[on]
+            elif make is triton_passes:
+                passes.gradients[i].copy_(x)
+            else:
+                passes.payloads[i].copy_(x[on])
+        passes.updates.write(False)
+        results.append(parameters)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:

@@ -75,15 +75,20 @@ def test_the_bitmap_is_used_where_it_is_smaller() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(20, 1), (20, 8), (17, 3), (16, 8)])
-def test_a_short_block_repeats_its_last_entry(n: int, k: int) -> None:
+def test_a_short_block_selects_the_positions_after_its_end(n: int, k: int) -> None:
+    """Offsets are distinct, so that decoding can add bits. The positions after the end are no entries of a bitmap."""
     values = torch.randn(n, generator=torch.Generator().manual_seed(0))
     offsets = reference.select_blocks(values, k, 8)
     coded = encode_offsets(offsets, 8)
     assert torch.equal(decode_offsets(coded, len(offsets), k, 8), offsets)
     tail = n - 8 * (len(offsets) - 1)
     if k > tail:
-        assert offsets[-1].tolist() == [*range(tail), *[tail - 1] * (k - tail)]
-    assert int(reference.unpack_bits(reference.offsets_to_mask(offsets, 8), n).sum()) == n // 8 * k + min(k, n % 8)
+        assert offsets[-1].tolist() == [*range(k)]
+    assert bool((offsets.diff(dim=1) > 0).all())
+    expected = n // 8 * k + min(k, n % 8)
+    assert int(reference.unpack_bits(reference.offsets_to_mask(offsets, 8), n).sum()) == expected
+    bitmap = reference.offsets_to_mask(offsets, 8, n)
+    assert int(reference.unpack_bits(bitmap, 8 * bitmap.numel()).sum()) == expected
 
 
 @given(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.torch_version import TorchVersion as Version
 
@@ -31,6 +32,8 @@ from kernels.scape.updaters import ReplicatedUpdate
 from kernels.tagc import triton_kernels as tagc_kernels
 from kernels.topk import triton_cosine
 from kernels.topk import triton_kernels as topk_kernels
+from scripts.benchmarks import compile_kernels
+from scripts.benchmarks.assembly import SPILL_LIMITS, regressions
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +63,10 @@ def test_kernels_in_the_interpreter(all_examples: str) -> None:
 
 
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
-    """Ahead of time, without a GPU, in some configurations of the script.
+    """Ahead of time, without a GPU, in some configurations of the script, which fails on loops and on spills.
 
-    At the default block size no kernel spills registers on NVIDIA.
+    At the default block size no kernel spills registers on NVIDIA. Passes over whole tiles of parameters have accesses
+    of 128 bits.
     """
     run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
@@ -84,6 +88,30 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     for row in rows:
         if row["target"] == "cuda:90" and row["constants"].get("BLOCK", 1024) == 1024:
             assert row["spilled_bytes"] == 0, row
+        if row["kernel"] in ("update_kernel", "write_kernel") and row["constants"]["ALIGNED_TILE"]:
+            assert row["load_bits"] == row["store_bits"] == 128, row
+
+
+@triton.jit
+def or_kernel(x):
+    tl.atomic_or(x + tl.arange(0, 64), 1, sem="relaxed")
+
+
+def test_loops_of_atomics_and_unlisted_spills_are_regressions() -> None:
+    target = compile_kernels.TARGETS["hip:gfx90a"]
+    compiled = compile_kernels.compile_one(or_kernel, {"x": "*i32"}, {}, {}, 1, target)
+    row: dict[str, Any] = {"package": "scape", "kernel": "or_kernel", "constants": {}, "target": "hip:gfx90a"}
+    (fault,) = regressions(row | compiled)
+    assert fault == "atomic operation as a compare-and-swap loop (global_atomic_cmpswap)"
+    assert regressions(row | {"atomics": ["global_atomic_add"], "spilled_bytes": 0}) == []
+    assert regressions(row | {"atomics": ["atom.global.cas.b32"], "spilled_bytes": 4}) == [
+        "atomic operation as a compare-and-swap loop (atom.global.cas.b32)",
+        "4 bytes of registers spilled, limit 0",
+    ]
+    (name, block, target_name), limit = next(iter(SPILL_LIMITS.items()))
+    package, kernel = name.split(".")
+    listed = {"package": package, "kernel": kernel, "constants": {"BLOCK": block}, "target": target_name, "atomics": []}
+    assert not regressions(listed | {"spilled_bytes": limit}) and regressions(listed | {"spilled_bytes": limit + 1})
 
 
 def test_a_backend_can_be_forced_or_is_refused() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as funcol
 
 from torchtitan_scape.data.loader import NoTextError
+from torchtitan_scape.data.read_ahead import ReadAheadLoader, on_host
 from torchtitan_scape.data.simulated import Batch
 from torchtitan_scape.titan.components import IGNORE_INDEX
 from torchtitan_scape.titan.data import DataloaderExhaustedError
@@ -31,38 +31,58 @@ def raise_together(error: ValueError | None, what: str) -> None:
 
 
 class EndOfDataSync:
-    """Rides on the sum of tokens with which TorchTitan begins a step.
+    """Counts the tokens of a step over all ranks, and ends the run on all of them if the data of one have ended.
 
-    A rank whose data have ended hands out batches without a label instead, so that it reaches that sum; there all
-    ranks learn of it, and raise: DataloaderExhaustedError where data ended as they should, NoTextError where a rank's
-    share has no token. No forward pass of that step is taken. The sum is the same collective as before, of three more
-    numbers.
+    The sum is the first reduction of a TorchTitan step. It is computed on the host, over `group`, and is started during
+    the previous step, when the batches of a step have been read: the host does not wait for the device, and seldom for
+    other ranks. A rank whose data have ended yields batches without a label instead, so that it reaches the sum; there
+    all ranks raise: DataloaderExhaustedError where data ended as they should, NoTextError where a rank's share has no
+    token. No forward pass of that step is taken.
+
+    Args:
+        loader: Data loader of this rank.
+        group: Data-parallel ranks, on the host; None if there is only this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loader: ReadAheadLoader, group: dist.ProcessGroup | None) -> None:
+        self._loader, self._group = loader, group
+        self._sum: tuple[dist.Work, torch.Tensor] | None = None
         self._error: DataloaderExhaustedError | NoTextError | None = None
 
-    def batches(self, source: Iterator[Batch], alone: bool) -> Iterator[Batch]:
-        """What `source` gives, and batches without a label where it ends; alone: no other rank has to be told."""
-        while True:
-            try:
-                batch = next(source)
-            except (DataloaderExhaustedError, NoTextError) as error:
-                if alone:
-                    raise
-                self._error = error
-                break
-            yield batch
-        while True:
-            yield {"input": torch.zeros(1, 1, dtype=torch.int64)}, torch.full((1, 1), IGNORE_INDEX)
+    def start(self) -> None:
+        """Read the batches of the next step and start the sum of their tokens, unless that was done. Collective."""
+        step = self._loader.read_step()
+        if self._group is None or self._sum is not None:
+            return
+        ended, failed = isinstance(step.end, StopIteration), isinstance(step.end, NoTextError)
+        mine = [float(step.tokens), float(ended), float(failed), failed * float(dist.get_rank())]
+        values = torch.tensor(mine, dtype=torch.float64)
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        assert work is not None
+        self._sum = work, values
 
-    def count(self, tokens: torch.Tensor, mesh: Any = None, *args: Any, **kwargs: Any) -> float:
-        """TorchTitan's `dist_sum` of a step's tokens, which also says on which ranks data have ended."""
-        ended = isinstance(self._error, DataloaderExhaustedError)
-        failed = isinstance(self._error, NoTextError)
-        mine = [float(tokens), float(ended), float(failed), failed * float(dist.get_rank())]
-        values = torch.tensor(mine, dtype=torch.float64, device=tokens.device)
-        total, n_ended, n_failed, place = funcol.all_reduce(values, reduceOp="sum", group=mesh).tolist()
+    def batches(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of `source`, and if it ends, batches without a label; raise if no other rank exists."""
+        try:
+            for batch in source:
+                yield on_host(batch)
+        except (DataloaderExhaustedError, NoTextError) as error:
+            if self._group is None:
+                raise
+            self._error = error
+        while True:
+            yield on_host(({"input": torch.zeros(1, 1, dtype=torch.int64)}, torch.full((1, 1), IGNORE_INDEX)))
+
+    def count(self, *args: Any, **kwargs: Any) -> float:
+        """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`.
+
+        Raises:
+            DataloaderExhaustedError, NoTextError: The data of a rank have ended.
+        """
+        assert self._sum is not None
+        (work, values), self._sum = self._sum, None
+        work.wait()
+        total, n_ended, n_failed, place = values.tolist()
         if n_failed:
             where = f"rank {place:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
             if isinstance(self._error, NoTextError):

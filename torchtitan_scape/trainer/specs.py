@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.registry import MODEL_FAMILIES, model_args
@@ -75,7 +76,7 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         "pipelining_fn": None,
         "build_optimizers_fn": partial(build_optimizers, job_config=job_config),
         "build_lr_schedulers_fn": build_schedulers,
-        "build_dataloader_fn": partial(build_dataloader, simulated=simulated) if with_data else None,
+        "build_dataloader_fn": partial(_build_dataloader, simulated=simulated) if with_data else None,
         "build_tokenizer_fn": build_tokenizer if with_data else None,
         "build_validator_fn": partial(build_validator, simulated=simulated),
         "build_metrics_processor_fn": build_metrics_processor,
@@ -89,6 +90,10 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
             f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
             "flavor, or run on GPUs"
         )
+
+
+def _build_dataloader(**options: Any) -> ReadAheadLoader:
+    return ReadAheadLoader(build_dataloader(**options))
 
 
 def whole_model(config: JobConfig) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.exhaustion import EndOfDataSync
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader
-from torchtitan_scape.data.prepared import PreparedDataLoader
-from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.data.loader import NoTextError
+from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.optimizers.registry import check_layout
@@ -64,7 +63,7 @@ class ScapeTrainer(Trainer):
     optimizers: TitanOptimizers
     metrics_processor: ReplicaMetrics
     checkpointer: ReplicaCheckpointer
-    dataloader: TextDataLoader | SimulatedDataLoader | PreparedDataLoader
+    dataloader: ReadAheadLoader
     layout: Layout
     step: int
     ntokens_seen: int
@@ -129,7 +128,10 @@ class ScapeTrainer(Trainer):
         self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
-        self._data_end = EndOfDataSync()
+        if trains:
+            self.dataloader.per_step = self.gradient_accumulation_steps
+            self._count_group = self._build_count_group()
+            self._data_end = EndOfDataSync(self.dataloader, self._count_group)
         self.ran_out = self.stopped_early = False
 
     @property
@@ -180,6 +182,14 @@ class ScapeTrainer(Trainer):
             self._dry_run.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return parallel_dims
 
+    def _build_count_group(self) -> dist.ProcessGroup | None:
+        """Return the group on the host of the ranks that read data; None if there is only this rank."""
+        if not self.parallel_dims.dp_enabled:
+            return None
+        ranks = dist.get_process_group_ranks(self.parallel_dims.get_mesh("batch").get_group())
+        timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
+        return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+
     def _queue_remarks(self) -> list[str]:
         """Return warnings about hardware queues. Raises ValueError if collectives could wait for each other."""
         config, layout = self.job_config, self.layout
@@ -216,7 +226,13 @@ class ScapeTrainer(Trainer):
     # ------------------------------------------------------------------------------------------ training
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        return self._data_end.batches(super().batch_generator(data_iterable), alone=not self.parallel_dims.dp_enabled)
+        return self._data_end.batches(self._timed_batches(super().batch_generator(data_iterable)))
+
+    def _timed_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches with the time that it took to read them, because the loader returns them later."""
+        for batch in batches:
+            self.metrics_processor.data_loading_times[-1] = self.dataloader.seconds()
+            yield batch
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         if self._micro_batches == 0 and self.checkpointer.enable:
@@ -229,6 +245,8 @@ class ScapeTrainer(Trainer):
             self.replica_optimizer.prepare_last_backward()
         with self.replica_optimizer.timer.phase("forward_backward"):
             loss = super().forward_backward_step(**kwargs)
+        if last and self.step < self.job_config.training.steps:
+            self._data_end.start()  # for the next step, while the device computes
         # The micro-batches of a simulated replica are consecutive.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
             self.replica_optimizer.stash_replica_gradients()
@@ -249,12 +267,15 @@ class ScapeTrainer(Trainer):
         begin = time.perf_counter()
         if self.observation is not None:
             self.observation.before_step(self.step)
+        self._data_end.start()
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
         try:
             with (
                 patches.gradient_norm(lambda: self.replica_optimizer.grad_norm),
-                patches.first_token_count(self._data_end.count, self.replica_optimizer.timer),
+                patches.first_token_count(self._data_end.count, self.replica_optimizer.timer)
+                if self._count_group is not None
+                else nullcontext(),
             ):
                 super().train_step(data_iterator)
         except (DataloaderExhaustedError, NoTextError):
@@ -275,6 +296,8 @@ class ScapeTrainer(Trainer):
             timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             self.replica_optimizer.collectives.groups.set_timeout(timeout)
             self.replica_optimizer.sharding.set_timeout(timeout)
+            if self._count_group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, self._count_group)
             if self.step > 1:  # TorchTitan sets its timeouts after step 1, which a resumed run does not have
                 set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
         self.interfaces.after_step(self._a_step_follows())

@@ -27,6 +27,7 @@ from tests.kernels.checks import (
     check_skipped,
     check_step,
     check_wires,
+    check_written,
 )
 from tests.methods.scape import test_simulated
 from tests.methods.scape.test_observed import Seen
@@ -223,6 +224,13 @@ def test_finite_identifies_the_tensors(data: st.DataObject, sizes: list[int], dt
             value = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
             bad[i] = (data.draw(st.integers(0, n - 1)), value)
     check_finite(sizes, bad, dtype, data.draw(st.sampled_from([0, 1])), "cpu")
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["values", "changes"])
+@pytest.mark.parametrize(("in_use", "offset"), [(0.1, 0), (0.1, 1), (0.5, 0), (1.0, 0)])
+def test_values_of_owners_are_written_everywhere(in_use: float, offset: int, changes: bool) -> None:
+    """Complete tiles with wide stores, and others; the same bits as PyTorch, on the mask and off it."""
+    check_written(Case((8300, 90), (40,), 1024, 2, in_use=in_use, next=1.0, parameter_offset=offset), changes)
 
 
 MORE_TRAINING = [

@@ -191,7 +191,8 @@ class Radius(GradientMethod):
         if self.options.selection == "block":
             offsets = select_blocks(values, entries_per_block(self.options.density, BLOCK), BLOCK)
             indices = (offsets + torch.arange(len(offsets), device=values.device)[:, None] * BLOCK).view(-1)
-            return torch.zeros(n, dtype=torch.bool, device=values.device).index_fill_(0, indices, True)
+            bits = torch.zeros(len(offsets) * BLOCK, dtype=torch.bool, device=values.device)
+            return bits.index_fill_(0, indices, True)[:n]
         return select_largest(values, k)
 
     def _scale_released(self, applied: Tensor) -> None:

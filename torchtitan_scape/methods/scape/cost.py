@@ -17,6 +17,7 @@ from torchtitan_scape.methods.scape.payload import (
     owned_entries,
     payload_entries,
     row_entries,
+    sector_bytes,
 )
 from torchtitan_scape.methods.wire import dtype_bytes, encoded_size
 
@@ -116,7 +117,11 @@ class ScapeCost:
     # ----------------------------------------------------------------------------------------- passes
 
     def pass_bytes(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the minimum memory traffic of each pass in bytes: every input read once, every output written once."""
+        """Return the minimum memory traffic of each pass in bytes: every input read once, every output written once.
+
+        Entries of a mask that are scattered in a tensor count as the sectors that contain them (`sector_bytes`);
+        payloads are contiguous.
+        """
         options, shapes = self.options, self.shapes(model)
         n, k = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
         masks = 2 * block_layout(shapes, replicas, options.block_size).mask_bytes()
@@ -127,20 +132,35 @@ class ScapeCost:
                 "pack": 12.0 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
                 "squares": 8.0 * k,
                 # Read and write the parameter; with a master, read and write the master, read it again and write the
-                # rounded parameter. Payload, last moment and new moment of the mask's entries; the masks again, to
+                # rounded parameter. Payload and last moment; new moment of the mask's entries; the masks again, to
                 # count the entries that enter each row and column.
-                "update": (14.0 if bf16_weights else 8.0) * n + 2 * masks + 12 * k,
-            } | self._coding_bytes(k, replicas)
-        # In the packing pass the owner reads and writes the replicated part of the state. For norm and update it reads
-        # payload, replicated state and parameter of the mask's entries. All ranks write the new values. BF16 weights
-        # decay by their scale, without a pass over the entries.
+                "update": (14.0 if bf16_weights else 8.0) * n + 2 * masks + 8 * k + self._scattered(shapes),
+            } | self._coding_bytes(shapes, k, replicas)
+        # In the packing pass the owner reads and writes the replicated part of the state. For the norm it reads payload
+        # and replicated state of the mask's entries. For the update it reads both again, and the parameter unless there
+        # is a master; it writes the state and the new values. All ranks write the new values. BF16 weights decay by
+        # their scale, without a pass over the entries.
         owned, sent = owned_entries(shapes, replicas, options.block_size), k / replicas
-        update = 24 * sent + masks + 4 * k + (0 if bf16_weights else 8 * n)
-        update += 8 * owned if self.has_master(replicas) else 0.0
+        has_master = self.has_master(replicas)
+        update = 12 * sent + (3 if has_master else 4) * self._scattered(shapes) / replicas + masks + 4 * k
+        update += self._scattered(shapes, 2) if bf16_weights else 8 * n
+        update += 8 * owned if has_master else 0.0
         passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
-        return passes | self._coding_bytes(k, replicas)
+        return passes | self._coding_bytes(shapes, k, replicas)
 
-    def _coding_bytes(self, sent: float, replicas: int) -> dict[str, float]:
+    def _scattered(self, shapes: Shapes, nbytes: int = 4) -> float:
+        """Return the bytes that move if a pass reads, or writes, the entries of a mask in whole tensors."""
+        return sector_bytes(shapes, self.options.density, nbytes, self.options.block_size)
+
+    def carry_bytes(self, model: LocalModel) -> float:
+        """Return the memory traffic of adding the last quantization error to the gradients, in bytes."""
+        shapes = self.shapes(model)
+        return self._carry_bytes(shapes, payload_entries(shapes, self.options.density, self.options.block_size))
+
+    def _carry_bytes(self, shapes: Shapes, sent: float) -> float:
+        return 4 * sent + 2 * self._scattered(shapes)
+
+    def _coding_bytes(self, shapes: Shapes, sent: float, replicas: int) -> dict[str, float]:
         """Return the memory traffic of encoding and decoding in bytes.
 
         Payload: read the error, add it to the gradient of the next step, and store it if this step is applied; write
@@ -151,11 +171,11 @@ class ScapeCost:
         total = 0.0
         if payload is not None:
             message = payload(int(sent)) / max(1.0, sent)
-            total += (12 + 12 + 4 + message + 4 + message) * sent + (4 + 8) * own
+            total += self._carry_bytes(shapes, sent) + (12 + 4 + message + 4 + message) * sent + (4 + 8) * own
             total += 0.0 if self.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
         if values is not None and self.options.values != "bfloat16":
             message = values(int(sent)) / max(1.0, sent)
-            total += (4 + 4 + message) * own + (message + 4 + 4) * sent
+            total += self._scattered(shapes) / replicas + (4 + message) * own + (message + 4 + 4) * sent
         return {"coding": total} if total else {}
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:

@@ -10,6 +10,8 @@ from kernels.scape.ownership import Ownership
 from torchtitan_scape.core.workloads import Shapes
 from torchtitan_scape.methods.wire import encoded_size
 
+SECTOR = 32  # bytes that a GPU's memory moves at least
+
 
 def dense_sizes(shapes: Shapes) -> list[int]:
     """Return the number of entries of each tensor without a mask."""
@@ -38,6 +40,20 @@ def payload_entries(
     layout = block_layout(shapes, replicas, block)
     masked = sum(layout.nnz(i, density, selection) for i in range(len(layout.sizes)))
     return -(-masked // size_multiple) * size_multiple + sum(dense_sizes(shapes))
+
+
+def sector_bytes(shapes: Shapes, density: float, nbytes: int = 4, block: int = 1024, selection: str = "block") -> float:
+    """Return the bytes that move if a pass reads, or writes, the entries of a mask in tensors of `nbytes` per entry.
+
+    Memory moves whole sectors. A sector of s entries moves unless the mask contains none of them: with probability
+    1 - (1 - d)^s, if entries of a mask of density d are independent. Tensors without a mask move completely.
+    """
+    layout = block_layout(shapes, 1, block)
+    masked = 0.0
+    for tensor, size in enumerate(layout.sizes):
+        share = layout.nnz(tensor, density, selection) / max(1, size)
+        masked += size * (1.0 - (1.0 - share) ** (SECTOR // nbytes))
+    return nbytes * (masked + sum(dense_sizes(shapes)))
 
 
 def row_entries(

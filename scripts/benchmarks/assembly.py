@@ -1,0 +1,80 @@
+"""Registers, spills, atomics and vector widths of a compiled kernel, read from its assembly."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from triton.backends.nvidia.compiler import get_ptxas
+
+# Bytes of registers that a thread may keep in memory, by package and kernel, block size (0 for none) and target, with
+# any supported version of Triton. All other kernels must not spill.
+SPILL_LIMITS: dict[tuple[str, int, str], int] = {
+    ("scape.pack_kernel", 32768, "cuda:90"): 4500,
+    ("scape.pack_kernel", 32768, "hip:gfx90a"): 512,
+    ("scape.pack_kernel", 8, "cuda:90"): 16,
+    ("scape.update_kernel", 32768, "cuda:90"): 120,
+    ("scape.write_kernel", 32768, "cuda:90"): 16,
+    ("scape.owned_update_kernel", 32768, "cuda:90"): 8,
+    ("topk.components_kernel", 0, "cuda:90"): 16,
+}
+_PTX_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.\w+|::\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
+_PTX_ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]*")
+_AMD_ACCESS = re.compile(r"\b(?:global|flat|buffer)_(load|store)_(dwordx\d|dword|\w*short|\w*byte)\w*")
+_AMD_ATOMIC = re.compile(r"\b(?:global|flat|buffer)_atomic_\w+")
+_AMD_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "short": 16, "byte": 8}
+
+
+def nvidia_report(ptx: str, arch: int) -> dict[str, Any]:
+    """Return the figures of a kernel in PTX; registers and spills are those of ptxas."""
+    assembler = get_ptxas(arch).path
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        target = f"--gpu-name=sm_{arch}{suffix}"
+        command = [assembler, "-v", "--fmad=false", target, file, "-o", Path(folder, "kernel.cubin")]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", text)]
+    registers = re.search(r"Used (\d+) registers", text)
+    assert registers and spilled, text
+    widths: dict[str, int] = {"ld": 0, "st": 0}
+    for kind, count, bits in _PTX_ACCESS.findall(ptx):
+        widths[kind] = max(widths[kind], int(count or 1) * int(bits))
+    return {
+        "registers": int(registers[1]),
+        "spilled_bytes": sum(spilled),
+        "load_bits": widths["ld"],
+        "store_bits": widths["st"],
+        "atomics": sorted(set(_PTX_ATOMIC.findall(ptx))),
+    }
+
+
+def amd_report(text: str) -> dict[str, Any]:
+    """Return the figures of a kernel in the assembly of AMD's compiler."""
+    figures = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
+    widths = {"load": 0, "store": 0}
+    for kind, size in _AMD_ACCESS.findall(text):
+        widths[kind] = max(widths[kind], next(bits for name, bits in _AMD_BITS.items() if size.endswith(name)))
+    # Scalar registers spill into lanes of vector registers, not into memory.
+    return {
+        "registers": figures["vgpr_count"],
+        "spilled_bytes": figures["private_segment_fixed_size"],
+        "spilled_registers": figures["vgpr_spill_count"] + figures["sgpr_spill_count"],
+        "load_bits": widths["load"],
+        "store_bits": widths["store"],
+        "atomics": sorted(set(_AMD_ATOMIC.findall(text))),
+    }
+
+
+def regressions(row: dict[str, Any]) -> list[str]:
+    """Return the faults of a compiled kernel: a compare-and-swap loop, or a spill above `SPILL_LIMITS`."""
+    found = []
+    if loops := [name for name in row["atomics"] if "cmpswap" in name or ".cas" in name]:
+        found.append(f"atomic operation as a compare-and-swap loop ({', '.join(loops)})")
+    name = f"{row['package']}.{row['kernel']}"
+    limit = SPILL_LIMITS.get((name, row["constants"].get("BLOCK", 0), row["target"]), 0)
+    if row["spilled_bytes"] > limit:
+        found.append(f"{row['spilled_bytes']} bytes of registers spilled, limit {limit}")
+    return found
