@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.common.offload import in_dry_run
+from kernels.common.dry_run import in_dry_run
 from kernels.common.ordered import add_in_order_
 from kernels.common.wire import padded_bytes
 from kernels.scape.blocks import offset_bytes
