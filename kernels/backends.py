@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.codec.codes import BlockCode
 from kernels.codec.formats import BLOCK
-from kernels.common.offload import in_dry_run
+from kernels.common.dry_run import in_dry_run
 from kernels.scape.passes import ScapePasses
 
 BACKENDS = ("auto", "triton", "torch")

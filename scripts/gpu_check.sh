@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What a GPU shows of this repository, in four parts of at most eight minutes each, without a network:
+# What a GPU shows of this repository, in five parts of at most eight minutes each, without a network:
 #
 #   scripts/gpu_check.sh correctness      # kernels against their twin, no waiting, memory; torch, triton, numpy, pytest
 #   scripts/gpu_check.sh speed            # passes, codes, launches; the same packages
 #   scripts/gpu_check.sh training         # the trainer; packages: docs/how_to/measure_on_a_gpu.md
 #   scripts/gpu_check.sh ranks            # several ranks on NCCL, and one that is lost; the same packages
+#   scripts/gpu_check.sh methods          # every method, overlap, [sharding] and Muon on NCCL; the same packages
 #
 # --smoke: tiny sizes, on a CPU too. --output DIR: instead of results/gpu. --only a,b: these steps. PYTHON: which one.
 set -euo pipefail

@@ -24,8 +24,8 @@ class ReplicaGroups:
     Attributes:
         replicate: Ranks that hold the same parameters and process different data; None for one replica.
         model: Ranks that together hold one replica (shard x context x tensor); None for one rank.
-        scalars: The ranks of `replicate` in a group of their own for flags and norms. A scalar on the group of a chunk
-            would wait until the chunk was received. None to use `replicate`.
+        scalars: The ranks of `replicate` in a group of their own for flags and norms, where chunks that are in flight
+            use `replicate`: a scalar on the same group would wait until they were received. None to use `replicate`.
         layout: Determines the link level of each byte; without it every byte counts as "network".
         levels: Groups of a hierarchical exchange, innermost first; () for one group of all ranks of `replicate`.
         comm_streams: For every exchange that may be in flight, `levels` with separate process groups. () to run
@@ -45,7 +45,9 @@ class ReplicaGroups:
         _set_timeout([self.replicate, self.model, self.scalars, *streams], timeout)
 
 
-def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, staged: bool = True) -> ReplicaGroups:
+def build_groups(
+    layout: Layout, timeout: timedelta, hierarchical: bool = True, staged: bool = True, in_flight: bool = True
+) -> ReplicaGroups:
     """Create the groups of this rank on the replicate axis. Collective: every rank of the world must call it.
 
     Args:
@@ -54,6 +56,8 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
         hierarchical: Exchange level by level; otherwise over one group, whatever links it crosses.
         staged: Create the groups of `COMM_STREAMS` streams even if there is only one level. Encoded exchanges have
             several stages on one level.
+        in_flight: Chunks may be in flight while a flag or a norm is exchanged: they have a delay, or overlap with the
+            backward pass.
 
     Raises:
         ValueError: The layout is for another number of ranks.
@@ -81,16 +85,22 @@ def build_groups(layout: Layout, timeout: timedelta, hierarchical: bool = True, 
         layout=layout,
         levels=levels,
         comm_streams=tuple(comm_streams),
-        scalars=_own_group(layout.replicate_groups(), timeout),
+        scalars=_own_group(layout.replicate_groups(), timeout) if _separates_scalars(hierarchies, in_flight) else None,
     )
 
 
-def most_groups(layout: Layout, hierarchical: bool, staged: bool) -> int:
+def most_groups(layout: Layout, hierarchical: bool, staged: bool, in_flight: bool) -> int:
     """Return the largest number of process groups of `build_groups` that a rank belongs to."""
     hierarchies = _hierarchies(layout, hierarchical)
     tiers = max(map(len, hierarchies), default=0)
     replicate, model = (max(map(len, groups)) > 1 for groups in (layout.replicate_groups(), layout.model_groups()))
-    return 2 * replicate + model + _stream_count(hierarchies, staged) * tiers
+    scalars = _separates_scalars(hierarchies, in_flight)
+    return replicate + scalars + model + _stream_count(hierarchies, staged) * tiers
+
+
+def _separates_scalars(hierarchies: Sequence[tuple[Tier, ...]], in_flight: bool) -> bool:
+    """Return whether scalars need a group of their own. With several levels, chunks use the groups of the streams."""
+    return in_flight and any(len(tiers) == 1 for tiers in hierarchies)
 
 
 def _hierarchies(layout: Layout, hierarchical: bool) -> list[tuple[Tier, ...]]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kernels.codec.formats import FORMATS, Format, message_bytes
 from kernels.codec.rounding import hadamard_ as hadamard_
-from kernels.codec.rounding import uniform
+from kernels.codec.rounding import uniform, uniform_by_row
 from kernels.common.launching import to_device
+from kernels.common.ordered import add_in_order_
 
 # Blocks with a smaller largest magnitude are decoded as (signed) zeros: the inverse of their scale would overflow.
 MIN_SCALE = 2.0**-100
@@ -45,18 +46,19 @@ def encode(
     error: FP32 (rows, m), becomes x minus the decoded values. key: for stochastic rounding with `rounding.uniform`, of
     all rows, or one for each row; None rounds to nearest.
     """
-    if isinstance(key, Sequence):
-        errors = [None] * len(x) if error is None else error.split(1)
-        parts_of_x = zip(x.split(1), errors, key, strict=True)
-        return torch.cat([encode(row, name, block, scale, own, one) for row, own, one in parts_of_x])
     form, (rows, m) = FORMATS[name], x.shape
+    keys = to_device(torch.tensor(key, dtype=torch.int64), x.device) if isinstance(key, Sequence) else None
     codes_end, scales_end = parts(form, m, block, scale)
     blocks, errors = x.reshape(-1, block), None if error is None else error.view(-1, block)
     packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=x.device).view(-1, block * form.bits // 8)
     scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=x.device)
     for part in chunks_of(blocks):
         scales[part] = scales_of(blocks[part], form, scale)
-        shift = None if key is None else uniform(key, (part.start or 0) * block, blocks[part])
+        shift = None
+        if keys is not None:
+            shift = uniform_by_row(keys, m // block, part.start, blocks[part])
+        elif isinstance(key, int):
+            shift = uniform(key, part.start * block, blocks[part])
         packed[part] = pack(codes_of(blocks[part], scales[part], form, shift), form).view(-1, packed.shape[1])
         if errors is not None:
             torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=errors[part])
@@ -80,21 +82,23 @@ def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, 
 
     Messages (rows, k, bytes) have k sums, `out` (k, m).
     """
-    if messages.ndim > 2:
-        for number, total in enumerate(out):
-            decode_and_sum(messages[:, number], name, block, scale, total)
+    form, count, total = FORMATS[name], len(messages), out.zero_().view(-1, block)
+    if not messages.numel():
         return
-    rows = [split(row.view(1, -1), FORMATS[name], out.numel(), block, scale) for row in messages]
-    total = out.zero_().view(-1, block)
-    for part in chunks_of(total):
-        for packed, scales in rows:
-            total[part] += values_of(packed[part], scales[part], FORMATS[name])
+    packed, scales = split(messages.reshape(-1, messages.shape[-1]), form, out.shape[-1], block, scale)
+    packed, scales = packed.unflatten(0, (count, -1)), scales.unflatten(0, (count, -1))
+    for part in chunks_of(total, count):
+        values = values_of(packed[:, part].flatten(0, 1), scales[:, part].flatten(0, 1), form)
+        add_in_order_(total[part], values.view(count, -1, block))
 
 
-def chunks_of(blocks: Tensor) -> list[slice]:
-    """Return slices of the rows of (blocks, block) that are processed together; on a CPU they fit in its cache."""
+def chunks_of(blocks: Tensor, copies: int = 1) -> list[slice]:
+    """Return slices of the rows of (blocks, block) that are processed together; on a CPU they fit in its cache.
+
+    copies: of the slice that are in the cache together.
+    """
     count, block = blocks.shape
-    step = max(1, CHUNK // block) if blocks.is_cpu else max(1, count)
+    step = max(1, CHUNK // block // max(1, copies)) if blocks.is_cpu else max(1, count)
     return [slice(first, first + step) for first in range(0, count, step)]
 
 

@@ -20,12 +20,35 @@ def uniform(key: int, first: int, like: Tensor) -> Tensor:
     first: position of the first entry. It and the number of entries are multiples of 4.
     """
     counters = torch.arange(first // 4, (first + like.numel()) // 4, dtype=torch.int64, device=like.device)
-    words = torch.stack(philox(key, counters), 1)
-    return ((words >> 8).float() * 2.0**-24).view(like.shape)
+    return _fractions(key, counters).view(like.shape)
 
 
-def philox(key: int, counters: Tensor) -> list[Tensor]:
-    """Return the four 32-bit words of Philox4x32-10 for every counter, as int64. key: 64 bits."""
+def uniform_by_row(keys: Tensor, blocks_per_row: int, first: int, like: Tensor) -> Tensor:
+    """Return the numbers of `uniform` for blocks of several rows, where positions count from the start of each row.
+
+    Args:
+        keys: Key of every row, int64 (rows,).
+        blocks_per_row: Blocks of a row.
+        first: First block, counted through all rows.
+        like: (blocks, entries of a block); the entries are a multiple of 4.
+    """
+    blocks = torch.arange(first, first + len(like), dtype=torch.int64, device=like.device)[:, None]
+    counters_per_block = like.shape[1] // 4
+    in_block = torch.arange(counters_per_block, dtype=torch.int64, device=like.device)
+    counters = blocks % blocks_per_row * counters_per_block + in_block
+    return _fractions(keys[blocks // blocks_per_row], counters).view(like.shape)
+
+
+def _fractions(key: int | Tensor, counters: Tensor) -> Tensor:
+    """Return the random numbers of the counters, FP32 (..., 4)."""
+    return (torch.stack(philox(key, counters), -1) >> 8).float() * 2.0**-24
+
+
+def philox(key: int | Tensor, counters: Tensor) -> list[Tensor]:
+    """Return the four 32-bit words of Philox4x32-10 for every counter, as int64.
+
+    key: 64 bits, or int64 that broadcasts to the counters.
+    """
     words = [counters & _LOW, counters >> 32 & _LOW, torch.zeros_like(counters), torch.zeros_like(counters)]
     keys = [key & _LOW, key >> 32 & _LOW]
     for _ in range(10):

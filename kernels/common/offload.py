@@ -1,75 +1,83 @@
-"""Optimizer state in host memory, with two groups of tensors at a time on the device.
+"""Optimizer state in host memory, with three groups of tensors at a time on the device.
 
-While a pass processes one group of tensors, the next group is copied to the device on a separate CUDA stream; changed
-groups are copied back afterwards. Host memory is pinned, so that copies are asynchronous. On a CPU the same copies are
-blocking.
+While a pass processes one group of tensors, the next group is copied to the device on one CUDA stream, and the previous
+group, if it was changed, to the host on another one. Host memory is registered with the driver, so that copies are
+asynchronous. On a CPU the same copies are blocking.
 """
 
-import os
-import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.common.dry_run import in_dry_run
+from kernels.common.host_memory import register
+
 # [first, end) of tensor indices
 TensorRange = tuple[int, int]
+BUFFERS = 3  # one to process, one that is filled, one that is emptied
 
 
 class BlockingCopies:
     """Blocking copies, for devices without streams."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start target = source."""
-        target.copy_(source)
+    def fetch(self, on_device: Tensor, on_host: Tensor, after: Any) -> Any:
+        """Start a copy to the device after an event of `released`. Return an event after it, for `main_waits`."""
+        on_device.copy_(on_host)
 
-    def record(self) -> Any:
-        """Return an event after all copies so far, for `main_waits`."""
+    def store(self, on_host: Tensor, on_device: Tensor) -> None:
+        """Start a copy to the host after all work that is queued on the current stream."""
+        on_host.copy_(on_device)
+
+    def released(self) -> Any:
+        """Return an event after all work that is queued on the current stream and all copies to the host so far."""
 
     def main_waits(self, event: Any) -> None:
-        """Make the current stream wait for an event of `record`."""
-
-    def wait_for_main(self) -> None:
-        """Make later copies wait for all work that is queued on the current stream."""
+        """Make the current stream wait for an event of `fetch`."""
 
     def finish(self) -> None:
         """Wait until all copies are done."""
 
 
-class CopyStream(BlockingCopies):
-    """Asynchronous copies on a separate CUDA stream."""
+class CopyStreams(BlockingCopies):
+    """Asynchronous copies on two CUDA streams, one for each direction of the link, which can be busy at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._in, self._out = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+    def fetch(self, on_device: Tensor, on_host: Tensor, after: Any) -> Any:
+        self._in.wait_event(after)
+        with torch.cuda.stream(self._in):
+            on_device.copy_(on_host, non_blocking=True)
+        return self._in.record_event()
 
-    def record(self) -> Any:
-        return self._stream.record_event()
+    def store(self, on_host: Tensor, on_device: Tensor) -> None:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            on_host.copy_(on_device, non_blocking=True)
+
+    def released(self) -> Any:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        return self._out.record_event()
 
     def main_waits(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
 
-    def wait_for_main(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
     def finish(self) -> None:
-        self._stream.synchronize()
+        self._in.synchronize()
+        self._out.synchronize()
 
 
-class DoubleBuffer:
-    """A flat FP32 buffer on the host, and two buffers on the device, each as long as the largest tensor.
+class TripleBuffer:
+    """A flat FP32 buffer on the host, and three buffers on the device, each as long as the largest tensor.
 
-    Consecutive tensors form groups that fit into one buffer; groups alternate between the two buffers.
+    Consecutive tensors form groups that fit into one buffer; groups use the three buffers in turn.
 
     Args:
         spans: (start, end) of every tensor in the flat buffer, ascending.
         entries: Size of the flat buffer.
-        device: Device of the two buffers.
+        device: Device of the three buffers.
 
     Attributes:
         host: FP32 (entries,). Call `finish` before reading or writing it.
@@ -81,10 +89,8 @@ class DoubleBuffer:
         self.host = torch.zeros(entries, dtype=torch.float32)
         self._side = BlockingCopies()
         if device.type != "cpu" and not in_dry_run():
-            self._side = CopyStream(device)
-            _pin(self.host)
-            # Not at exit of the process, when CUDA may have been shut down.
-            weakref.finalize(self, _unpin, self.host, self._side).atexit = False
+            self._side = CopyStreams(device)
+            register(self.host, self, self._side.finish)
         self.capacity = _largest(self.spans)
         self._group: list[int] = []
         begins: list[int] = []  # start of every group in the flat buffer
@@ -92,18 +98,19 @@ class DoubleBuffer:
             if not begins or end - begins[-1] > self.capacity:
                 begins.append(start)
             self._group.append(len(begins) - 1)
-        sizes = [self.capacity] * min(2, len(begins))
+        sizes = [self.capacity] * min(BUFFERS, len(begins))
         self.buffers = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
-        self._side.wait_for_main()  # the memory may have been freed with work on it still queued
-        self._shift = [(number % 2, begin) for number, begin in enumerate(begins)]
+        # Events after the last use of each buffer; the memory may have been freed with work on it still queued.
+        self._free = [self._side.released() for _ in self.buffers]
+        self._shift = [(number % BUFFERS, begin) for number, begin in enumerate(begins)]
         self.views = [self._on_device(start, end, i) for i, (start, end) in enumerate(self.spans)]
         self._sequences: dict[tuple[TensorRange, ...], list[TensorRange]] = {}
         self._fetched: dict[TensorRange, Any] = {}
 
     @staticmethod
     def saves_memory(spans: Sequence[tuple[int, int]], entries: int) -> bool:
-        """Return True if the flat buffer is larger than the two buffers on the device."""
-        return entries > 2 * _largest(spans)
+        """Return True if the flat buffer is larger than the buffers on the device."""
+        return entries > BUFFERS * _largest(spans)
 
     def sequence(self, parts: Sequence[TensorRange]) -> list[TensorRange]:
         """Split ranges of tensors where a group ends."""
@@ -128,10 +135,11 @@ class DoubleBuffer:
 
     def release(self, tensors: TensorRange, changed: bool) -> None:
         """Copy the tensors back to the host if they were changed, after the work that is queued on them."""
-        self._side.wait_for_main()  # also without changes, because the buffer is reused for another group
         if changed:
-            on_host, on_device = self._both(tensors)
-            self._side.copy(on_host, on_device)
+            self._side.store(*self._both(tensors))
+        # Also without changes, because another group is copied to the buffer. This event is after the stores of the
+        # same tensors too, so that they are not fetched before they are on the host.
+        self._free[self._buffer_of(tensors)] = self._side.released()
 
     def discard_fetched(self) -> None:
         """Discard tensors that were copied to the device for a pass that did not complete."""
@@ -145,9 +153,10 @@ class DoubleBuffer:
     def _fetch(self, tensors: TensorRange) -> None:
         if tensors not in self._fetched:
             on_host, on_device = self._both(tensors)
-            # The buffer is free: `release` of its previous group made later copies wait.
-            self._side.copy(on_device, on_host)
-            self._fetched[tensors] = self._side.record()
+            self._fetched[tensors] = self._side.fetch(on_device, on_host, self._free[self._buffer_of(tensors)])
+
+    def _buffer_of(self, tensors: TensorRange) -> int:
+        return self._shift[self._group[tensors[0]]][0]
 
     def _both(self, tensors: TensorRange) -> tuple[Tensor, Tensor]:
         """Return (tensors on the host, tensors on the device), flat."""
@@ -160,7 +169,7 @@ class DoubleBuffer:
 
 
 def walk(
-    windows: Sequence[DoubleBuffer], part: TensorRange, parts: Sequence[TensorRange], changed: bool
+    windows: Sequence[TripleBuffer], part: TensorRange, parts: Sequence[TensorRange], changed: bool
 ) -> Iterator[TensorRange]:
     """Yield ranges of tensors that are on the device until the next iteration.
 
@@ -184,67 +193,3 @@ def walk(
 
 def _largest(spans: Sequence[tuple[int, int]]) -> int:
     return max((end - start for start, end in spans), default=0)
-
-
-# --------------------------------------------------------------------------------------------- host memory
-
-
-def in_dry_run() -> bool:
-    """Return True if tensors are fake, that is, have sizes but no memory."""
-    return torch._guards.detect_fake_mode() is not None
-
-
-def free_host_memory() -> int:
-    """Return the bytes that this process can still allocate on the host, within the limits of its control groups."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([free, *_free_in_cgroups()])
-
-
-def _free_in_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the bytes left in each control group (version 2) with a limit. Cached files count as free."""
-    try:
-        (own,) = (line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, ValueError):
-        return
-    folder = root / own.strip("/")
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(root):
-            return
-        try:
-            limit = (group / "memory.max").read_text().strip()
-            used = int((group / "memory.current").read_text())
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except OSError:
-            continue  # the root group has no limit
-        if limit != "max":
-            yield max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
-
-
-def check_host_memory(needed: int) -> None:
-    """Raise ValueError if the host has fewer than `needed` bytes left. A dry run needs none."""
-    free = free_host_memory()
-    if needed > free and not in_dry_run():
-        raise ValueError(
-            f"offload needs {needed / 1e9:.2f} GB of host memory for this rank, and {free / 1e9:.2f} GB are free; free "
-            "some, offload less, or shard the model over more ranks"
-        )
-
-
-def _pin(tensor: Tensor) -> None:
-    """Pin the tensor's memory in place. PyTorch's own pinned tensors are rounded up to a power of two."""
-    portable = 1  # for all devices: the current device may differ from the tensors' device
-    error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable))
-    if error != 0:
-        raise ValueError(
-            f"{tensor.nbytes / 1e9:.2f} GB of host memory for offload cannot be pinned (CUDA error {error}); free "
-            "some, raise the limit on locked memory (ulimit -l), or leave offload empty"
-        )
-
-
-def _unpin(tensor: Tensor, side: BlockingCopies) -> None:
-    side.finish()
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

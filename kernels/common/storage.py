@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.common.offload import DoubleBuffer, TensorRange, check_host_memory, walk
+from kernels.common.host_memory import check_host_memory
+from kernels.common.offload import TensorRange, TripleBuffer, walk
 
 # ((start, end) of every tensor in a flat buffer, ascending; size of the buffer).
 StateAllocation = tuple[Sequence[tuple[int, int]], int]
@@ -16,7 +17,7 @@ class Storage:
 
     Args:
         allocations: By kind.
-        offload: Kinds to store in host memory. A kind that would fit into the two device buffers stays on the device.
+        offload: Kinds to store in host memory. A kind that would fit into the device buffers stays on the device.
         device: Device of the passes.
 
     Attributes:
@@ -31,10 +32,10 @@ class Storage:
         offloaded = [
             kind
             for kind, allocation in allocations.items()
-            if kind in offload and DoubleBuffer.saves_memory(*allocation)
+            if kind in offload and TripleBuffer.saves_memory(*allocation)
         ]
         check_host_memory(4 * sum(allocations[kind][1] for kind in offloaded))
-        self.windows = {kind: DoubleBuffer(*allocations[kind], device) for kind in offloaded}
+        self.windows = {kind: TripleBuffer(*allocations[kind], device) for kind in offloaded}
         self.flat: dict[str, Tensor] = {}
         self.tensors: dict[str, list[Tensor]] = {}
         for kind, (spans, entries) in allocations.items():

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.common.dry_run import in_dry_run
 from kernels.common.launching import DeviceTable, to_device
-from kernels.common.offload import in_dry_run
 from kernels.common.storage import StateAllocation
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.ownership import Ownership

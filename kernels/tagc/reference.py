@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.common.offload import in_dry_run
-from kernels.scape.reference import offsets_to_mask, pack_bits, select_rows, unpack_bits
-from kernels.tagc.formats import BLOCK
+from kernels.common.dry_run import in_dry_run
+from kernels.common.ordered import add_in_order_
+from kernels.common.wire import padded_bytes
+from kernels.scape.blocks import offset_bytes
+from kernels.scape.mask_code import decode_offsets, encode_offsets
+from kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, select_rows, unpack_bits
+from kernels.tagc.formats import BITMAP, BLOCK
+from kernels.tagc.index import union_of_bitmaps
 from kernels.tagc.sketch import Sketch
 
 ROUNDS = 64  # maximum rounds of peeling
@@ -19,6 +24,24 @@ ROUNDS = 64  # maximum rounds of peeling
 def select(x: Tensor, k: int) -> Tensor:
     """Return the bitmap of the k largest |x| of each block; ties go to the lower index. x: FP32 (n,)."""
     return offsets_to_mask(select_rows(in_blocks(x), k), BLOCK)
+
+
+def to_offsets(bits: Tensor, k: int) -> Tensor:
+    """Encode a bitmap with k set bits per block as offsets. The length is `formats.index_bytes`."""
+    blocks = bits.numel() // BITMAP
+    coded = encode_offsets(mask_indices(bits, blocks * BLOCK, blocks * k).view(blocks, k) % BLOCK, BLOCK)
+    return pad(coded, (0, padded_bytes(coded.numel()) - coded.numel()))
+
+
+def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
+    """Decode the offsets of all ranks, uint8 (ranks, bytes), and return the bitwise OR of their bitmaps."""
+    rows = coded[:, : offset_bytes(blocks, k, BLOCK)]
+    together = max(1, BLOCK // k)  # ranks that are decoded at once; more need more memory than the entries themselves
+    masks = []
+    for part in rows.split(together):
+        offsets = decode_offsets(part.reshape(-1), len(part) * blocks, k, BLOCK).view(len(part), blocks, k)
+        masks.append(offsets_to_mask(offsets.transpose(0, 1).reshape(blocks, -1), BLOCK))
+    return union_of_bitmaps(torch.stack(masks))
 
 
 def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> None:
@@ -47,8 +70,7 @@ def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:
     packed: FP32 (ranks, blocks, capacity), payloads of `pack`, which are added in rank order.
     """
     total = torch.zeros_like(packed[0])
-    for values in packed:
-        total += values
+    add_in_order_(total, packed)
     valid, position = packed_positions(index, packed.shape[2])
     values = torch.where(valid, total.gather(1, position.clamp_(max=packed.shape[2] - 1)), 0.0)
     out.copy_(values.view(-1)[: out.numel()])

@@ -51,6 +51,12 @@ class Sketch:
         signs = 1.0 - 2.0 * (hashed >> 31).float()
         return cls(rows, chosen.int().to(device), signs.to(device))
 
+    def repeated(self, count: int) -> "Sketch":
+        """Return the layout of `count` separate sketches of as many tensors, one after the other."""
+        first_rows = torch.arange(count, dtype=torch.int32, device=self.block_rows.device)[:, None] * self.rows
+        block_rows = (self.block_rows[:, None] + first_rows).flatten(1)
+        return Sketch(count * self.rows, block_rows, self.signs.repeat(1, count))
+
     @cached_property
     def members(self) -> Tensor:
         """The blocks of each row, int32 (rows, most): signed block index plus one, in order, padded with zeros."""

@@ -4,15 +4,20 @@ import torch
 from torch import Tensor
 
 from kernels.common import launching
-from kernels.scape.reference import pack_bits
+from kernels.common.wire import padded_bytes
+from kernels.scape import triton_masks
+from kernels.scape.blocks import offset_bytes, offset_code
+from kernels.scape.reference import mask_indices, pack_bits
 from kernels.tagc import triton_kernels
 from kernels.tagc.formats import BITMAP, BLOCK
+from kernels.tagc.index import union_of_bitmaps
 from kernels.tagc.reference import ROUNDS, estimates, states_of
 from kernels.tagc.sketch import Sketch
 
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
 _WARPS = 8  # 512 entries each
 _ROW_WARPS = 4  # of a program for one row
+_OFFSETS, _CODED = 1024, 512  # offsets that a program encodes; bytes of unary bits that a program decodes
 
 
 def select(x: Tensor, k: int) -> Tensor:
@@ -22,6 +27,38 @@ def select(x: Tensor, k: int) -> Tensor:
     bits = torch.empty(blocks * BITMAP, dtype=torch.uint8, device=x.device)
     launching.launch(triton_kernels.select_kernel, _grid(blocks), x, bits, x.numel(), blocks, k, warps=_WARPS, **_SHAPE)
     return bits
+
+
+def to_offsets(bits: Tensor, k: int) -> Tensor:
+    """Encode as `reference.to_offsets`."""
+    blocks = bits.numel() // BITMAP
+    code, size = offset_code(k, BLOCK), padded_bytes(offset_bytes(blocks, k, BLOCK))
+    offsets = (mask_indices(bits, blocks * BLOCK, blocks * k) % BLOCK).to(torch.int16)
+    coded = torch.zeros(size, dtype=torch.uint8, device=bits.device)
+    sizes = blocks * k, blocks, size, k, code.nbytes, code.unary, code.low
+    grid = (-(-blocks * k // _OFFSETS),)
+    launching.launch(triton_masks.encode_offsets_kernel, grid, offsets, coded, *sizes, warps=4, TILE=_OFFSETS)
+    return coded
+
+
+def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
+    """Decode as `reference.union_of_offsets`; the tensor is contiguous."""
+    assert coded.is_contiguous()
+    ranks, size = coded.shape
+    code = offset_code(k, BLOCK)
+    width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()  # bytes of the unary part, as a power of two
+    rows = max(1, _CODED // width)
+    masks = torch.zeros(ranks, blocks * BITMAP, dtype=torch.uint8, device=coded.device)
+    launching.launch(
+        triton_masks.decode_offsets_kernel,
+        (-(-ranks * blocks // rows),),
+        *(coded, masks, ranks * blocks, blocks, size, k, code.nbytes, code.unary, code.low),
+        warps=4,
+        BLOCK=BLOCK,
+        ROWS=rows,
+        BYTES=width,
+    )
+    return union_of_bitmaps(masks)
 
 
 def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> None:

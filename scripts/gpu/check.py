@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, guarded, names, parser, read, write
-from scripts.gpu.machine import commit, folder_of, patience, python
+from scripts.gpu.machine import clocks, commit, folder_of, patience, python
 from scripts.gpu.report import write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
 END_SECONDS = 10.0  # for a step to end its processes after its limit
 POLL = 0.5
+CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,14 @@ PARTS = {
         _step("ranks", 190, "ranks", "exchange"),
         _step("lost-rank", 130, "ranks", "lost"),
     ),
+    "methods": (_step("methods", 300, "methods", "all"),),
 }
 
 
 def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any], None]) -> dict[str, Any]:
     """Run a step and return its record. `note` receives the step's result each time it has changed."""
     begin, begun = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    samples: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as scratch, open(log, "a") as output, open(log) as shown:
         print(f"== {step.name}", file=output, flush=True)
         shown.seek(0, os.SEEK_END)
@@ -85,6 +88,8 @@ def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any],
         )
         try:
             while process.poll() is None and not status:
+                if time.monotonic() - begin >= CLOCK_SECONDS * len(samples):
+                    samples.append({"seconds": round(time.monotonic() - begin, 1), **clocks()})
                 time.sleep(POLL)
                 print(shown.read(), end="", flush=True)
                 if result.exists() and (changed := result.stat().st_mtime_ns) != seen:
@@ -99,6 +104,7 @@ def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any],
             "seconds": round(time.monotonic() - begin, 1),
             "limit_seconds": limit,
             "begun": begun,
+            "clocks": [sample for sample in samples if len(sample) > 1],
             "result": read(result),
         }
 

@@ -122,5 +122,60 @@ def _driver() -> str:
     return "unknown"
 
 
+# Readings of nvidia-smi, by the name under which they are stored, and the keys of rocm-smi's JSON.
+NVIDIA = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "most_sm_mhz": "clocks.max.sm",
+    "celsius": "temperature.gpu",
+    "watts": "power.draw",
+}
+AMD = {
+    "sm_mhz": ("sclk clock speed:",),
+    "memory_mhz": ("mclk clock speed:",),
+    "celsius": ("Temperature (Sensor junction) (C)", "Temperature (Sensor edge) (C)"),
+    "watts": ("Average Graphics Package Power (W)", "Current Socket Graphics Package Power (W)"),
+}
+
+
+def clocks() -> dict[str, float]:
+    """Return clocks, temperature and power of the first GPU as nvidia-smi or rocm-smi report them; {} without both."""
+    asked = ["nvidia-smi", f"--query-gpu={','.join(NVIDIA.values())}", "--format=csv,noheader,nounits", "--id=0"]
+    if (text := _output(asked)) is not None:
+        return nvidia_clocks(text)
+    asked = ["rocm-smi", "--device", "0", "--showclocks", "--showtemp", "--showpower", "--json"]
+    return amd_clocks(text) if (text := _output(asked)) is not None else {}
+
+
+def nvidia_clocks(text: str) -> dict[str, float]:
+    """Return the readings of a line of nvidia-smi; those that are not available are absent."""
+    values = (text.splitlines() or [""])[0].split(",")
+    return {name: float(value) for name, value in zip(NVIDIA, values, strict=False) if _NUMBER.fullmatch(value.strip())}
+
+
+def amd_clocks(text: str) -> dict[str, float]:
+    """Return the readings of the first card in rocm-smi's JSON."""
+    try:
+        card = next(values for name, values in sorted(json.loads(text).items()) if name.startswith("card"))
+    except (ValueError, StopIteration):
+        return {}
+    found = {}
+    for name, keys in AMD.items():
+        value = next((card[key] for key in keys if key in card), "").strip("()").lower().removesuffix("mhz")
+        if _NUMBER.fullmatch(value):
+            found[name] = float(value)
+    return found
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def _output(asked: list[str]) -> str | None:
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 if __name__ == "__main__":
     print(json.dumps(facts()))

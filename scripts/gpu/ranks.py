@@ -186,11 +186,13 @@ def run_stages(args: argparse.Namespace) -> None:
 # -------------------------------------------------------------------------------------------- of all ranks
 
 
-def run_ranks(work: str, ranks: int, result: Path, seconds: float, smoke: bool) -> str:
+def run_ranks(
+    work: str, ranks: int, result: Path, seconds: float, smoke: bool, module: str = "scripts.gpu.ranks"
+) -> str:
     """Run the work on all ranks; return the error, "" if there is none. A failed rank ends the others."""
     seconds *= patience(smoke)
     port, deadline = free_endpoint().partition(":")[2], time.monotonic() + seconds
-    command = [python(), "-m", "scripts.gpu.ranks", work, f"--result={result}", *(["--smoke"] if smoke else [])]
+    command = [python(), "-m", module, work, f"--result={result}", *(["--smoke"] if smoke else [])]
     common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     running = [
         subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), **own_host(rank)})

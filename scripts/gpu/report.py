@@ -5,7 +5,7 @@ python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there, and
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,20 @@ def step_rows(steps: dict[str, Any]) -> list[Row]:
             "seconds": number(step.get("seconds")),
             "at most": number(step.get("limit_seconds"), ".0f"),
             "begun": step.get("begun", "-"),
+            "SM clock, MHz": clock_range(step.get("clocks", ())),
             "commit": step["commit"][:12] + step["commit"][40:] if "git" not in step["commit"] else step["commit"],
         }
         for name, step in steps.items()
     ]
+
+
+def clock_range(samples: Sequence[dict[str, float]]) -> str:
+    """Return the lowest and the highest clock of the readings during a step, and the highest one of the device."""
+    found = [sample["sm_mhz"] for sample in samples if "sm_mhz" in sample]
+    most = max((sample["most_sm_mhz"] for sample in samples if "most_sm_mhz" in sample), default=None)
+    if not found:
+        return "-"
+    return f"{min(found):.0f} to {max(found):.0f}" + (f" of {most:.0f}" if most else "")
 
 
 def correctness(results: dict[str, Any]) -> Iterator[str]:
@@ -252,7 +262,26 @@ def ranks(results: dict[str, Any]) -> Iterator[str]:
         yield "One of two ranks killed: " + ", ".join(f"{key} {value}" for key, value in lost.items()) + "."
 
 
-SECTIONS = {"correctness": correctness, "speed": speed, "training": training, "ranks": ranks}
+def methods(results: dict[str, Any]) -> Iterator[str]:
+    if found := results.get("methods"):
+        if found["error"]:
+            yield f"Ranks on one device: {found['error']}."
+        if found["cases"]:
+            yield f"{found['ranks']} ranks on one device, {found['backend']}; waits of the steps after the first three:"
+        rows = [
+            {
+                "layout": row["layout"],
+                "case": row["case"],
+                "replicas equal": "yes" if row["equal"] else "NO",
+                "waits for the device": number(row["waits"], ".0f") + ("" if row["may wait"] else " (at most 0)"),
+                "s": number(row["seconds"]),
+            }
+            for row in found["cases"]
+        ]
+        yield markdown(rows)
+
+
+SECTIONS = {"correctness": correctness, "speed": speed, "training": training, "ranks": ranks, "methods": methods}
 
 
 def _plot(curves: dict[str, Any], folder: Path) -> str:

@@ -1,5 +1,6 @@
 """scripts/gpu_check.sh: its report from synthetic results, the end of its steps, and all parts on a CPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from scripts.common import RESULTS, ROOT, read, write
-from scripts.gpu import check, timing
+from scripts.gpu import check, machine, methods, timing
 from scripts.gpu.check import Step
 from scripts.gpu.correctness import ended, outcomes
 from scripts.gpu.launches import STEPS, gaps
@@ -20,6 +21,7 @@ from scripts.gpu.report import write_report
 from scripts.gpu.timing import of
 from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
 from tests import server
+from torchtitan_scape.methods.registry import METHODS
 
 H100 = {
     "device": "NVIDIA H100 80GB HBM3",
@@ -85,7 +87,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "# NVIDIA H100 80GB HBM3\n",
         "Driver 580.159.04, CUDA 13.0, 16 cores, Linux 6.18; torch 2.11.0, triton 3.6.0.",
         "`scripts/gpu_check.sh speed`",
-        "| tests | passed | 12.3 | 60 | now | aaaaaaaaaaaa |",
+        "| tests | passed | 12.3 | 60 | now | - | aaaaaaaaaaaa |",
         "119 passed, 1 failed, 1 skipped, 99 s.\n- failed: `tests/gpu/x.py::test_a[b c]`",
         "is not installed",
         "A copy on the device, read and written: passes-1.8b 3000 GB/s.",
@@ -97,11 +99,76 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| cut off | 10 | 5.5000 | - | - | 10 | - |",
         "| SCAPE | - | - | - | - | - | 1.25 |",
         "| 2x2 | gather | NO |",
-        "| lost-rank | no time left | - | - | - | aaaaaaaaaaaa |",
+        "| lost-rank | no time left | - | - | - | - | aaaaaaaaaaaa |",
         "![losses](losses.png)",
     ):
         assert said in text, said
     assert (tmp_path / "losses.png").stat().st_size > 1000 and "smoke" not in text
+
+
+def test_the_report_of_the_methods_contains_failures_and_clocks(tmp_path: Path) -> None:
+    row = {"layout": "2x2", "equal": True, "may wait": False, "seconds": 1.5}
+    cases = [
+        row | {"case": "dense", "waits": 0},
+        row | {"case": "topk", "waits": 3},
+        row | {"case": "diloco", "waits": 3, "may wait": True},
+        row | {"case": "demo", "waits": None, "equal": False},
+    ]
+    whole = part("methods", methods={"error": "", "backend": "nccl", "ranks": 4, "cases": cases})
+    samples = [{"seconds": 0.0, "sm_mhz": 345.0, "most_sm_mhz": 1980.0}, {"seconds": 10.0, "sm_mhz": 1755.0}]
+    whole["steps"]["methods"]["clocks"] = samples
+    write(tmp_path / "methods.json", whole)
+    text = write_report(tmp_path).read_text()
+    for said in (
+        "| methods | passed | 12.3 | 60 | now | 345 to 1755 of 1980 | aaaaaaaaaaaa |",
+        "| 2x2 | dense | yes | 0 (at most 0) | 1.5 |",
+        "| 2x2 | diloco | yes | 3 | 1.5 |",
+        "| 2x2 | demo | NO | - (at most 0) | 1.5 |",
+    ):
+        assert said in text, said
+    assert [methods.verdict(case) for case in cases] == ["", "waits for the device", "", "different bits"]
+
+
+def test_clocks_are_read_from_both_vendors() -> None:
+    """Readings that a device does not have are absent."""
+    assert machine.nvidia_clocks("1980, 2619, 1980, 45, 312.45\n") == {
+        "sm_mhz": 1980.0,
+        "memory_mhz": 2619.0,
+        "most_sm_mhz": 1980.0,
+        "celsius": 45.0,
+        "watts": 312.45,
+    }
+    assert machine.nvidia_clocks("1980, [N/A], 1980, [Not Supported], 9\n") == {
+        "sm_mhz": 1980.0,
+        "most_sm_mhz": 1980.0,
+        "watts": 9.0,
+    }
+    assert machine.nvidia_clocks("") == {} and machine.amd_clocks("no devices") == {}
+    card = {
+        "sclk clock speed:": "(800Mhz)",
+        "mclk clock speed:": "1600Mhz",
+        "Temperature (Sensor junction) (C)": "35.0",
+        "Average Graphics Package Power (W)": "N/A",
+    }
+    assert machine.amd_clocks(json.dumps({"system": {}, "card0": card})) == {
+        "sm_mhz": 800.0,
+        "memory_mhz": 1600.0,
+        "celsius": 35.0,
+    }
+
+
+def test_the_methods_step_has_every_method_and_option() -> None:
+    cases = methods.CASES
+    assert {case.method for case in cases.values()} == METHODS.keys()
+    assert {name for name, entry in METHODS.items() if entry.supports_overlap} == {
+        case.method for case in cases.values() if case.overlap
+    }
+    assert {"Muon", "AdamS"} == {case.optimizer for case in cases.values()} and any(c.sharding for c in cases.values())
+    own = {"parameters": "a", "output": "o", "finite": True}
+    assert methods.agree([own] * 4, 1) and methods.agree([own, own | {"parameters": "b"}] * 2, 2)
+    assert not methods.agree([own, own | {"parameters": "b"}] * 2, 1)
+    assert not methods.agree([own, own, own, own | {"output": "p"}], 4)
+    assert not methods.agree([own | {"finite": False}] * 4, 1)
 
 
 def test_gaps_between_launches_exclude_device_work() -> None:
@@ -271,8 +338,9 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
         ("training", "", "PYTHON"),
         ("ranks", "ranks", "PYTHON"),
         ("ranks", "lost-rank", "PYTHON_EXEC"),  # only ranks: the test looks for its launchers
+        ("methods", "", "PYTHON"),
     ],
-    ids=["correctness", "speed", "training", "ranks", "lost rank"],
+    ids=["correctness", "speed", "training", "ranks", "lost rank", "methods"],
 )
 def test_every_part_of_the_gpu_check_runs_on_a_cpu(part: str, only: str, forked: str, tmp_path: Path) -> None:
     command = [str(ROOT / "scripts" / "gpu_check.sh"), part, "--smoke", f"--output={tmp_path}", f"--only={only}"]

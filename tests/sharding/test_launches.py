@@ -1,6 +1,5 @@
 """Launches of the collectives that replace those of FSDP2, on meta tensors."""
 
-import itertools
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -11,47 +10,64 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import block_code
+from kernels.tagc.sketch import Sketch
 from scripts.benchmarks.step_operators import StepCounter, as_one_rank, triton_everywhere
 from topology import shard_collectives
 from topology.rank_group import RankGroup
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, entries
+from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, WeightsVersion, entries
+from torchtitan_scape.sharding.levels_gather import SecondaryAllGather
+from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
+from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 
 MOST, META = 40, torch.device("meta")
+RANKS = (2, 4, 64)
 
 
 def layer(ranks: int) -> ShardedParamGroup:
     """Return a layer of Llama-1.8B, divided among ranks."""
-    model, at, slices = get_workload("llama_1_8b").local(ranks), itertools.count(), []
-    start = 0
+    slices, start, model = [], 0, get_workload("llama_1_8b").local(ranks)
     for name, shape, size in zip(model.names, model.shapes, model.sizes, strict=True):
         if ".0." in name:
             slices.append(ParameterSlice(name, start, size, len(shape)))
             start += size
-    return ShardedParamGroup("layer", next(at), tuple(slices), tuple(slices), ())
+    return ShardedParamGroup("layer", 0, tuple(slices), tuple(slices), ())
 
 
 def groups_of(ranks: int, hops: int) -> list[RankGroup]:
-    return (
-        [RankGroup("node", 8, 0), RankGroup("network", ranks // 8, 0)] if hops == 2 else [RankGroup("node", ranks, 0)]
-    )
+    """Return the groups of a collective; with two hops a node has two ranks."""
+    if hops == 1:
+        return [RankGroup("node", ranks, 0)]
+    return [RankGroup("node", 2, 0), RankGroup("network", max(2, ranks // 2), 0)]
 
 
-def launches(hook: Any, ranks: int, counter: StepCounter, gather: bool, dtype: torch.dtype) -> int:
-    row, group = entries(layer(ranks).reduced), SimpleNamespace(size=lambda: ranks)
-    whole, own = torch.empty(ranks * row, dtype=dtype, device=META), torch.empty(row, dtype=dtype, device=META)
-    with counter:
-        hook(whole, own, group) if gather else hook(own, whole, group, dist.ReduceOp.SUM)
-    return counter.count.launches
+def hook_of(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, options: dict[str, Any]) -> Any:
+    flat, ledger, position = layer(ranks), SimpleNamespace(), TrainPosition()
+    code, groups = block_code(backend, "int8", 256), groups_of(ranks, hops)
+    rows = RowCodec(flat.gathered, code)
+    if kind == "gather":
+        return QuantizedAllGather(flat, groups, rows, ledger)  # type: ignore[arg-type]
+    if kind == "secondary gather":
+        return SecondaryAllGather(flat, groups[0], rows, RankGroup("node", 2, 0), ledger, WeightsVersion())  # type: ignore[arg-type]
+    if kind == "reduce":
+        return QuantizedReduceScatter(flat, groups, [rows] * hops, ledger, position if stochastic else None)  # type: ignore[arg-type]
+    if kind == "slices":
+        sizes, coded = [s.size for s in flat.reduced], [s.dims > 1 for s in flat.reduced]
+        layout = RowLayout(sizes, coded, 256, pairs=ranks // 2, nodes=2)
+        pairs = [(RankGroup("node", ranks, 0), code)]
+        return SliceReduceScatter(flat, layout, 2, pairs, ledger, position, META, code, True, stochastic)  # type: ignore[arg-type]
+    assert kind == "tagc"
+    return TagcReduce(flat, groups[0], TagcShardingOptions(**options), ledger, position, backend, META)  # type: ignore[arg-type]
 
 
-def count(kind: str, ranks: int, hops: int) -> int:
-    flat, counter, ledger = layer(ranks), StepCounter(), SimpleNamespace()
+def launches(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, options: dict[str, Any]) -> int:
+    """Return the launches of one gather or reduce on a GPU."""
+    counter = StepCounter()
 
     def exchange(*_: Tensor, **__: Any) -> None: ...
 
@@ -62,21 +78,68 @@ def count(kind: str, ranks: int, hops: int) -> int:
             stack.enter_context(replaced(shard_collectives, name, exchange))
         stack.enter_context(replaced(dist, "get_backend", lambda *_: "nccl"))
         stack.enter_context(replaced(dist, "get_rank", lambda *_: 0))
-        rows, groups = RowCodec(flat.gathered, block_code("triton", "int8", 256)), groups_of(ranks, hops)
-        if kind == "gather":
-            hook: Any = QuantizedAllGather(flat, groups, rows, ledger)  # type: ignore[arg-type]
-            return launches(hook, ranks, counter, True, torch.bfloat16)
-        position = TrainPosition()
-        if kind == "tagc":
-            hook = TagcReduce(flat, groups[0], TagcShardingOptions(), ledger, position, "triton", META)  # type: ignore[arg-type]
-        else:
-            hook = QuantizedReduceScatter(flat, groups, [rows] * hops, ledger, position)  # type: ignore[arg-type]
-        return launches(hook, ranks, counter, False, torch.float32)
+        members = property(lambda sketch: torch.empty(sketch.rows, 9, device=META))
+        stack.enter_context(replaced(Sketch, "members", members))
+        hook = hook_of(kind, ranks, hops, backend, stochastic, options)
+        row, whole_ranks = entries(layer(ranks).reduced), 2 if kind == "slices" else ranks
+        gathers = kind.endswith("gather")
+        dtype = torch.bfloat16 if gathers else torch.float32
+        own = torch.empty(row, dtype=dtype, device=META)
+        whole = torch.empty(whole_ranks * row, dtype=dtype, device=META)
+        group = SimpleNamespace(size=lambda: whole_ranks)
+        with counter:
+            hook(whole, own, group) if gathers else hook(own, whole, group, dist.ReduceOp.SUM)
+    return counter.count.launches
 
 
-@pytest.mark.parametrize(("kind", "hops"), [("gather", 1), ("gather", 2), ("reduce", 1), ("reduce", 2), ("tagc", 1)])
-def test_launches_do_not_depend_on_the_ranks(kind: str, hops: int) -> None:
+SKETCH = {"codec": "sketch", "ratio": 2.0, "sparsity": 0.999, "index": "bits"}
+# Kind, hops, stochastic rounding, options of TAGC. A sketch is peeled in 64 rounds, which are 258 launches.
+CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
+    ("gather", 1, False, {}),
+    ("gather", 2, False, {}),
+    ("secondary gather", 1, False, {}),
+    ("reduce", 1, False, {}),
+    ("reduce", 1, True, {}),
+    ("reduce", 2, True, {}),
+    ("slices", 1, True, {}),
+    ("tagc", 1, False, {}),  # offsets for two ranks, and bitmaps for more
+    ("tagc", 1, False, {"index": "bits"}),
+    ("tagc", 1, False, {"index": "nibble_sum", "reproduce": True}),
+    ("tagc", 1, False, SKETCH),
+    ("tagc", 1, False, {**SKETCH, "selection": "table", "reproduce": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "hops", "stochastic", "options"), CASES)
+def test_launches_do_not_depend_on_the_ranks(kind: str, hops: int, stochastic: bool, options: dict[str, Any]) -> None:
     """At most 40 for a layer with nine parameters. With stochastic rounding every message has its own key."""
-    few, many = (count(kind, ranks, hops) for ranks in (16, 64))
-    assert few <= MOST and many <= MOST
-    assert many - few <= 4  # TAGC combines the bitmaps of all ranks by halves
+    ranks = [ranks for ranks in RANKS if ranks >= 2 * hops]
+    found = [launches(kind, number, hops, "triton", stochastic, options) for number in ranks]
+    assert max(found) <= (360 if "codec" in options else MOST), found
+    # TAGC combines the bitmaps of all ranks by halves.
+    assert found[-1] - found[0] <= (5 if kind == "tagc" else 4), found
+
+
+def cpu_operators(ranks: int) -> list[int]:
+    """Return the operators of a quantized gather and of a quantized reduce on a CPU, for a group of 2^16 entries."""
+    size, counts = (1 << 16) // ranks, []
+    slices = (ParameterSlice("weight", 0, size - 8, 2), ParameterSlice("bias", size - 8, 8, 1))
+    rows, generator = RowCodec(slices, block_code("torch", "int8", 256)), torch.Generator().manual_seed(0)
+    values = torch.randn(ranks, size, generator=generator)
+    messages = torch.empty(ranks, rows.message_bytes(torch.float32), dtype=torch.uint8)
+    for work in (
+        lambda: rows.unpack(messages, values),
+        lambda: rows.decode_and_sum(messages),
+    ):
+        rows.encode(rows.split(values), messages, [7 + rank for rank in range(ranks)])
+        counter = StepCounter("cpu")
+        with counter:
+            rows.encode(rows.split(values), messages, [7 + rank for rank in range(ranks)])
+            work()
+        counts.append(counter.count.operators)
+    return counts
+
+
+def test_a_cpu_has_no_operators_for_each_rank() -> None:
+    few, *others = (cpu_operators(ranks) for ranks in RANKS)
+    assert others == [few, few], (few, others)

@@ -1,5 +1,7 @@
 """ZeRO++ against its literal form; equality of weights on all ranks; lifetime of the secondary copy."""
 
+import hashlib
+import struct
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ from tests.pool import Pool
 from tests.sharding import literal
 from tests.sharding.test_raw import equal
 from tests.sharding.toy import make, param_group, record_gathers, train
-from torchtitan_scape.sharding.base import WeightsVersion, entries, flat_groups
+from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
 
 NODES: dict[str, Any] = {"weights": "int8", "gradients": "int8+int4", "gradients_block": 32}
@@ -172,3 +174,12 @@ def test_losses_follow_the_dense_ones(pool2: Pool) -> None:
     found = pool2(losses)[0]
     for name in ("int8", "int4"):
         assert found[name] == pytest.approx(found["dense"], rel=0.01), name
+
+
+def test_the_key_of_a_message_is_a_hash_of_position_and_index() -> None:
+    """Other keys would change the rounding of a run that is resumed."""
+    position = TrainPosition(seed=42, step=7, micro_batch=1)
+    numbers = struct.pack("<7q", 42, 7, 1, 0, 3, 5, 2)
+    digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
+    keys = position.keys(0, 3, 5, count=4)
+    assert keys[2] == digest >> 2 | 1 << 62 == 8808928744562970177 and len(set(keys)) == 4

@@ -20,13 +20,15 @@ from topology.machines import get_machine
 from topology.process_groups import ProcessGroupCollectives
 
 MINUTE = timedelta(seconds=60)
-# (ranks per node, replicate, shard, hierarchical, staged, process groups per rank)
+# (ranks per node, replicate, shard, hierarchical, staged, in flight, process groups per rank)
 COUNTS = [
-    (2, 4, 1, True, False, 2 + 2 * 2),  # replicas on nodes of two: two levels on two streams
-    (2, 4, 1, False, False, 2),  # one group, and one for scalars
-    (2, 4, 1, False, True, 2 + 2),
-    (2, 2, 2, True, True, 3 + 2),
-    (4, 1, 4, True, True, 1),  # one replica
+    (2, 4, 1, True, False, True, 1 + 2 * 2),  # replicas on nodes of two: two levels on two streams, for all chunks
+    (2, 4, 1, False, False, False, 1),
+    (2, 4, 1, False, False, True, 2),  # one group, and one for scalars
+    (2, 4, 1, False, True, True, 2 + 2),
+    (2, 2, 2, True, True, True, 3 + 2),
+    (2, 2, 2, True, True, False, 2 + 2),
+    (4, 1, 4, True, True, True, 1),  # one replica
 ]
 
 
@@ -37,7 +39,7 @@ def layout_of(ranks_per_node: int, replicate: int, shard: int) -> Layout:
 
 def count_groups() -> list[int]:
     counts = []
-    for ranks_per_node, replicate, shard, hierarchical, staged, _ in COUNTS:
+    for ranks_per_node, replicate, shard, *options, _ in COUNTS:
         made: list[tuple[int, ...]] = []
 
         def note(ranks: list[int], made: list[tuple[int, ...]] = made, **options: Any) -> object:
@@ -46,7 +48,7 @@ def count_groups() -> list[int]:
             return object()
 
         with patch.object(dist, "new_group", note):
-            build_groups(layout_of(ranks_per_node, replicate, shard), MINUTE, hierarchical, staged)
+            build_groups(layout_of(ranks_per_node, replicate, shard), MINUTE, *options)
         counts.append(len(made))
     return counts
 
@@ -54,8 +56,8 @@ def count_groups() -> list[int]:
 def test_most_groups_is_the_number_of_created_groups(pool4: Pool) -> None:
     *wanted, expected = zip(*COUNTS, strict=True)
     assert pool4(count_groups) == [list(expected)] * 4
-    for *degrees, hierarchical, staged, count in zip(*wanted, expected, strict=True):
-        assert most_groups(layout_of(*degrees), hierarchical, staged) == count
+    for *degrees, hierarchical, staged, in_flight, count in zip(*wanted, expected, strict=True):
+        assert most_groups(layout_of(*degrees), hierarchical, staged, in_flight) == count
 
 
 class Options:
@@ -116,6 +118,51 @@ def flag_group() -> tuple[bool, bool]:
     norm = collectives.sum_over_owners(torch.ones(()))
     chunk.wait()
     return used == [built.replicate, built.scalars] and used[0] is not used[1], not flag and norm.item() == 4.0
+
+
+def delayed_exchange() -> list[bool]:
+    """Return, by layout, whether the flag of a step uses a group on which a delayed chunk is in flight."""
+    found, reduce = [], dist.all_reduce
+    for per_node, hierarchical in ((2, True), (2, False), (1, True)):
+        built = build_groups(layout_of(per_node, 4, 1), MINUTE, hierarchical, staged=False)
+        collectives, flags, chunks = ProcessGroupCollectives(built), set(), set()
+
+        def note(
+            tensor: torch.Tensor,
+            op: Any = dist.ReduceOp.SUM,
+            *,
+            flags: Any = flags,
+            chunks: Any = chunks,
+            **options: Any,
+        ) -> Any:
+            (flags if op == dist.ReduceOp.MIN else chunks).add(options["group"])
+            return reduce(tensor, op, **options)
+
+        with patch.object(dist, "all_reduce", note):
+            chunk = collectives.all_reduce(torch.ones(64), mean=False)
+            assert collectives.all_true(torch.tensor(True))
+            chunk.wait()
+        chunks |= {group.process_group for stream in built.comm_streams for group in stream}
+        assert len(flags) == 1
+        found.append(bool(flags & chunks))
+    return found
+
+
+def test_a_flag_does_not_use_the_group_of_a_delayed_chunk(pool4: Pool) -> None:
+    """On one level chunks use the group of the replicas, and on several those of the streams."""
+    assert pool4(delayed_exchange) == [[False] * 3] * 4
+
+
+def test_groups_of_a_run_depend_on_its_delay() -> None:
+    from torchtitan_scape.config.job_config import JobConfig, group_options
+
+    config, found = JobConfig(), {}
+    for method in ("dense", "streaming_diloco", "diloco", "scape"):
+        config.sync.method = method
+        found[method] = group_options(config)["in_flight"]
+    config.sync.method, config.sync.overlap = "dense", True
+    assert group_options(config)["in_flight"]
+    assert found == {"dense": False, "streaming_diloco": True, "diloco": False, "scape": False}
 
 
 def test_scalars_do_not_wait_for_chunks(pool4: Pool) -> None:

@@ -267,3 +267,13 @@ class JobConfig(TitanJobConfig):
     sample: Sample = field(default_factory=Sample)
     observe: Observe = field(default_factory=Observe)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
+
+
+def group_options(config: JobConfig) -> dict[str, bool]:
+    """Return the arguments of `topology.groups.build_groups` that depend on the configuration."""
+    options = options_of(config.sync)
+    return {
+        "hierarchical": config.topology.exchange == "hierarchical",
+        "staged": options.needs_comm_streams(),
+        "in_flight": config.sync.overlap or options.delays_exchanges(),
+    }

@@ -94,6 +94,9 @@ class LocalOptions(MethodOptions):
     def needs_comm_streams(self) -> bool:
         return self.averaging().needs_comm_streams()
 
+    def delays_exchanges(self) -> bool:
+        return self.schedule().delay > 0
+
     def offloaded(self) -> tuple[str, ...]:
         return ("anchor",) if self.host else ()
 

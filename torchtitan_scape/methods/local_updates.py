@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kernels.common.host_memory import host_tensors
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
@@ -95,10 +96,10 @@ class LocalUpdates(LocalMethod):
         schedule, host = options.schedule(), options.host
         self.schedule, self.outer = schedule, OuterOptimizer(options.outer_lr, options.outer_momentum)
         averaging = options.averaging()
-        self._anchors = {s.name: _float32_copy(stored(s.parameter), host) for s in context.shards}
-        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()} if self.outer.momentum else {}
-        if host and self._momenta and context.shards[0].device.type == "cuda":
-            self._momenta = {name: v.pin_memory() for name, v in self._momenta.items()}
+        self._anchors = self._zeros(host)
+        for shard in context.shards:
+            self._anchors[shard.name].copy_(stored(shard.parameter).detach())
+        self._momenta = self._zeros(host) if self.outer.momentum else {}
         self._fragments: list[_Fragment] = []
         for number in range(schedule.fragments):
             shards = [s for s in context.shards if schedule.fragment_of(s.name) == number]
@@ -107,6 +108,14 @@ class LocalUpdates(LocalMethod):
                 assert isinstance(averaged, GradientMethod)
                 self._fragments.append(_Fragment(number, shards, averaged))
         self._in_flight: list[_FragmentInFlight] = []
+
+    def _zeros(self, host: bool) -> dict[str, Tensor]:
+        """Return FP32 zeros of every parameter's shape, in host memory if `host`."""
+        values = {shard.name: stored(shard.parameter).detach() for shard in self.context.shards}
+        if not host:
+            return {name: torch.zeros_like(value, dtype=torch.float32) for name, value in values.items()}
+        device = self.context.shards[0].device
+        return dict(zip(values, host_tensors([value.shape for value in values.values()], device, self), strict=True))
 
     def exchange(self, info: StepInfo) -> None:
         full = self.take_full_exchange_request()
@@ -225,9 +234,3 @@ class LocalUpdates(LocalMethod):
                     state.kind, before | tensors, state.per_replica, on_migration, state.by_parameter
                 )
         return list(merged.values())
-
-
-def _float32_copy(values: Tensor, host: bool) -> Tensor:
-    """Return an FP32 copy, in host memory if `host`; that of a CUDA tensor is pinned."""
-    copy = values.detach().to("cpu" if host else values.device, torch.float32, copy=True)
-    return copy.pin_memory() if host and values.is_cuda else copy

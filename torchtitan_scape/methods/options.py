@@ -118,6 +118,10 @@ class MethodOptions(Options):
         """Return whether an exchange on a single level has several stages and therefore needs comm streams."""
         return False
 
+    def delays_exchanges(self) -> bool:
+        """Return whether an exchange is in flight during the following steps."""
+        return False
+
     def simulation_error(self) -> str:
         """Return why simulated replicas do not support these options; "" if they do."""
         return ""

@@ -5,7 +5,7 @@ from typing import Any
 
 from topology.groups import most_groups
 from topology.layout import Layout
-from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.job_config import JobConfig, group_options
 from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.run import PlannedRun
@@ -58,8 +58,7 @@ class MemoryReport:
         kinds = kinds_of(method) | ({} if levels else shard_memory(plan, rows, layout))
         host = method.host_memory(model, layout.replicate)
         preset, against = layout.machine.device, ""
-        hierarchical = config.topology.exchange == "hierarchical"
-        groups = most_groups(layout, hierarchical, options_of(config.sync).needs_comm_streams())
+        groups = most_groups(layout, **group_options(config))
         plain = replace(method, options=method.options.without_memory_savings())
         if method != plain:
             saved = sum(kinds_of(plain).values()) - sum(kinds_of(method).values())

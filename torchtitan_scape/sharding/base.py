@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from kernels.common.ordered import add_in_order_
 from topology.groups import LevelGroups, ShardGroups
 from topology.rank_group import RankGroup
 from topology.shard_collectives import ShardLedger
@@ -148,13 +149,18 @@ class TrainPosition:
     micro_batch: int = 0
     last: bool = True
 
-    def key(self, *others: int) -> int:
-        """Return a 62-bit key with bit 62 set, derived from the position and from the numbers that identify the
-        message.
+    def keys(self, *others: int, count: int) -> list[int]:
+        """Return the keys of `count` messages, each with 62 random bits and bit 62 set.
+
+        They are derived from the position, from the numbers that identify the exchange, and from a message's index.
         """
         numbers = (self.seed, self.step, self.micro_batch, *others)
-        digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2 | 1 << 62
+        common, found = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8), []
+        for index in range(count):
+            digest = common.copy()
+            digest.update(struct.pack("<q", index))
+            found.append(int.from_bytes(digest.digest(), "little") >> 2 | 1 << 62)
+        return found
 
 
 class AllGatherHook(Protocol):
@@ -227,8 +233,7 @@ def add_rows(rows: Tensor, out: Tensor) -> None:
         torch.sum(rows, 0, out=out)
         return
     out.copy_(rows[0])
-    for row in rows[1:]:
-        out += row
+    add_in_order_(out, rows[1:])
 
 
 class WeightsVersion:

@@ -98,8 +98,8 @@ class SliceReduceScatter(Allocates):
         if nodes.size == 1:
             return self.buffer[0]
         coded, raw = self._layout.parts(self.buffer)
-        key = partial(self._key, len(self._hops))
-        result = hop((coded[:, None], raw[:, None]), nodes, self._node_codec, self._ledger, GRADIENTS, key)
+        keys = partial(self._keys, len(self._hops))
+        result = hop((coded[:, None], raw[:, None]), nodes, self._node_codec, self._ledger, GRADIENTS, keys)
         if dist.get_backend() == "fake":
             return self.buffer[nodes.group_rank]  # The received bytes are not valid messages.
         return torch.cat(result, -1)[0]
@@ -111,7 +111,7 @@ class SliceReduceScatter(Allocates):
             self._hadamard_code.hadamard_(coded)
         for number, (rank_group, rows) in enumerate(self._hops):
             parts = _by_rank(coded, rank_group)[:, None], _by_rank(raw, rank_group)[:, None]
-            coded, raw = hop(parts, rank_group, rows, self._ledger, GRADIENTS, partial(self._key, number))
+            coded, raw = hop(parts, rank_group, rows, self._ledger, GRADIENTS, partial(self._keys, number))
         if dist.get_backend() == "fake":
             return  # The received bytes are not valid messages.
         if self._hadamard_code is not None:
@@ -119,8 +119,10 @@ class SliceReduceScatter(Allocates):
         for target, values in zip(layout.parts(self.buffer), (coded, raw), strict=True):
             target += values.reshape(target.shape)
 
-    def _key(self, number: int, message: int) -> int | None:
-        return self._position.key(number, dist.get_rank(), self._flat.number, message) if self._stochastic else None
+    def _keys(self, number: int, count: int) -> list[int] | None:
+        if not self._stochastic:
+            return None
+        return self._position.keys(number, dist.get_rank(), self._flat.number, count=count)
 
 
 def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:

@@ -18,6 +18,8 @@ from topology.rank_group import RankGroup
 from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 
+CPU_ENTRIES = 1 << 22  # decoded together on a CPU: many short rows, or one long row
+
 Parts = tuple[Tensor, Tensor]
 """The two parts of rows: the quantized part, FP32 (..., q), padded to whole blocks, and the raw part, (..., r)."""
 
@@ -111,12 +113,10 @@ class RowCodec:
         return coded, self._raw_of(messages, dtype)
 
     def unpack(self, messages: Tensor, rows: Tensor) -> None:
-        """Decode messages (k, bytes) into `rows` (k, m). On a CPU one at a time, which takes less memory."""
-        if messages.is_cpu:
-            for message, row in zip(messages, rows, strict=True):
-                self.assemble(self.decode(message, row.dtype), row)
-        else:
-            self.assemble(self.decode(messages, rows.dtype), rows)
+        """Decode messages (k, bytes) into `rows` (k, m). On a CPU in parts, which take less memory."""
+        together = max(1, CPU_ENTRIES // max(1, self._row)) if messages.is_cpu else max(1, len(messages))
+        for some, targets in zip(messages.split(together), rows.split(together), strict=True):
+            self.assemble(self.decode(some, rows.dtype), targets)
 
     def decode_and_sum(self, messages: Tensor) -> Parts:
         """Return the FP32 sums of messages (k, ..., bytes) over k, in row order; their raw part is FP32."""
@@ -167,7 +167,7 @@ def sum_over(
     rows: Sequence[RowCodec],
     ledger: ShardLedger,
     kind: str,
-    key: Callable[[int, int], int | None],
+    keys: Callable[[int, int], list[int] | None],
 ) -> Parts:
     """Reduce-scatter `flat`, FP32 (S, m), with one hop per rank group, innermost first.
 
@@ -180,7 +180,7 @@ def sum_over(
         rows: Codec of each hop; all have the same layout.
         ledger: Byte ledger.
         kind: Kind of the bytes in the ledger.
-        key: Key of stochastic rounding as a function of (hop, index of the message).
+        keys: Keys of stochastic rounding as a function of (hop, number of messages).
 
     Returns:
         The parts of this rank's row of the sum.
@@ -188,9 +188,9 @@ def sum_over(
     intra_node, *between_nodes = rank_groups
     # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
     by_rank = flat.view(-1, intra_node.size, flat.shape[1]).transpose(0, 1)
-    sums = hop(rows[0].split(by_rank), intra_node, rows[0], ledger, kind, partial(key, 0))
+    sums = hop(rows[0].split(by_rank), intra_node, rows[0], ledger, kind, partial(keys, 0))
     for rank_group, code in zip(between_nodes, rows[1:], strict=True):
-        sums = hop((sums[0][:, None], sums[1][:, None]), rank_group, code, ledger, kind, partial(key, 1))
+        sums = hop((sums[0][:, None], sums[1][:, None]), rank_group, code, ledger, kind, partial(keys, 1))
     return sums[0][0], sums[1][0]
 
 
@@ -200,7 +200,7 @@ def hop(
     rows: RowCodec,
     ledger: ShardLedger,
     kind: str,
-    key: Callable[[int], int | None],
+    keys: Callable[[int], list[int] | None],
 ) -> Parts:
     """Exchange rows over one rank group and return the sums of the rows addressed to this rank.
 
@@ -210,7 +210,7 @@ def hop(
         rows: Codec of the messages.
         ledger: Byte ledger.
         kind: Kind of the bytes in the ledger.
-        key: Key of stochastic rounding as a function of the index of the message.
+        keys: Keys of stochastic rounding as a function of the number of messages.
 
     Returns:
         The parts of the sums, (index of the row, entries).
@@ -218,8 +218,7 @@ def hop(
     ranks, count = parts[0].shape[:2]
     size = rows.message_bytes(torch.float32)
     messages = torch.empty(ranks, count, size, dtype=torch.uint8, device=parts[0].device)
-    keys = [one for number in range(ranks * count) if (one := key(number)) is not None]
-    rows.encode(parts, messages, keys or None)
+    rows.encode(parts, messages, keys(ranks * count))
     received = torch.empty_like(messages)
     shard_collectives.all_to_all(received.view(ranks, -1), messages.view(ranks, -1), rank_group, ledger, kind)
     return rows.decode_and_sum(received)

@@ -6,6 +6,7 @@ packed values, one exchange per step. The published variants are options.
 Every rank keeps a residual of all entries of the group, not only of its own row.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from kernels import finite_check, tagc_passes
+from kernels import tagc_passes
 from kernels.common.wire import padded_bytes
 from kernels.scape.reference import unpack_bits
 from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
@@ -24,9 +25,7 @@ from kernels.tagc.index import (
     select_above,
     sum_bytes,
     to_nibbles,
-    to_offsets,
     union_of_bitmaps,
-    union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch
 from topology import shard_collectives
@@ -82,7 +81,7 @@ class TagcReduce(Allocates):
         )
         # Whether the next exchange must be complete, and whether that of this step was.
         self.name, self._full_exchange_requested, self._full_exchange_sent = str(flat.number), False, False
-        self._passes, self._finite = tagc_passes(backend), finite_check(backend)
+        self._passes = tagc_passes(backend)
         ranks = rank_group.size
         self.compressed = [s for s in flat.reduced if options.compresses(s.name, s.dims, ranks * s.size) and s.size]
         self._raw = [s for s in flat.reduced if s not in self.compressed]
@@ -92,6 +91,7 @@ class TagcReduce(Allocates):
         self._index = options.index_among(ranks)
         self._capacity = capacity(options.density, ranks)
         self._sketches = self._make_sketches(device) if options.codec == "sketch" and self.blocks else []
+        self._sketches_of_all_rows = [sketch.repeated(ranks) for sketch in self._sketches]
         # Accumulated in this step: gradients that are not compressed, and the rows with non-finite numbers.
         self._uncompressed: Tensor | None = None
         self._nonfinite = torch.zeros(ranks, dtype=torch.bool, device=device)
@@ -174,13 +174,13 @@ class TagcReduce(Allocates):
         self._uncompressed = uncompressed if self._uncompressed is None else self._uncompressed.add_(uncompressed)
         if not self.compressed:
             return
-        parts = [[row[s.start : s.start + s.size] for s in self.compressed] for row in flat]
-        finite = self._finite([part for row in parts for part in row]).view(len(flat), -1).all(1)
-        nonfinite = ~finite
+        parts = [flat[:, s.start : s.start + s.size] for s in self.compressed]
+        # The largest magnitude of a row is not finite if any of its entries is not.
+        largest = torch.stack([torch.linalg.vector_norm(part, math.inf, 1) for part in parts])
+        nonfinite = ~(largest < math.inf).all(0)
         self._nonfinite |= nonfinite
-        for s, at in zip(self.compressed, self.starts, strict=True):
-            part = flat[:, s.start : s.start + s.size]
-            self.residual[:, at : at + s.size] += part.masked_fill(nonfinite[:, None], 0.0)
+        for s, at, part in zip(self.compressed, self.starts, parts, strict=True):
+            self.residual[:, at : at + s.size].add_(part.masked_fill(nonfinite[:, None], 0.0))
 
     # ------------------------------------------------------------------------------------------------ exchange
 
@@ -201,14 +201,14 @@ class TagcReduce(Allocates):
         if self._full_exchange_requested and self._position.last:
             return self._send_full(result)
         if self._options.selection == "table":
-            chosen = torch.cat([select_above(row, self._options.sparsity) for row in self.residual])
+            chosen = select_above(self.residual, self._options.sparsity)
         else:
             chosen = self._passes.select(self.residual.view(-1), self._options.chosen)
         index = self._all_gather_index(chosen, fake).view(ranks, -1)
         sends = index if self._options.fill else chosen.view(ranks, -1)
         if self._sketches:
             turn = (self._position.step + self._position.micro_batch) % TURNS
-            self._exchange_sketch(self._sketches[turn], index, sends, result)
+            self._exchange_sketch(turn, index, sends, result)
         else:
             self._exchange_packed(index, self._mask_nonfinite(sends), result)
         return result
@@ -219,16 +219,18 @@ class TagcReduce(Allocates):
         return result
 
     def _mask_nonfinite(self, bits: Tensor) -> Tensor:
-        return torch.where(self._nonfinite[:, None], 0, bits)
+        return bits.masked_fill(self._nonfinite[:, None], 0)
 
     def _all_gather_index(self, chosen: Tensor, fake: bool) -> Tensor:
         """Return the bitmaps of the union over all ranks, for all rows, from the bitmaps of this rank's selection."""
         ranks, rank_group = self._rank_group.size, self._rank_group
         if self._index == "offsets":
-            coded = to_offsets(chosen, self._options.chosen)
+            coded = self._passes.to_offsets(chosen, self._options.chosen)
             received = coded.new_empty(ranks, coded.numel())
             shard_collectives.all_gather(received.view(-1), coded, rank_group, self._ledger, INDEX)
-            return chosen if fake else union_of_offsets(received, ranks * self.blocks, self._options.chosen)
+            if fake:
+                return chosen
+            return self._passes.union_of_offsets(received, ranks * self.blocks, self._options.chosen)
         local = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
         received, gathered = torch.empty_like(local).view(ranks, -1), torch.empty_like(local)
         shard_collectives.all_to_all(received, local.view(ranks, -1), rank_group, self._ledger, INDEX)
@@ -249,16 +251,16 @@ class TagcReduce(Allocates):
         )
         self._passes.expand(received.view(ranks, self.blocks, -1), index[self._rank_group.group_rank], result)
 
-    def _exchange_sketch(self, sketch: Sketch, index: Tensor, sends: Tensor, result: Tensor) -> None:
+    def _exchange_sketch(self, turn: int, index: Tensor, sends: Tensor, result: Tensor) -> None:
+        sketch, of_all_rows = self._sketches[turn], self._sketches_of_all_rows[turn]
         if self._options.left_over == "keep":
             # All ranks compute which entries the owner can recover; the others are not sent.
-            recoverable = torch.stack([self._passes.solvable(row, sketch) for row in index])
+            recoverable = self._passes.solvable(index.view(-1), of_all_rows).view(index.shape)
             index, sends = index & recoverable, sends & recoverable
-        sends = self._mask_nonfinite(sends)
+        sends = self._mask_nonfinite(sends).view(-1)
         cells = self.residual.new_empty(self._rank_group.size, sketch.rows, BLOCK)
-        for row, bits, one in zip(self.residual, sends, cells, strict=True):
-            self._passes.fold(row, bits, sketch, one)
-            row.masked_fill_(unpack_bits(bits, row.numel()), 0.0)
+        self._passes.fold(self.residual.view(-1), sends, of_all_rows, cells.view(-1, BLOCK))
+        self.residual.masked_fill_(unpack_bits(sends, self.residual.numel()).view(self.residual.shape), 0.0)
         cells.masked_fill_(self._nonfinite[:, None, None], torch.nan)
         total = torch.empty_like(cells[0])
         self._reduce_scatter(cells.view(len(cells), -1), total.view(-1))

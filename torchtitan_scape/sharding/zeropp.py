@@ -115,14 +115,15 @@ class QuantizedReduceScatter(Allocates):
     ) -> None:
         self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._rank_groups))
         flat = input_tensor.float().view(group.size(), -1)
-        parts = sum_over(flat, self._rank_groups, self._rows, self._ledger, GRADIENTS, self._key)
+        parts = sum_over(flat, self._rank_groups, self._rows, self._ledger, GRADIENTS, self._keys)
         if dist.get_backend(group) == "fake":
             output_tensor.zero_()
             return
         self._rows[0].assemble(parts, output_tensor)
 
-    def _key(self, hop: int, message: int) -> int | None:
-        return None if self._position is None else self._position.key(hop, dist.get_rank(), self._flat.number, message)
+    def _keys(self, hop: int, count: int) -> list[int] | None:
+        position = self._position
+        return None if position is None else position.keys(hop, dist.get_rank(), self._flat.number, count=count)
 
 
 def _ranks(rank_groups: Sequence[RankGroup]) -> int:

@@ -19,7 +19,7 @@ from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import check_config, import_custom, remarks
 from torchtitan_scape.config.folders import check_folders
-from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
 from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.exhaustion import EndOfDataSync
@@ -164,12 +164,7 @@ class ScapeTrainer(Trainer):
             ep=1,
             etp=1,
             world_size=layout.world_size,
-            groups=build_groups(
-                layout,
-                timeout,
-                hierarchical=config.topology.exchange == "hierarchical",
-                staged=options_of(config.sync).needs_comm_streams(),
-            ),
+            groups=build_groups(layout, timeout, **group_options(config)),
             shard_groups=None if levels.active else groups_for(config.sharding, layout, timeout),
             level_groups=build_level_groups(layout, levels.weights, timeout, levels.secondary)
             if levels.active
@@ -195,7 +190,8 @@ class ScapeTrainer(Trainer):
         config, layout = self.job_config, self.layout
         if DEVICE_TYPE != "cuda" or is_dry_run(config):
             return []
-        exchange = config.sync.overlap or options_of(config.sync).needs_comm_streams()
+        groups = group_options(config)
+        exchange = groups["in_flight"] or groups["staged"]
         overlap = layout.shard > 1 or (layout.replicate > 1 and exchange)
         return check_queues(os.environ, torch.version.hip is not None, overlap)
 

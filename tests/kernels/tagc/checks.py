@@ -44,6 +44,17 @@ def check_packed(n: int, k: int, ties: bool, device: str = "cpu") -> None:
         assert same(*sums)
 
 
+def check_offsets(blocks: int, k: int, ranks: int, device: str = "cpu") -> None:
+    """Compare the encoded offsets of every rank, and their union."""
+    twin, kernels = tagc_passes("torch"), tagc_passes("triton")
+    own = [twin.select(values(blocks * BLOCK, seed).to(device), k) for seed in range(ranks)]
+    coded = torch.stack([twin.to_offsets(bits, k) for bits in own])
+    assert torch.equal(torch.stack([kernels.to_offsets(bits, k) for bits in own]), coded)
+    index = union_of_bitmaps(torch.stack(own))
+    for passes in (twin, kernels):
+        assert torch.equal(passes.union_of_offsets(coded, blocks, k), index)
+
+
 def check_sketch(blocks: int, ratio: float, k: int, rounds: int, device: str = "cpu") -> None:
     """Compare sketches, recoverable entries, and recovery with and without estimates."""
     twin, kernels = tagc_passes("torch"), tagc_passes("triton")

@@ -15,9 +15,7 @@ from kernels.tagc.index import (
     select_above,
     sum_bytes,
     to_nibbles,
-    to_offsets,
     union_of_bitmaps,
-    union_of_offsets,
 )
 from kernels.tagc.sketch import Sketch, murmur3
 from tests.kernels.tagc.checks import values
@@ -91,10 +89,10 @@ def test_the_index_is_the_union_of_all_choices(k: int) -> None:
     """As bitmap, as offsets and as 4-bit counts. The published sum of bytes drops and adds entries."""
     own = torch.stack([reference.select(values(8 * BLOCK, seed), k) for seed in range(3)])
     union = torch.stack([unpack_bits(bits, 8 * BLOCK) for bits in own]).any(0)
-    coded = torch.stack([to_offsets(bits, k) for bits in own])
+    coded = torch.stack([reference.to_offsets(bits, k) for bits in own])
     assert coded.shape[1] == formats.index_bytes(k / BLOCK, 8)
     counted = from_nibbles(sum_bytes(torch.stack([to_nibbles(bits) for bits in own])))
-    for index in (union_of_bitmaps(own), union_of_offsets(coded, 8, k), counted):
+    for index in (union_of_bitmaps(own), reference.union_of_offsets(coded, 8, k), counted):
         assert torch.equal(unpack_bits(index, 8 * BLOCK), union)
     summed = unpack_bits(sum_bytes(own), 8 * BLOCK)
     assert (union & ~summed).any() and (summed & ~union).any()
@@ -115,6 +113,21 @@ def test_hashes_are_murmur3() -> None:
     keys = torch.tensor([0, 0x87654321])
     assert murmur3(keys, 0).tolist() == [0x2362F9DE, 0xF55B516B]
     assert murmur3(keys[1:], 0x5082EDEE).tolist() == [0x2362F9DE]
+
+
+def test_a_repeated_sketch_is_that_of_every_tensor() -> None:
+    """Sketches and recoverable entries of three tensors at once have the bits of those of each tensor."""
+    sketch = Sketch.of(40, 2.0, torch.device("cpu"))
+    given = torch.stack([values(40 * BLOCK, seed) for seed in range(3)])
+    bits = torch.stack([reference.select(x, 300) for x in given])
+    repeated, cells = sketch.repeated(3), torch.empty(3, sketch.rows, BLOCK)
+    reference.fold(given.view(-1), bits.view(-1), repeated, cells.view(-1, BLOCK))
+    for x, own, one in zip(given, bits, cells, strict=True):
+        alone = torch.empty_like(one)
+        reference.fold(x, own, sketch, alone)
+        assert torch.equal(one, alone)
+    alone = torch.cat([reference.solvable(own, sketch) for own in bits])
+    assert torch.equal(reference.solvable(bits.view(-1), repeated), alone) and alone.any() and not alone.equal(bits)
 
 
 @pytest.mark.parametrize("blocks", [1, 40])
@@ -211,9 +224,11 @@ def test_the_published_estimate_is_the_median_of_three_cells() -> None:
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.9875])
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e4])
 def test_a_threshold_of_the_table_leaves_less_than_the_sparsity(sparsity: float, scale: float) -> None:
-    x = values(2 * BLOCK, 4) * scale
-    x[5] = 0.0
-    below = [float((x.abs() < torch.tensor(t)).float().mean()) for t in THRESHOLDS]
-    fitting = [t for t, share in zip(THRESHOLDS, below, strict=True) if share < sparsity]
-    expected = x.abs() >= torch.tensor(fitting[-1]) if fitting else x != 0
-    assert torch.equal(unpack_bits(select_above(x, sparsity), x.numel()), expected)
+    rows = values(4 * BLOCK, 4).view(2, -1) * torch.tensor([[scale], [1.0]])
+    rows[0, 5] = 0.0
+    expected = []
+    for x in rows:  # each row has a threshold of its own
+        below = [float((x.abs() < torch.tensor(t)).float().mean()) for t in THRESHOLDS]
+        fitting = [t for t, share in zip(THRESHOLDS, below, strict=True) if share < sparsity]
+        expected.append(x.abs() >= torch.tensor(fitting[-1]) if fitting else x != 0)
+    assert torch.equal(unpack_bits(select_above(rows, sparsity), rows.numel()), torch.cat(expected))

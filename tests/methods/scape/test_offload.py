@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from kernels.common.offload import BlockingCopies, DoubleBuffer, _free_in_cgroups, walk
+from kernels.common import host_memory
+from kernels.common.host_memory import _free_in_cgroups, host_tensors, register
+from kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer, walk
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
@@ -94,7 +96,7 @@ def test_offload_does_not_change_a_bit(replicas: int, options: dict[str, Any]) -
             assert all(torch.equal(want_state[k], state[k]) for k in state)
             assert optimizer.metrics() == resident.metrics()
             for window in optimizer.method.passes.storage.windows.values():
-                assert sum(b.numel() for b in window.buffers) <= 2 * max(optimizer.method.passes.sizes)
+                assert sum(b.numel() for b in window.buffers) <= BUFFERS * max(optimizer.method.passes.sizes)
             if "state" in offload:
                 every = (0, len(optimizer.method.passes.sizes))
                 assert len(optimizer.method.passes.storage.windows["state"].sequence([every])) >= 3, (
@@ -115,7 +117,7 @@ def test_a_pass_visits_every_tensor_once(sizes: list[int], cuts: list[int], pass
     for n in sizes:
         spans.append((end, end + n))
         end += -(-n // 4) * 4
-    window = DoubleBuffer(spans, end, torch.device("cpu"))
+    window = TripleBuffer(spans, end, torch.device("cpu"))
     edges = sorted({0, len(sizes), *(c for c in cuts if c <= len(sizes))})
     parts = list(pairwise(edges))
     written = 0.0
@@ -132,60 +134,117 @@ def test_a_pass_visits_every_tensor_once(sizes: list[int], cuts: list[int], pass
         written += changed
     window.finish()
     assert all(bool((window.host[a:b] == written * (i + 1)).all()) for i, (a, b) in enumerate(spans))
-    assert sum(b.numel() for b in window.buffers) <= 2 * max(sizes)
+    assert sum(b.numel() for b in window.buffers) <= BUFFERS * max(sizes)
 
 
 class Lazy(BlockingCopies):
-    """A copy stream that is as late as possible: it copies only when it is waited for.
+    """Two copy streams that are as late as possible: they copy only when an event is waited for.
 
-    It raises if a copy would change a tensor that was received and may still be in use.
+    They raise if a copy would change a tensor that was received and may still be in use.
     """
 
     def __init__(self) -> None:
-        self.queue: list[tuple[Tensor, Tensor]] = []
-        self.done, self.in_use = 0, list[Tensor]()
+        self.fetches: list[tuple[Tensor, Tensor, int]] = []
+        self.stores: list[tuple[Tensor, Tensor]] = []
+        self.fetched, self.stored, self.in_use, self.together = 0, 0, list[Tensor](), 0
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def fetch(self, on_device: Tensor, on_host: Tensor, after: int) -> int:
         for one in self.in_use:
-            for other in (target, source):
-                disjoint = (
-                    one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
-                )
-                assert disjoint, "the buffer may still be worked on"
-        self.queue.append((target, source))
+            begin, end = on_device.data_ptr(), on_device.data_ptr() + on_device.nbytes
+            assert one.data_ptr() >= end or begin >= one.data_ptr() + one.nbytes, "the buffer may still be worked on"
+        self.fetches.append((on_device, on_host, after))
+        self.together += after < len(self.stores)
+        return len(self.fetches)
 
-    def record(self) -> int:
-        return len(self.queue)
+    def store(self, on_host: Tensor, on_device: Tensor) -> None:
+        self.stores.append((on_host, on_device))
+
+    def released(self) -> int:
+        self.in_use.clear()
+        return len(self.stores)
 
     def main_waits(self, event: int) -> None:
-        for target, source in self.queue[self.done : event]:
-            target.copy_(source)
-        self.done = max(self.done, event)
-        self.in_use.append(self.queue[event - 1][0])
-
-    def wait_for_main(self) -> None:
-        self.in_use.clear()
+        for on_device, on_host, after in self.fetches[self.fetched : event]:
+            self._store_until(after)
+            on_device.copy_(on_host)
+        self.fetched = max(self.fetched, event)
+        self.in_use.append(self.fetches[event - 1][0])
 
     def finish(self) -> None:
-        for target, source in self.queue[self.done :]:
-            target.copy_(source)
-        self.done = len(self.queue)
+        for on_device, on_host, after in self.fetches[self.fetched :]:
+            self._store_until(after)
+            on_device.copy_(on_host)
+        self.fetched = len(self.fetches)
+        self._store_until(len(self.stores))
+
+    def _store_until(self, count: int) -> None:
+        for on_host, on_device in self.stores[self.stored : count]:
+            on_host.copy_(on_device)
+        self.stored = max(self.stored, count)
 
 
 @pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[-1]], ids=["replicated", "sharded"])
 def test_no_pass_reads_a_tensor_before_its_copy(options: dict[str, Any]) -> None:
     expected, _, _ = run(None, 8, **options)
 
-    def lazily(window: DoubleBuffer, *arguments: Any) -> None:
+    def lazily(window: TripleBuffer, *arguments: Any) -> None:
         made(window, *arguments)
         window._side = Lazy()
+        window._free = [0] * len(window.buffers)
 
-    made = DoubleBuffer.__init__
-    with patch.object(DoubleBuffer, "__init__", lazily):
+    made = TripleBuffer.__init__
+    with patch.object(TripleBuffer, "__init__", lazily):
         got, optimizer, _ = run(None, 8, offload=["state", "master"], **options)
     assert all(torch.equal(flat(a), flat(b)) for a, b in zip(expected, got, strict=True))
     sides: list[Any] = [window._side for window in optimizer.method.passes.storage.windows.values()]
-    assert len(sides) == 2 and all(len(side.queue) > 30 for side in sides)
+    assert len(sides) == 2 and all(len(side.fetches) + len(side.stores) > 30 for side in sides)
+    # While a group is copied to the host, the next one may be copied to the device.
+    assert all(side.together > len(side.stores) // 2 for side in sides), [(s.together, len(s.stores)) for s in sides]
+
+
+class Runtime:
+    """Stand-in for the CUDA runtime: it registers memory, or refuses with an error."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.registered, self.calls = error, dict[int, int](), list[str]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 1 and not any(a < address + size and address < a + n for a, n in self.registered.items())
+        if not self.error:
+            self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.calls.append("unregister")
+        del self.registered[address]
+
+
+def test_host_memory_is_registered_at_its_exact_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block, until its owner is collected, after copies that are in flight have ended."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    owner = nn.Module()
+    tensors = host_tensors([(33, 5), (), (0, 4), (1000,)], torch.device("cuda"), owner)
+    assert [t.shape for t in tensors] == [(33, 5), (), (0, 4), (1000,)] and not any(t.any() for t in tensors)
+    assert list(runtime.registered.values()) == [4 * (176 + 16 + 1008)]
+    assert all(t.data_ptr() % 64 == tensors[0].data_ptr() % 64 for t in tensors if t.numel())
+    values, other = torch.zeros(8), nn.Module()
+    assert register(values, other, lambda: runtime.calls.append("finish"))
+    del other
+    assert runtime.calls == ["finish", "unregister"] and len(runtime.registered) == 1
+    del owner
+    assert not runtime.registered
+    host_tensors([(4,)], torch.device("cpu"), nn.Module())
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_registered_stays_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+    cleared: list[Any] = []
+    monkeypatch.setattr(host_memory.torch, "ones", lambda *_, **options: cleared.append(options["device"]))
+    with pytest.warns(UserWarning, match=r"0\.00 GB of host memory cannot be pinned \(CUDA error 2\).*ulimit -l"):
+        (values,) = host_tensors([(5,)], torch.device("cuda"), nn.Module())
+    assert values.tolist() == [0.0] * 5 and cleared == ["cuda"]
 
 
 def test_a_failed_step_leaves_no_pending_copies() -> None:
@@ -227,7 +286,7 @@ def test_memory_limits_of_control_groups(tmp_path: Path) -> None:
 
 
 def test_too_little_host_memory_is_refused() -> None:
-    with patch("kernels.common.offload.free_host_memory", lambda: 1000):
+    with patch("kernels.common.host_memory.free_host_memory", lambda: 1000):
         for options in ({}, {"update": "sharded"}):
             with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
                 make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]

@@ -231,11 +231,11 @@ class ScapeCost:
         return {kind: value for kind, value in states.items() if kind in kinds and value > buffers}
 
     def _buffer_bytes(self, shapes: Shapes, replicas: int) -> float:
-        """Return the bytes of two buffers of the largest tensor, or of an owner's largest slice in a sharded update."""
+        """Return the bytes of three buffers of the largest tensor, in a sharded update of an owner's largest slice."""
         largest = max(map(math.prod, shapes))
         if self.sharded:
             largest = min(largest, owned_entries(shapes, replicas, self.options.block_size))
-        return 8.0 * largest
+        return 12.0 * largest
 
     def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
         """Return the memory by kind. Every replica has its own gradient, state, masks, payload and previous moment."""

@@ -78,7 +78,7 @@ class ScapeOptions(MethodOptions):
 
     offload: list[str] = field(default_factory=list, metadata=FREE)
     """States in host memory between their uses: "state" (moment and residual), "master" (FP32 master weights); for each
-    of them two buffers of the largest tensor stay on the device"""
+    of them three buffers of the largest tensor stay on the device"""
 
     chunk_bytes: int = field(default=0, metadata=FREE)
     """Approximate size of the payload's chunks in bytes; 0 uses the cost model's choice"""

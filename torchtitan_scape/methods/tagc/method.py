@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 from kernels import choose_backend, tagc_passes
 from kernels.scape.blocks import entries_per_block
 from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
-from kernels.tagc.index import to_offsets, union_of_offsets
 from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
@@ -86,10 +85,10 @@ class Tagc(GradientMethod):
         """Return the union of all replicas' selections as bitmaps, uint8 (bytes of all blocks,). Collective."""
         bitmap, replicas, blocks = torch.cat(selected), self.collectives.replicas, sum(self._blocks)
         if self._sends_offsets:
-            encoded = to_offsets(bitmap, self._selected)
+            encoded = self._passes.to_offsets(bitmap, self._selected)
             received = encoded.new_empty(replicas * encoded.numel())
             self.collectives.all_gather(received, encoded, kind="index").wait()
-            return union_of_offsets(received.view(replicas, -1), blocks, self._selected)
+            return self._passes.union_of_offsets(received.view(replicas, -1), blocks, self._selected)
         bits = pad(bitmap, (0, bitmap_bytes(blocks, replicas) - bitmap.numel()))
         self.collectives.all_reduce_or(bits, kind="index").wait()
         return bits[: bitmap.numel()]

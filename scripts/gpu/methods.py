@@ -1,0 +1,311 @@
+"""Every method on four ranks of one GPU: NCCL, overlap, [sharding], Muon and local updates.
+
+    python -m scripts.gpu.methods all --result FILE
+    python -m scripts.gpu.methods all --smoke --result FILE    # gloo on a CPU
+
+The ranks are those of `scripts.gpu.ranks`. Each case trains a small network for some steps, the last one with a
+complete exchange. Afterwards the replicas' parameters must be equal bit for bit, and so must the outputs of all ranks
+for one input, which shows gathered weights. A case with overlap must have the bits of the case without it. On a GPU,
+`torch.cuda.set_sync_debug_mode` counts the operations in which the optimizer's step waits for the device.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from kernels import choose_backend
+from scripts.common import RunError, read, write
+from scripts.gpu.machine import run_step
+from scripts.gpu.ranks import LAYOUTS, RANKS, digest, run_ranks, start
+from topology.groups import ReplicaGroups, build_groups, build_level_groups
+from topology.layout import Layout, plan_layout
+from topology.machines import get_machine
+from topology.traffic import TrafficLedger
+from torchtitan_scape import AdamS
+from torchtitan_scape.core.parameters import local
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.replicate import replicate
+from torchtitan_scape.sharding.build import build_sharding, groups_for
+from torchtitan_scape.sharding.levels import holder_of
+from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+
+SECONDS = 240.0  # until all ranks have ended
+STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
+WARM = 3  # steps in which kernels are compiled and buffers allocated
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"AdamS": AdamS, "Muon": Muon}
+# Options with which a method compresses from an early step on.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scape": {"density": 0.1, "density_warmup_steps": 2, "wire": "int4"},
+    "topk": {"density": 0.05, "start": 1},
+    "tagc": {"density": 0.05},
+    "powersgd": {"rank": 4, "start": 1},
+    "radius": {"density": 0.25, "interval": 2, "start": 1},
+    "diloco": {"inner_steps": 2},
+    "streaming_diloco": {"inner_steps": 3, "delay": 1, "fragments": 2, "code": "float32"},
+    "sparta": {"interval": 2, "warmup_steps": 1},
+    "sparseloco": {"inner_steps": 2, "density": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of four ranks.
+
+    Attributes:
+        method, options: Section [sync].
+        optimizer: Key of `OPTIMIZERS`.
+        overlap: Exchange during the backward pass.
+        shard: Ranks of FSDP2's shard axis.
+        sharding: Section [sharding].
+        levels: Three-level sharding: weights over `shard` ranks, gradients over a node, optimizer states over all.
+    """
+
+    method: str = "dense"
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "AdamS"
+    overlap: bool = False
+    shard: int = 1
+    sharding: dict[str, Any] = field(default_factory=dict)
+    levels: bool = False
+
+    def layout(self, per_node: int) -> Layout:
+        """Return the layout of the ranks; with three levels, at least two ranks share a node."""
+        per_node = RANKS if self.levels and per_node == 1 else per_node
+        shard = per_node if self.levels else self.shard
+        machine = get_machine("local")
+        return plan_layout(RANKS, ranks_per_node=per_node, machine=machine, replicate=RANKS // shard, shard=shard)
+
+    def may_wait(self) -> bool:
+        """Return whether a step may wait for the device: exchanges of local updates, Radius's masks, Muon."""
+        return METHODS[self.method].method.per_replica_weights or self.method == "radius" or self.optimizer == "Muon"
+
+
+SPARSE = TagcShardingOptions(min_entries=1024)
+CASES: dict[str, Case] = {
+    **{name: Case(name, OPTIONS.get(name, {})) for name in METHODS},
+    **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
+    "Muon": Case(optimizer="Muon"),
+    "Muon, sharded": Case(optimizer="Muon", shard=2),
+    "scape, sharded": Case("scape", OPTIONS["scape"], shard=2),
+    "diloco, sharded": Case("diloco", OPTIONS["diloco"], shard=2),
+    "dense, sharded": Case(shard=2),
+    "dense, sharded, overlap": Case(shard=2, overlap=True),
+    "[sharding] int8": Case(shard=2, sharding={"weights": "int8", "gradients": "int8"}),
+    "[sharding] int8, int4, stochastic": Case(
+        shard=4, sharding={"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
+    ),
+    "[sharding.levels] int8": Case(shard=2, levels=True, sharding={"weights": "int8", "gradients": "int8"}),
+    "[sharding] tagc": Case(shard=4, sharding={"gradients": "tagc", "tagc": SPARSE}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Residual blocks, in numbered layers as Muon and fragments need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+@dataclass
+class Groups:
+    """Process groups of all cases. Cases with the same layout share them, because communicators need memory."""
+
+    device: torch.device
+    timeout: timedelta
+    of_replicas: dict[Any, ReplicaGroups] = field(default_factory=dict)
+    meshes: dict[int, DeviceMesh] = field(default_factory=dict)
+
+    def replicas(self, layout: Layout, hierarchical: bool) -> ReplicaGroups:
+        """Return the groups of the replicate axis. Collective."""
+        key = layout, hierarchical
+        if key not in self.of_replicas:
+            self.of_replicas[key] = build_groups(layout, self.timeout, hierarchical=hierarchical)
+        return self.of_replicas[key]
+
+    def mesh(self, shard: int) -> DeviceMesh:
+        """Return the mesh of FSDP2's shard axis. Collective."""
+        if shard not in self.meshes:
+            shape, names = (RANKS // shard, shard), ("replicate", "shard")
+            self.meshes[shard] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["shard"]
+        return self.meshes[shard]
+
+
+def build(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> tuple[nn.Module, ReplicaOptimizer]:
+    """Return the model and its optimizer. Collective."""
+    torch.manual_seed(0)
+    device, mesh = groups.device, groups.mesh(case.shard)
+    model = Net().to(device)
+    if case.shard > 1:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    own: dict[str, Any] = dict(kernels=choose_backend("auto", device), seed=0)
+    replicas, optimized, levels, sharding = groups.replicas(layout, hierarchical), model, None, None
+    if case.levels:
+        options = ShardingOptions(levels=LevelsOptions(case.shard, layout.shard), **case.sharding)
+        level_groups = build_level_groups(layout, case.shard, groups.timeout)
+        levels = build_levels(model, options, layout, level_groups, TrafficLedger(), sums=True, bf16=False, **own)
+        replicas, optimized, sharding = (
+            ReplicaGroups(None, level_groups.world, layout),  # gradients are summed over nodes by the levels
+            holder_of(levels.parameters),
+            levels.sharding,
+        )
+    elif case.sharding:
+        options = ShardingOptions(**case.sharding)
+        options.check(layout)
+        sharding = build_sharding(model, options, groups_for(options, layout, groups.timeout), TrafficLedger(), **own)
+    optimizer = replicate(
+        optimized,
+        partial(OPTIMIZERS[case.optimizer], lr=1e-2),
+        {"method": case.method, **case.options},
+        replicas,
+        max_norm=0.5,
+        reduction="sum",
+        total_steps=STEPS,
+        overlap=case.overlap,
+    )
+    if sharding is not None:
+        optimizer.sharding = sharding
+    if levels is not None:
+        optimizer.attach_levels(levels)
+    return model, optimizer
+
+
+@contextmanager
+def counted_waits(device: torch.device, found: list[int]) -> Iterator[None]:
+    """Append the number of operations that waited for the device; nothing without a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found.append(sum("synchronizing" in str(warning.message) for warning in caught))
+
+
+def train(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> dict[str, Any]:
+    """Return digests of the parameters and of an output, and how often the warm steps waited for the device."""
+    device, (model, optimizer) = groups.device, build(case, layout, hierarchical, groups)
+    generator, waits = torch.Generator().manual_seed(dist.get_rank()), list[int]()
+    for step in range(1, STEPS + 1):
+        if step == STEPS:
+            optimizer.request_full_exchange()
+        for number in range(MICRO_BATCHES):
+            last = number + 1 == MICRO_BATCHES
+            optimizer.sharding.before_micro_batch(step, number, last)
+            if last:
+                optimizer.prepare_last_backward()
+            x = torch.randn(BATCH, WIDTH, generator=generator).to(device)
+            (model(x).square().mean() / (MICRO_BATCHES * RANKS)).backward()
+        with counted_waits(device, waits):
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_previous_step()
+    optimizer.check_consistency(STEPS)
+    parameters = [local(p).detach() for p in model.parameters()]
+    fixed = torch.linspace(-1, 1, 4 * WIDTH, device=device).view(4, WIDTH)
+    with torch.no_grad():
+        output = model(fixed)
+    return {
+        "parameters": digest(parameters),
+        "output": digest([output]),
+        "finite": all(bool(p.isfinite().all()) for p in (*parameters, output)),
+        "waits": sum(waits[WARM:]) if waits else None,
+    }
+
+
+def run_cases(args: argparse.Namespace) -> None:
+    """Run all cases on this rank; rank 0 writes the result."""
+    groups = Groups(*start(args, SECONDS))
+    found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": RANKS, "cases": []}
+    outputs: dict[tuple[str, str], str] = {}
+    for layout_name, (per_node, hierarchical) in LAYOUTS.items():
+        for name, case in CASES.items():
+            begin = time.monotonic()
+            own = train(case, case.layout(per_node), hierarchical, groups)
+            every: list[Any] = [None] * RANKS
+            dist.all_gather_object(every, own)
+            row = {"layout": layout_name, "case": name, "waits": own["waits"], "may wait": case.may_wait()}
+            row["equal"] = agree(every, case.shard)
+            outputs[layout_name, name] = own["output"]
+            if case.overlap:
+                row["equal"] &= own["output"] == outputs[layout_name, name.removesuffix(", overlap")]
+            found["cases"].append(row | {"seconds": round(time.monotonic() - begin, 2)})
+            if dist.get_rank() == 0:
+                write(args.result, found)
+                print(f"{layout_name}, {name}: {verdict(row) or 'equal'}, {row['waits']} waits", flush=True)
+    dist.destroy_process_group()
+
+
+def agree(ranks: list[dict[str, Any]], shard: int) -> bool:
+    """Return whether ranks with the same shard have the same parameters, and all ranks the same finite output."""
+    parameters = all(one["parameters"] == ranks[number % shard]["parameters"] for number, one in enumerate(ranks))
+    return parameters and all(one["output"] == ranks[0]["output"] and one["finite"] for one in ranks)
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Return why a case failed; "" if it did not."""
+    if not row["equal"]:
+        return "different bits"
+    return "waits for the device" if row["waits"] and not row["may wait"] else ""
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Run the cases on all ranks. Raises RunError if one failed."""
+    part = args.result.with_suffix(".part-result")
+    error = run_ranks("cases", RANKS, part, SECONDS, args.smoke, module="scripts.gpu.methods")
+    found = read(part) or {"cases": []}
+    write(args.result, {"error": error, **found})
+    wrong = [f"{row['layout']}, {row['case']}: {why}" for row in found["cases"] if (why := verdict(row))]
+    if missing := len(LAYOUTS) * len(CASES) - len(found["cases"]):
+        wrong.append(f"{missing} cases did not run")
+    if errors := [*([error] if error else []), *wrong]:
+        raise RunError("; ".join(errors))
+
+
+WORK = {"all": run_all, "cases": run_cases}
+
+if __name__ == "__main__":
+    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), work_=dict(choices=[*WORK])))
