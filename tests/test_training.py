@@ -106,7 +106,12 @@ METHODS = {
         "--sync.sparta.warmup_steps=2",
         "--optimizer.name=AdamW",
     ],
-    "sparta-muon": ["--sync.method=sparta", "--sync.sparta.warmup_steps=2", "--optimizer.name=Muon"],
+    "sparta-muon": [
+        "--sync.method=sparta",
+        "--sync.sparta.warmup_steps=2",
+        "--optimizer.name=Muon",
+        "--topology.simulate_replicas=5",  # so many that the mean step of a round is orthogonalized
+    ],
     "sparseloco": [
         "--sync.method=sparseloco",
         "--sync.sparseloco.inner_steps=3",
@@ -319,7 +324,7 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         slow("diloco-muon", "1x2", None),
         ("streaming", "2x2", None),
         slow("sparta", "2x2", 4),
-        ("sparta-muon", "2x2", 4),  # inside a round, with matrices sharded by rows
+        ("sparta-muon", "2x1", None),  # inside a round, with matrices sharded by rows
         slow("sparseloco", "2x2", 4),  # inside a round
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),

@@ -174,7 +174,7 @@ def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
 
     They are the anchors, the parameters before and after the exchange, and the latter minus the owner's errors.
     """
-    sparta.OWNER_ERROR_ABOVE = 3
+    sparta.MANY_REPLICAS = 3
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     collectives = collectives_of(build_groups(layout, timedelta(seconds=60), True))
     own = [nn.Parameter(torch.zeros(shape)) for shape in PARTS]

@@ -1,6 +1,8 @@
 """SPARTA with Muon: the sum of the mean steps of a round is orthogonalized again."""
 
 import math
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.methods.test_sparta import LiteralSparta
 from tests.optimizers import test_muon as muon
 from tests.optimizers.test_muon import HIDDEN
 from tests.pool import Pool
+from torchtitan_scape.methods.sparta import options
 from torchtitan_scape.optimizers.muon import orthogonalized
 
 FP32 = {"interval": 3, "code": "float32", "warmup_steps": 0}
@@ -34,16 +37,22 @@ class LiteralRounds(muon.Literal, LiteralSparta):
             self.begin[n] = self.anchor[n].data.clone()
 
 
+def trained_with_few(steps: int) -> list[tuple[list[Any], list[Any]]]:
+    """Run `trained` as if two replicas were many."""
+    with patch.object(options, "MANY_REPLICAS", 1):
+        return trained(steps, "sparta", FP32, 1, inner="Muon")
+
+
 def test_equals_the_reference_algorithm(pool1: Pool, pool2: Pool) -> None:
-    """Three replicas of one process, and two gloo ranks. Sums in another FP32 order may round differently in BF16."""
-    for replicas in (3, 2):
+    """Five replicas of one process, and two gloo ranks. Sums in another FP32 order may round differently in BF16."""
+    for replicas in (5, 2):
         literal = LiteralRounds(replicas, 3)
         for _ in range(20):
             literal.step()
-        if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(trained, 20, "sparta", FP32, 3, inner="Muon"))
+        if replicas == 5:
+            ((own, states),) = (run[-1] for run in pool1(trained, 20, "sparta", FP32, 5, inner="Muon"))
         else:
-            ranks = [run[-1] for run in pool2(trained, 20, "sparta", FP32, 1, inner="Muon")]
+            ranks = [run[-1] for run in pool2(trained_with_few, 20)]
             own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
         for i in range(replicas):
             assert far(own[i], literal.theta[i]) < 1e-3
@@ -56,8 +65,8 @@ def test_the_mean_step_of_a_round_has_the_length_of_muons(code: str, pool1: Pool
     """Without it the mean of replicas with other gradients is shorter; the anchor is the same on all replicas."""
     lengths = {}
     for orthogonalize in (False, True):
-        options = FP32 | {"code": code, "orthogonalize": orthogonalize}
-        (history,) = pool1(trained, 9, "sparta", options, 6, inner="Muon")
+        own = FP32 | {"code": code, "orthogonalize": orthogonalize}
+        (history,) = pool1(trained, 9, "sparta", own, 6, inner="Muon")
         states = [states for _, states in history]
         assert all(
             torch.equal(states[-1][0][f"anchor.{n}"], other[f"anchor.{n}"]) for other in states[-1] for n in SHAPES
@@ -70,8 +79,8 @@ def test_the_mean_step_of_a_round_has_the_length_of_muons(code: str, pool1: Pool
     assert lengths[False] < 0.8 and (code == "1bit" or 0.9 < lengths[True] < 1.2), lengths
 
 
-def test_other_optimizers_and_a_single_replica_are_not_changed(pool1: Pool) -> None:
-    for inner, replicas in (("AdamW", 3), ("Muon", 1)):
+def test_other_optimizers_and_few_replicas_are_not_changed(pool1: Pool) -> None:
+    for inner, replicas in (("AdamW", 5), ("Muon", 4)):
         runs = []
         for orthogonalize in (False, True):
             ((own, states),) = (
@@ -86,7 +95,7 @@ def test_other_optimizers_and_a_single_replica_are_not_changed(pool1: Pool) -> N
 @pytest.mark.parametrize("nan_at", [5, 6])
 def test_a_skipped_step_changes_nothing(nan_at: int, pool1: Pool) -> None:
     """In a round, and at its end: the round then ends three steps later, with the rates of its applied steps."""
-    (history,) = pool1(trained, 9, "sparta", FP32, 3, inner="Muon", nan_at=nan_at)
+    (history,) = pool1(trained, 9, "sparta", FP32, 5, inner="Muon", nan_at=nan_at)
     before, after = history[nan_at - 2], history[nan_at - 1]
     for a, b in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

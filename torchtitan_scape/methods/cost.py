@@ -22,7 +22,6 @@ class GradientCost:
     per_replica_weights: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
-    extra_orthogonalizations: float = 0.0
     # Kinds of memory that a process with simulated replicas allocates once per replica.
     per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages", "chunks in flight")
 
@@ -37,6 +36,9 @@ class GradientCost:
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return 0.0, self.traffic_per_parameter() * model.entries
+
+    def extra_orthogonalizations(self, replicas: int) -> float:
+        return 0.0
 
     def residual_entries(self, model: LocalModel) -> int:
         """Return the entries of the error-feedback residual."""

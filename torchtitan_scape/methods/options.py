@@ -25,8 +25,6 @@ class MethodCost(Protocol):
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
         supports_overlap: The exchange can run during the last backward pass of a step.
         scalar_reductions: All-reduces of a scalar that a step waits for.
-        extra_orthogonalizations: Orthogonalizations of Muon's matrices per step besides Muon's own, with a sum of steps
-            of these matrices as a state.
     """
 
     @property
@@ -41,8 +39,11 @@ class MethodCost(Protocol):
     @property
     def scalar_reductions(self) -> int: ...
 
-    @property
-    def extra_orthogonalizations(self) -> float: ...
+    def extra_orthogonalizations(self, replicas: int) -> float:
+        """Return how often per step Muon's matrices are orthogonalized besides Muon's own step.
+
+        A sum of steps of these matrices is then a state.
+        """
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0

@@ -62,17 +62,18 @@ class PlannedRun:
         optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
         return pack, rest + optimizer
 
-    def optimizer_flops(self, shapes: Shapes, ranks: int) -> float:
+    def optimizer_flops(self, shapes: Shapes, ranks: int, replicas: int) -> float:
         """Return the optimizer's matrix products on one rank, in floating-point operations.
 
         Args:
             shapes: Shapes of whole parameters.
-            ranks: Ranks of a replica.
+            ranks: Ranks that divide the products.
+            replicas: Number of replicas.
         """
         flops, cost = get_optimizer_cost(self.optimizer).flops, self.options.cost()
         if flops is None or cost.includes_optimizer:
             return 0.0
-        return (1.0 + cost.extra_orthogonalizations) * flops(shapes, ranks)
+        return (1.0 + cost.extra_orthogonalizations(replicas)) * flops(shapes, ranks)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of parameters, gradients and all states on a rank's device, by kind."""
@@ -103,7 +104,7 @@ class PlannedRun:
 
     def _round_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of the sum of a round's steps."""
-        if replicas == 1 or self.optimizer != "Muon" or not self.options.cost().extra_orthogonalizations:
+        if self.optimizer != "Muon" or not self.options.cost().extra_orthogonalizations(replicas):
             return {}
         return {"round steps": 4.0 * count_entries(hidden_shapes(model.shapes))}
 

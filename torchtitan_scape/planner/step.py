@@ -171,7 +171,8 @@ def divides_matrices(
     if not stages or cost.per_replica_weights or cost.includes_optimizer or not device.runtime:
         return False
     ranks = layout.shard * layout.context
-    saved = run.optimizer_flops(shapes, ranks) - run.optimizer_flops(shapes, ranks * layout.replicate)
+    replicas = layout.replicate
+    saved = run.optimizer_flops(shapes, ranks, replicas) - run.optimizer_flops(shapes, ranks * replicas, replicas)
     rate = device.peak * 1e12 * (assumptions or Assumptions()).mfu
     return sum(stage_seconds(stages, links)) < saved / rate
 
@@ -232,7 +233,7 @@ def predict(
     )
     divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
     sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
-    flops = run.optimizer_flops(workload.shapes(), sharing)
+    flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]
@@ -251,7 +252,7 @@ def predict(
     else:
         traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
     matrices = matrix_stages(
-        run.optimizer, workload.shapes(), layout, 1.0 + run.options.cost().extra_orthogonalizations
+        run.optimizer, workload.shapes(), layout, 1.0 + run.options.cost().extra_orthogonalizations(layout.replicate)
     )
     if divided:
         matrices += gather_stages(run.optimizer, workload.shapes(), layout)

@@ -58,8 +58,10 @@ class ScapeCost:
     options: CostOptions
     includes_optimizer = True
     per_replica_weights = False
-    extra_orthogonalizations = 0.0
     supports_overlap = False
+
+    def extra_orthogonalizations(self, replicas: int) -> float:
+        return 0.0
 
     # ------------------------------------------------------------------------------- derived options
 

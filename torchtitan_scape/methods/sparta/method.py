@@ -23,7 +23,7 @@ from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.sparta.options import (
     BLOCK,
-    OWNER_ERROR_ABOVE,
+    MANY_REPLICAS,
     GroupSlice,
     SpartaOptions,
     slices_of_group,
@@ -82,10 +82,10 @@ class Sparta(LocalMethod):
         self._owner_error: dict[str, Tensor] = {}
         if options.code != "float32" and self.collectives.replicas > 1:
             self._codec = block_code(choose_backend(context.kernels, context.shards[0].device), options.code, BLOCK)
-            if self.collectives.replicas > OWNER_ERROR_ABOVE:
+            if self.collectives.replicas > MANY_REPLICAS:
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         self._round: RoundSteps | None = None
-        if options.orthogonalize and isinstance(context.optimizer, Muon) and self.collectives.replicas > 1:
+        if options.orthogonalizes(self.collectives.replicas) and isinstance(context.optimizer, Muon):
             self._round = RoundSteps(context.optimizer, context.shards, self._anchors)
         warmup = options.warmup_steps if options.warmup_steps >= 0 else context.total_steps // 20
         # Number of groups in each step of the warm-up, and the first group of each step.

@@ -12,7 +12,9 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_size
 
 BLOCK = 128  # entries that are exchanged together and share a scale
-OWNER_ERROR_ABOVE = 4  # with more replicas the owner's error is a separate state, not part of its parameters
+# With more replicas the owner's error is a separate state, not part of its parameters; and with Muon the mean step of a
+# round is orthogonalized.
+MANY_REPLICAS = 4
 
 
 @dataclass
@@ -34,8 +36,8 @@ class SpartaOptions(MethodOptions):
     5 % of training.steps"""
 
     orthogonalize: bool = True
-    """With Muon, orthogonalize the sum of the mean steps of a round once more: the mean of orthogonalized steps is too
-    short in directions that differ between replicas. No effect with other optimizers"""
+    """With Muon and more than 4 replicas, orthogonalize the sum of the mean steps of a round once more: the mean of
+    orthogonalized steps is too short in directions that differ between replicas"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +53,10 @@ class SpartaOptions(MethodOptions):
 
     def label(self) -> str:
         return f"{self.method_name()} {self.interval:g}" + ("" if self.code == "float32" else f" {self.code}")
+
+    def orthogonalizes(self, replicas: int) -> bool:
+        """Return whether the mean step of a round is orthogonalized with Muon."""
+        return self.orthogonalize and replicas > MANY_REPLICAS
 
     def cost(self) -> "SpartaCost":
         return SpartaCost(self)
@@ -87,9 +93,8 @@ class SpartaCost(GradientCost):
     options: SpartaOptions
     per_replica_weights = True
 
-    @property
-    def extra_orthogonalizations(self) -> float:  # type: ignore[override]
-        return 1.0 / self.options.interval if self.options.orthogonalize else 0.0
+    def extra_orthogonalizations(self, replicas: int) -> float:
+        return 1.0 / self.options.interval if self.options.orthogonalizes(replicas) else 0.0
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
@@ -116,7 +121,7 @@ class SpartaCost(GradientCost):
 
     def keeps_owner_error(self, replicas: int) -> bool:
         """Return whether the owner's error is a separate state."""
-        return self.options.code != "float32" and replicas > OWNER_ERROR_ABOVE
+        return self.options.code != "float32" and replicas > MANY_REPLICAS
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         n = 4.0 * model.entries
