@@ -109,6 +109,7 @@ METHODS = {
     "sparta-muon": [
         "--sync.method=sparta",
         "--sync.sparta.warmup_steps=2",
+        "--sync.sparta.orthogonalize",
         "--optimizer.name=Muon",
         "--topology.simulate_replicas=5",  # so many that the mean step of a round is orthogonalized
     ],

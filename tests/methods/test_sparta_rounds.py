@@ -15,7 +15,7 @@ from tests.pool import Pool
 from torchtitan_scape.methods.sparta import options
 from torchtitan_scape.optimizers.muon import orthogonalized
 
-FP32 = {"interval": 3, "code": "float32", "warmup_steps": 0}
+FP32 = {"interval": 3, "code": "float32", "warmup_steps": 0, "orthogonalize": True}
 ROUND = "round_step.layers.0.weight"
 
 

@@ -35,9 +35,9 @@ class SpartaOptions(MethodOptions):
     """Steps at the start that average more blocks: all in the first one, then exponentially fewer; 0 for none, -1 for
     5 % of training.steps"""
 
-    orthogonalize: bool = True
+    orthogonalize: bool = False
     """With Muon and more than 4 replicas, orthogonalize the sum of the mean steps of a round once more: the mean of
-    orthogonalized steps is too short in directions that differ between replicas"""
+    orthogonalized steps is too short in directions that differ between replicas. A trial: few runs, one seed"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
