@@ -1,10 +1,11 @@
-"""Scores of an exported model on tasks of the lm-evaluation-harness, beside what the papers have.
+"""Scores of an exported model on tasks of the lm-evaluation-harness, beside those of the papers.
 
     python -m torchtitan_scape.evaluate fetch --tasks scape_paper
     python -m torchtitan_scape.evaluate run --model outputs/embedded/export --tasks scape_paper
 
-The first brings the tasks' data to where there is a network, the second asks none. Under torchrun every process takes a
-share of the documents. Results are a JSON document and a table, each written as a whole. Needs the extra `eval`.
+`fetch` downloads the data of the tasks into the cache of this machine; `run` needs no network. Under torchrun every
+process evaluates a share of the documents. Results are a JSON document and a table, each replaced atomically. Needs the
+extra `eval`.
 """
 
 import argparse
@@ -29,13 +30,19 @@ _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("torchtitan_scape.evaluate", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    fetch = commands.add_parser("fetch", help="bring the data of tasks to this machine's cache", allow_abbrev=False)
+    fetch = commands.add_parser(
+        "fetch", help="download the data of tasks into this machine's cache", allow_abbrev=False
+    )
     run = commands.add_parser("run", help="evaluate a model", allow_abbrev=False)
     run.add_argument("--model", type=Path, required=True, help="folder that torchtitan_scape.export has written")
     for command in (fetch, run):
         command.add_argument("--tasks", required=True, help='names, "scape_paper" or "piqa,wikitext"')
         command.add_argument(
-            "--include-path", type=Path, action="append", default=[], help="folder with tasks of yours; may come again"
+            "--include-path",
+            type=Path,
+            action="append",
+            default=[],
+            help="folder with tasks of your own; may be repeated",
         )
     run.add_argument("--limit", type=int, help="documents of each task, for a trial (all)")
     run.add_argument("--batch-size", type=int, default=8, help="sequences at a time (8)")
@@ -44,20 +51,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def fetch(options: argparse.Namespace) -> None:
-    """Reads the data of all tasks, which puts them into the cache. Raises ValueError where that cannot be."""
+    """Read the data of all tasks, so that they are cached. Raises ValueError if the hub cannot be reached."""
     names = _names(options)
     from torchtitan_scape.data.hub import unreachable
     from torchtitan_scape.evaluation.harness import find_tasks, load_tasks, sources
 
     manager = find_tasks(names, options.include_path)
     if (wanted := sources(manager, names)) and (why := unreachable()):
-        raise ValueError(f"{', '.join(wanted)}: the hub cannot be reached ({why}); run this where it can")
+        raise ValueError(
+            f"{', '.join(wanted)}: the hub cannot be reached ({why}); run this on a machine with network access"
+        )
     for name, task in load_tasks(manager, names, offline=False)["tasks"].items():
         print(f"{name}: {len(task.eval_docs):,} documents")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Evaluates, writes and prints. Raises ValueError for what a user can get wrong, and nothing is written."""
+    """Evaluate, write and print. Raises ValueError for invalid input, before anything is written."""
     config = _config(options.model)
     names = _names(options)
     for name in ("limit", "batch_size"):
@@ -71,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     manager = find_tasks(names, options.include_path)
     tasks = load_tasks(manager, names, offline=True)
     scores = score(options.model, tasks, options.limit, options.batch_size)
-    if scores is None:  # another rank has them
+    if scores is None:  # rank 0 has them
         return
     results = {name: metrics for name, found in scores.results.items() if (metrics := metrics_of(found))}
     document = {
@@ -99,9 +108,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
-    """The folder for the results, and their name there.
+    """Return the folder for the results, and the name of their files.
 
-    Raises ValueError for one that cannot be written, and where another model's scores would be lost.
+    Raises:
+        ValueError: The folder is not writable, or contains the scores of another model under this name.
     """
     folder = options.output or options.model / "evaluation"
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -117,7 +127,7 @@ def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
 
 
 def _model_of(document: Path) -> str | None:
-    """Whose scores a document has; None where it cannot be read."""
+    """Return the model of a document's scores, or None if it cannot be read."""
     try:
         return str(parse_json(document.read_bytes())["model"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -125,7 +135,7 @@ def _model_of(document: Path) -> str | None:
 
 
 def _shown(name: str, results: dict[str, Any], manager: Any) -> list[str]:
-    """The first names, from a group downwards, that have a score of their own."""
+    """Return the names that have a score: the task or group itself, else its members, recursively."""
     from torchtitan_scape.evaluation.harness import members
 
     if name in results:
@@ -134,7 +144,11 @@ def _shown(name: str, results: dict[str, Any], manager: Any) -> list[str]:
 
 
 def _names(options: argparse.Namespace) -> list[str]:
-    """The tasks that were asked for. Raises ValueError for none, for folders that are not there, without the extra."""
+    """Return the requested tasks.
+
+    Raises:
+        ValueError: There are none, a folder is missing, or the extra is not installed.
+    """
     names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
     if not names:
         raise ValueError(f"--tasks {options.tasks!r} names none")
@@ -147,7 +161,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json of a model's folder. Raises ValueError where it is none."""
+    """Return config.json of an exported model. Raises ValueError for any other folder."""
     try:
         found: dict[str, Any] = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -162,7 +176,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def digest(folder: Path) -> str:
-    """The first 16 digits of the SHA-256 of an exported model: weights, config and tokenizer, with their names."""
+    """Return the first 16 digits of the SHA-256 of an exported model: weights, config, tokenizer and their names."""
     whole = hashlib.sha256()
     others = (folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json"))
     for path in sorted([*folder.glob("*.safetensors*"), *filter(Path.is_file, others)]):
@@ -172,7 +186,7 @@ def digest(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    logging.disable(logging.WARNING)  # the harness tells what it does at length
+    logging.disable(logging.WARNING)  # the harness logs every stage
     try:
         options = _parser().parse_args(arguments)
         (fetch if options.command == "fetch" else run)(options)

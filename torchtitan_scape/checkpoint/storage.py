@@ -1,13 +1,13 @@
-"""Checkpoint folders that are whole or known not to be, on top of torch.distributed.checkpoint (DCP).
+"""Checkpoint folders with a manifest of checksums, on top of torch.distributed.checkpoint (DCP).
 
     dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
-    find_damage(path, rank, world_size)     # None, or what is wrong with this rank's share of the files
+    find_damage(path, rank, world_size)     # None, or a description of the first damaged file of this rank's share
     dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())      # see safe_load.py
 
-A save writes the data files, then DCP's `.metadata`, then `manifest.json`: every other file's name, bytes and CRC-32,
-the sums taken from the bytes on their way to the disk. Each is on the disk before the next begins, and a folder that is
-written again loses manifest and `.metadata` first. So whatever ends a save, at any point: a folder with a manifest is
-whole, and one with neither manifest nor `.metadata` is half-written.
+A save writes the data files, then DCP's `.metadata`, then `manifest.json` with the name, size and CRC-32 of every other
+file. The checksums are computed from the bytes that are written. Each file is synchronized to the disk before the next
+one begins, and saving into an existing folder first deletes its manifest and `.metadata`. Therefore, wherever a save is
+interrupted, a folder with a manifest is complete, and one with neither manifest nor `.metadata` is incomplete.
 """
 
 import errno
@@ -36,12 +36,12 @@ MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
 SHARED_SECONDS = 30.0  # time for the files of other nodes to become visible
 _CHUNK = 4 << 20  # bytes read at a time
-_LARGE = 1 << 18  # bytes of a write from which a second thread pays
+_LARGE = 1 << 18  # bytes of a write from which the checksum is computed in a second thread
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file of a checkpoint: name in its folder, bytes, CRC-32."""
+    """Name, size in bytes and CRC-32 of a file of a checkpoint."""
 
     name: str
     size: int
@@ -52,7 +52,7 @@ class FileSum:
 
 
 class _SummedStream(io.BufferedWriter):
-    """A new file whose CRC-32 is taken as it is written; closing it puts it on the disk. Sequential."""
+    """A new file, written sequentially, with the CRC-32 of its content. `close` synchronizes it to the disk."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -62,12 +62,12 @@ class _SummedStream(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         nbytes = memoryview(data).nbytes
-        # Of a large piece beside the write: both let go of the interpreter.
+        # For a large piece, in parallel with the write: both release the interpreter lock.
         summing = self._summer.submit(zlib.crc32, data, self.crc32) if nbytes >= _LARGE else None
         try:
             super().write(data)
         except OSError as error:
-            # torch.save turns it into a RuntimeError that does not say why.
+            # torch.save replaces it by a RuntimeError without the reason.
             self.error = error
             raise
         finally:
@@ -76,7 +76,7 @@ class _SummedStream(io.BufferedWriter):
         return nbytes
 
     def seek(self, *args: Any) -> int:
-        raise io.UnsupportedOperation("a checksummed file is written from its begin to its end")
+        raise io.UnsupportedOperation("a file with a checksum is written sequentially")
 
     def close(self) -> None:
         if not self.closed:
@@ -86,19 +86,19 @@ class _SummedStream(io.BufferedWriter):
         self._summer.shutdown()
 
     def abandon(self) -> None:
-        """Closes the file without writing what is still held back."""
+        """Close the file without writing the buffered bytes."""
         self.raw.close()
         self._summer.shutdown()
 
 
 class _SummedFileSystem(FileSystem):
-    """DCP's file system, which keeps the sums of what it wrote, by name. Threads may share it; it can be pickled."""
+    """DCP's file system, with the checksums of the files that it wrote, by name. Thread-safe; it can be pickled."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what belongs to an earlier save."""
+        """Drop the results of an earlier save."""
         self.sums: dict[str, FileSum] = {}
         self.errors: list[BaseException] = []
         self.open: dict[str, bool] = {}
@@ -135,15 +135,15 @@ class _SummedFileSystem(FileSystem):
 
 
 class CheckedWriter(FileSystemWriter):
-    """DCP's writer of one file a rank and thread, each checksummed and put on the disk, with a manifest at the end.
+    """DCP's writer of one file per rank and thread, with checksums and a manifest.
 
-    It serves dcp.save, and dcp.async_save in a thread or a process, into a new folder or over an older checkpoint; not
-    use_collectives=False, for then no rank knows all files. An OSError (a full disk, say) reaches every rank as it was
-    raised, inside DCP's CheckpointException: see failure_text.
+    It works with dcp.save, and with dcp.async_save in a thread or a process, into a new folder or over an older
+    checkpoint. use_collectives=False is refused, because no rank would know all files. An OSError, for example if the
+    disk is full, is raised on every rank inside DCP's CheckpointException; see failure_text.
     """
 
     def __init__(self, path: str | os.PathLike[str], thread_count: int = 1) -> None:
-        # The streams put their files on the disk themselves: DCP's own way misses what Python still holds back.
+        # The streams synchronize their files themselves: DCP does so before Python's buffers are written.
         super().__init__(path, sync_files=False, thread_count=thread_count)
         self.fs = _SummedFileSystem()
 
@@ -155,33 +155,33 @@ class CheckedWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The folder. Unlike DCP's, silent about a checkpoint that is already there."""
+        """Create the folder. Unlike DCP, do not warn about an existing checkpoint."""
         self.fs.mkdir(self.path)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator alone, after every rank's plan and before any rank's first byte: the old one is void."""
+        """Invalidate an existing checkpoint. Called on the coordinator, before any rank writes."""
         _invalidate(Path(self.path))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult | FileSum]]:
-        """This rank's files. Sums travel to the coordinator with DCP's own results. Raises OSError."""
+        """Write this rank's files. Their checksums are sent to the coordinator with DCP's results. Raises OSError."""
         self.fs.begin()
         try:
             results = super().write_data(plan, planner).value()
         except BaseException:
-            # DCP leaves its other threads writing; they stop at the next file.
+            # DCP does not wait for its other threads; they stop at the next file.
             while self.fs.open:
                 time.sleep(0.01)
             raise
-        if self.fs.errors:  # of another thread, which DCP does not look at
+        if self.fs.errors:  # in another thread, whose errors DCP ignores
             raise self.fs.errors[0]
         done: Future[list[WriteResult | FileSum]] = Future()
         done.set_result([*results, *self.fs.sums.values()])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult | FileSum]]) -> None:
-        """On the coordinator, when all files of all ranks are on the disk: `.metadata`, then the manifest."""
+        """Write `.metadata`, then the manifest. Called on the coordinator after all ranks have written their files."""
         sums = [one for of_rank in results for one in of_rank if isinstance(one, FileSum)]
         _wait_for_all(Path(self.path), [one.name for one in sums])
         self.fs.begin()
@@ -195,7 +195,7 @@ def _wait_for_all(path: Path, names: list[str]) -> None:
     """Wait until the files of all ranks are visible, which network file systems may delay.
 
     Raises:
-        OSError: some are not, as if the folder is on the local disks of several nodes.
+        OSError: Some are not, for example because the folder is on the local disks of several nodes.
     """
     end = time.monotonic() + SHARED_SECONDS
     while missing := [name for name in names if not (path / name).exists()]:
@@ -209,14 +209,14 @@ def _wait_for_all(path: Path, names: list[str]) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Deletes a checkpoint, whole or not; one rank calls it. What is left if it is stopped does not count as one."""
+    """Delete a checkpoint, complete or not. Called on one rank. If it is interrupted, the rest is an incomplete one."""
     if Path(path).is_dir():
         _invalidate(Path(path))
         shutil.rmtree(path)
 
 
 def _invalidate(path: Path) -> None:
-    for name in (MANIFEST, METADATA):  # in this order: see the rule above
+    for name in (MANIFEST, METADATA):  # in this order, see the top of this file
         (path / name).unlink(missing_ok=True)
         sync_folder(path)
 
@@ -241,7 +241,11 @@ def _write_manifest(path: Path, sums: list[FileSum]) -> None:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
-    """The files of a checkpoint. Raises ValueError with a clause that says what is wrong with its manifest."""
+    """Return the files of a checkpoint.
+
+    Raises:
+        ValueError: The manifest is missing or damaged, or has another format.
+    """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
@@ -267,12 +271,12 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
 
 
 def is_finished(path: str | os.PathLike[str]) -> bool:
-    """Whether a save came to its end here: there is a manifest. What it lists may have been damaged since."""
+    """Return whether a save was completed: there is a manifest. Its files may have been damaged since."""
     return Path(path, MANIFEST).is_file()
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Whether the manifest is there and every file has its size. Reads no data: find_damage does."""
+    """Return whether there is a manifest, and every file has its size. `find_damage` also reads the data."""
     try:
         return all(_wrong_size(Path(path), one) is None for one in read_manifest(path))
     except ValueError:
@@ -280,9 +284,10 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def find_damage(path: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> str | None:
-    """Reads this rank's share of a checkpoint's files, dealt out by bytes; no collective call.
+    """Read this rank's share of a checkpoint's files, divided by bytes. Not collective.
 
-    Returns one clause that names the first bad file and what is wrong with it, or None.
+    Returns:
+        The first damaged file and its damage, as a clause; None without damage.
     """
     path = Path(path)
     try:
@@ -296,7 +301,7 @@ def find_damage(path: str | os.PathLike[str], rank: int = 0, world_size: int = 1
 
 
 def _share(files: list[FileSum], rank: int, world_size: int) -> list[FileSum]:
-    """Largest first, each to the rank with the fewest bytes so far; the same on all ranks."""
+    """Return this rank's files: the largest first, each assigned to the rank with the fewest bytes so far."""
     loads, mine = [0] * world_size, []
     for one in sorted(files, key=lambda one: (-one.size, one.name)):
         least = loads.index(min(loads))

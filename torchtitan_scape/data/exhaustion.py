@@ -1,4 +1,4 @@
-"""Data that end on one rank end the run on all of them, at the same step."""
+"""End of the data: if the data of one rank end, the run ends on all ranks, at the same step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,16 +15,18 @@ from torchtitan_scape.titan.distributed import device_type
 
 
 def raise_together(error: ValueError | None, what: str) -> None:
-    """Raises this rank's `error`, or names the ranks that have one. A collective call over all ranks.
+    """Raise this rank's `error`; on the other ranks, an error that names the rank. Collective over all ranks.
 
-    what: what failed, for the other ranks' message.
+    Args:
+        error: None if this rank has no error.
+        what: The operation, for the message on the other ranks.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         failed = torch.tensor([error is not None, dist.get_rank() if error else 0], device=device_type)
         dist.all_reduce(failed)
-        n_failed, place = failed.tolist()
+        n_failed, rank = failed.tolist()
         if n_failed and error is None:
-            where = f"rank {place}" if n_failed == 1 else f"{n_failed} ranks"
+            where = f"rank {rank}" if n_failed == 1 else f"{n_failed} ranks"
             error = ValueError(f"{what} failed on {where}; see the message there")
     if error is not None:
         raise error
@@ -35,9 +37,9 @@ class EndOfDataSync:
 
     The sum is the first reduction of a TorchTitan step. It is computed on the host, over `group`, and is started during
     the previous step, when the batches of a step have been read: the host does not wait for the device, and seldom for
-    other ranks. A rank whose data have ended yields batches without a label instead, so that it reaches the sum; there
-    all ranks raise: DataloaderExhaustedError where data ended as they should, NoTextError where a rank's share has no
-    token. No forward pass of that step is taken.
+    other ranks. A rank whose data have ended yields batches without labels, so that it takes part in the sum. Then all
+    ranks raise the same error: DataloaderExhaustedError at the end of the data, NoTextError if the share of a rank has
+    no token. No forward pass of that step is run.
 
     Args:
         loader: Data loader of this rank.
@@ -82,9 +84,9 @@ class EndOfDataSync:
         assert self._sum is not None
         (work, values), self._sum = self._sum, None
         work.wait()
-        total, n_ended, n_failed, place = values.tolist()
+        total, n_ended, n_failed, rank = values.tolist()
         if n_failed:
-            where = f"rank {place:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
+            where = f"rank {rank:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
             if isinstance(self._error, NoTextError):
                 raise self._error
             raise NoTextError(f"the data of {where} have no token; see the message there")
