@@ -1,12 +1,12 @@
-"""A checkpoint becomes a folder that others load: safetensors, config.json, tokenizer, and a README of what it is.
+"""Export of a checkpoint as a Hugging Face model folder: safetensors, config.json, tokenizer and a README.
 
     python -m torchtitan_scape.export --config outputs/embedded/resolved.toml --checkpoint latest --output DIR
     python -m torchtitan_scape.export import --config RECIPE --model DIR --output CHECKPOINT
 
-The second is the way back: a checkpoint of the model alone, which checkpoint.initial_load_path starts a run from. Keys
-of the recipe may follow, as for the trainer. Both are one process, on a CPU, and need no group of processes. What is
-written is there as a whole or not at all. Where transformers is installed, its logits are compared with ours before the
-folder gets its name.
+The second command converts such a folder to a checkpoint of the model alone, from which checkpoint.initial_load_path
+starts a run. Keys of the recipe may follow, as for the trainer. Both run in one process on a CPU. The output is either
+complete or missing. If transformers is installed, its logits are compared with those of this project before the folder
+is renamed to its final name.
 """
 
 import argparse
@@ -86,29 +86,39 @@ def _import_parser() -> argparse.ArgumentParser:
 
 
 def choose(which: str, config: JobConfig) -> Path:
-    """The folder of a checkpoint: `which` itself, or the "latest" or "best" of the recipe's run. Raises ValueError."""
+    """Return the folder of a checkpoint: `which` itself, or the "latest" or "best" one of the recipe's run.
+
+    Raises:
+        ValueError: The run has no such checkpoint.
+    """
     run = Path(config.job.dump_folder)
     folder = run / config.checkpoint.folder
     if which == "latest":
         steps = finished_steps(folder)
         if not steps:
             raise ValueError(
-                f"--checkpoint latest: no checkpoint in {folder} was written to its end; train with "
+                f"--checkpoint latest: {folder} has no complete checkpoint; train with "
                 "--checkpoint.enable, or give the resolved.toml of a run that wrote elsewhere as --config"
             )
         return folder / f"step-{steps[-1]}"
     if which == "best":
         step = best.read(run)["checkpoint_step"]
         if step is None:
-            raise ValueError(f"--checkpoint best: {run / best.FILE} knows no validated step that was saved")
+            raise ValueError(f"--checkpoint best: {run / best.FILE} has no validated step that was saved")
         return folder / f"step-{step}"
     return Path(which)
 
 
 def export(options: argparse.Namespace, keys: list[str]) -> None:
-    """Reads, writes, compares; tells what it did. keys: of the recipe, as on the trainer's command line.
+    """Export a checkpoint, compare it with transformers, and print a summary.
 
-    Raises ValueError, and DifferentError where the check fails.
+    Args:
+        options: The command's options.
+        keys: Keys of the recipe, as on the trainer's command line.
+
+    Raises:
+        ValueError: Invalid input.
+        DifferentError: The comparison failed.
     """
     resolved = resolve(["--job.config_file", options.config, *keys])
     config, dtype = resolved.config, DTYPES[options.dtype]
@@ -121,7 +131,7 @@ def export(options: argparse.Namespace, keys: list[str]) -> None:
         tokenizer = tokenizer_of(config, config.training.seq_len)
         theirs = spec.state_dict_adapter(args, config.model.hf_assets_path).to_hf(_trained(values, config))
         ids = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eos}
-        # Versions before 5 know the second name alone.
+        # Versions before 5 read the second name only.
         written = FAMILIES[config.model.name](args, theirs) | ids
         write_json(part / CONFIG, written | {"dtype": options.dtype, "torch_dtype": options.dtype})
         write_json(part / "generation_config.json", ids)
@@ -140,7 +150,7 @@ def export(options: argparse.Namespace, keys: list[str]) -> None:
             )
             check_tokenizer(part, tokenizer)
         (part / "README.md").write_text(card(resolved, path, saved, options, said), encoding="utf-8")
-    print(f"{options.output} holds {path}: {count:,} parameters in {options.dtype}, {len(files)} file(s) of weights")
+    print(f"{options.output}: {path} with {count:,} parameters in {options.dtype}, {len(files)} file(s) of weights")
     print(f"weights: {options.weights}; {said}")
 
 
@@ -149,7 +159,7 @@ def _shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 
 
 def _trained(values: dict[str, Tensor], config: JobConfig) -> dict[str, Tensor]:
-    """Without the learned positions that no sequence of the training had."""
+    """Return the values without learned positions beyond the training's sequence length."""
     name = "pos_embeddings.weight"
     return values | {name: values[name][: config.training.seq_len]} if name in values else values
 
@@ -163,7 +173,7 @@ def _check_record(saved: CheckpointInfo, config: JobConfig) -> None:
 
 
 def import_model(options: argparse.Namespace, keys: list[str]) -> None:
-    """A checkpoint with the model alone, FP32. Raises ValueError where it is not the recipe's."""
+    """Write a checkpoint with the model alone, FP32. Raises ValueError for a model other than the recipe's."""
     config = resolve(["--job.config_file", options.config, *keys]).config
     spec, args, model = whole_model(config)
     with whole_or_not(options.output) as part:

@@ -70,7 +70,7 @@ def _parameters(optimizer: ReplicaOptimizer, reader: CheckpointReader) -> Iterat
 
 
 class _Receiver:
-    """Receives the state of parameters in a run whose optimizer holds the moments.
+    """Loads the state of parameters into a run whose optimizer holds the moments.
 
     Attributes:
         stores: weights and moments: one of each replica of this process if they differ, else a single one.
@@ -116,7 +116,7 @@ class _Receiver:
                 steps.fill_(applied)
 
     def _states(self, shard: Shard, imported: ImportedState) -> list[list[State]]:
-        """The states of this parameter, of every replica's method; the first ones include those of the shard axis."""
+        """Return the states of this parameter by replica; the first replica's include those of the shard axis."""
         methods = self.optimizer.methods
         for method in methods:
             for kind in imported.kinds:
@@ -215,7 +215,9 @@ def _copy(states: list[State], shard: Shard, imported: ImportedState, saved: dic
 
 
 def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool) -> bool:
-    """Load what only the same layout can use; return whether the next exchange has to be complete for lack of it."""
+    """Load the state that only the same layout can use. Return whether it is missing, so that the next exchange must be
+    complete.
+    """
     each = [method.states() for method in optimizer.methods]
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
@@ -228,5 +230,5 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
 
 
 def _beta1(optimizer: torch.optim.Optimizer, shard: Shard) -> float:
-    """The factor of the first moment in a step; 0 if there is none."""
+    """Return the factor of the first moment in a step; 0 if there is none."""
     return float(optimizer.param_groups[shard.group].get("betas", (0.0,))[0])

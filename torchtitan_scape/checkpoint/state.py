@@ -20,7 +20,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def has_dense_state(optimizer: ReplicaOptimizer) -> bool:
-    """Whether the wrapped optimizer's state is stored by parameter, as PyTorch does; else `states` contains it."""
+    """Return whether the wrapped optimizer's state is stored by parameter, as by PyTorch; else `states` contains it."""
     return not (optimizer.weights or optimizer.methods[0].holds_optimizer_state)
 
 
@@ -66,7 +66,7 @@ def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
 
 
 def _of_replica(optimizer: ReplicaOptimizer, replica: int, residual: str) -> list[State]:
-    """The states of one replica, without the shared weights, which are saved as the model."""
+    """Return the states of one replica, without the shared weights, which are saved as the model."""
     found = [s for s in optimizer.methods[replica].checkpoint_states(residual) if s.on_migration != "model"]
     return [*found, *optimizer.weights[replica].states()] if optimizer.weights else found
 
@@ -121,7 +121,7 @@ def load_counters(optimizer: ReplicaOptimizer, saved: dict[str, int]) -> None:
 
 
 def needs_second_moment(optimizer: ReplicaOptimizer, saved_by: str) -> bool:
-    """Whether loading reads the second moments of the optimizer class `saved_by` parameter by parameter."""
+    """Return whether loading reads the second moments of the optimizer class `saved_by` parameter by parameter."""
     if optimizer.methods[0].holds_optimizer_state:
         return False
     return bool(optimizer.weights) or saved_by != type(optimizer.inner).__name__

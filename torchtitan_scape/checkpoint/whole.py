@@ -1,4 +1,4 @@
-"""A checkpoint's model, whole, in one process without a process group."""
+"""Reading the whole model of a checkpoint in one process, without a process group."""
 
 import re
 import warnings
@@ -21,16 +21,19 @@ from torchtitan_scape.checkpoint.storage import find_damage, is_finished
 from torchtitan_scape.titan.components import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 _PROGRESS = "train_state"
-# First parts of names of what is no parameter.
+# First parts of the names of entries that are not parameters.
 _OTHERS = {OPTIMIZER, DATALOADER, LR_SCHEDULER, RUN_METADATA, RANDOM, _PROGRESS}
 _MASTERS = f"{OPTIMIZER}.master."
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says of its run; None for what it does not.
+    """Information about the run in a checkpoint; None if the checkpoint does not contain it.
 
-    record: see `metadata.py`. tokens: of all ranks.
+    Attributes:
+        step: Number of the step.
+        tokens: Tokens of all ranks.
+        record: See `metadata.py`.
     """
 
     step: int | None
@@ -39,12 +42,16 @@ class CheckpointInfo:
 
 
 def finished_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's folder of them, ascending, that were written to their end."""
+    """Return the steps of the completed checkpoints in a folder, ascending."""
     return [step for step in steps_in(str(folder)) if is_finished(folder / f"step-{step}")]
 
 
 def open_checkpoint(path: Path) -> CheckpointInfo:
-    """Verifies every file. Raises ValueError for a checkpoint that is not there, not finished, or damaged."""
+    """Verify every file of a checkpoint.
+
+    Raises:
+        ValueError: The checkpoint is missing, incomplete or damaged.
+    """
     if not path.is_dir():
         there = [f"step-{step}" for step in finished_steps(path.parent)]
         raise ValueError(
@@ -68,15 +75,15 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> dict[str, Tensor]:
-    """Every parameter, FP32.
+    """Return every parameter by name, FP32.
 
     Args:
-        path: see `open_checkpoint`.
-        shapes: by name.
-        masters: those that BF16 weights are made of, in the place of the weights.
+        path: Folder of the checkpoint.
+        shapes: Shapes of the parameters by name.
+        masters: Read the FP32 masters of BF16 weights in place of the weights.
 
     Raises:
-        ValueError: parameters that are other ones; no masters.
+        ValueError: The checkpoint has other parameters, or no masters.
     """
     stored = _stored(path)
     sizes = {name: tuple(found.size) for name, found in stored.items() if isinstance(found, TensorStorageMetadata)}
@@ -92,7 +99,7 @@ def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> d
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, torch.Size], where: str) -> None:
-    """Raises ValueError that names the first parameter that is missing, of another shape, or one too many."""
+    """Raise ValueError with the first parameter that is missing, has another shape, or is not expected."""
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(f"{where} has no {name}: it is of another model than the recipe's")
@@ -116,7 +123,7 @@ def _load(path: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """DCP warns of what is meant here."""
+    """Suppress DCP's warning about a missing process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
