@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.common import offload
 from kernels.dense.reference import finite
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape.core.timing import PhaseTimer
@@ -113,19 +112,3 @@ def test_only_the_finite_flag_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         assert asked == [torch.device("cpu")]  # no wait in the same step
         assert guard.last_applied() == verdict and asked[1:] == ["waits"]
         assert guard.finish_previous_step() == verdict and guard.last_applied() == verdict
-
-
-def test_pinned_memory_is_registered_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, ...]] = []
-    errors = [0, 2]
-
-    def register(*arguments: int) -> int:
-        calls.append(arguments)
-        return errors[len(calls) - 1]
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    host = torch.zeros(10)
-    offload._pin(host)
-    assert calls == [(host.data_ptr(), 40, 1)]  # cudaHostRegisterPortable
-    with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\)"):
-        offload._pin(host)

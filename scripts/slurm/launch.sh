@@ -45,7 +45,7 @@ may_requeue() {
 
 # Requeues the job if the result of srun calls for it. $1: exit code of srun.
 requeue() {
-    local recorded event step signal
+    local recorded event step signal shown
     recorded=$(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true)
     read -r event step signal <<<"$recorded"
     if [ "$event" = stopped ]; then
@@ -55,7 +55,9 @@ requeue() {
     fi
     if ! may_requeue "${step:-0}"; then return; fi
     # The site or the user may exclude requeues: JobRequeue=0 in slurm.conf, or sbatch --no-requeue.
-    if [ "${REQUEUE:-1}" = 0 ] || scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q "Requeue=0"; then
+    # Not with grep -q, which ends before scontrol has written everything: with pipefail that is an error.
+    shown=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null || true)
+    if [ "${REQUEUE:-1}" = 0 ] || [[ "$shown" == *Requeue=0* ]]; then
         echo "this job cannot be requeued; to continue: $RESUBMIT"
         return
     fi

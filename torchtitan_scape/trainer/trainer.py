@@ -183,7 +183,8 @@ class ScapeTrainer(Trainer):
             return None
         ranks = dist.get_process_group_ranks(self.parallel_dims.get_mesh("batch").get_group())
         timeout = timedelta(seconds=self.job_config.comm.init_timeout_seconds)
-        return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        backend = "fake" if self.job_config.comm.mode == "fake_backend" else "gloo"
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
 
     def _queue_remarks(self) -> list[str]:
         """Return warnings about hardware queues. Raises ValueError if collectives could wait for each other."""
