@@ -152,6 +152,9 @@ class TripleBuffer:
 
     def _fetch(self, tensors: TensorRange) -> None:
         if tensors not in self._fetched:
+            # Passes that alternate may have fetched another group into this buffer.
+            buffer = self._buffer_of(tensors)
+            self._fetched = {other: e for other, e in self._fetched.items() if self._buffer_of(other) != buffer}
             on_host, on_device = self._both(tensors)
             self._fetched[tensors] = self._side.fetch(on_device, on_host, self._free[self._buffer_of(tensors)])
 

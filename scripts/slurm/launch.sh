@@ -135,6 +135,12 @@ broadcast_environment() {
     export PYTHONPATH="$PYTHONPATH:$target"
 }
 
+# Passes USR1 to the launcher. ibrun may be a shell script, which the signal would end: its children receive it.
+pass_signal() {
+    if [ "$LAUNCHER" = ibrun ] && pkill -USR1 -P "$1" 2>/dev/null; then return; fi
+    kill -USR1 "$1" 2>/dev/null || true
+}
+
 on_every_node() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL "$@"
 }
@@ -164,7 +170,7 @@ start_ranks() {
     esac
     "$@" &
     child=$!
-    trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
+    trap 'pass_signal "$child"' USR1
     while :; do # a signal interrupts wait
         status=0
         wait "$child" || status=$?

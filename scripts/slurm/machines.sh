@@ -25,14 +25,17 @@ load_modules() {
     module load "${names[@]}" || refuse "module load $1 failed; set MODULES to others, 'module avail' lists them"
 }
 
-# Prints the ROCm release, such as 7.1, that torch was built for; nothing for other builds. Does not import torch.
+# Prints the ROCm release, such as 7.1, that torch was built for; nothing for other builds. Does not import torch. As in
+# launch.sh, the environment .venv is used if PYTHON has no torch.
 rocm_of_torch() {
     local probe='import importlib.util as u, pathlib, re
 found = u.find_spec("torch")
 text = (pathlib.Path(found.origin).parent / "version.py").read_text() if found else ""
 match = re.search(r"^hip[^=]*= *.(\d+\.\d+)", text, re.M)
+if not found: sys.exit(1)
 print(match[1] if match else "")'
-    "${PYTHON:-python3}" -c "$probe" 2>/dev/null || true
+    "${PYTHON:-python3}" -c "import sys; $probe" 2>/dev/null || "$PWD/.venv/bin/python" -c "import sys; $probe" 2>/dev/null ||
+        true
 }
 
 # Prints the newest rocm module for the torch build. ROCM_MODULE replaces it.

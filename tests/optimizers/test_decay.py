@@ -59,3 +59,19 @@ def test_norms_keep_their_weights(name: str, pool1: Pool, tmp_path: Path) -> Non
         return int((run["parameters"] - 1).abs().lt(1e-4).sum())
 
     assert ones("none") < 10 and ones("vectors") > 300  # the embedding may have entries near 1
+
+
+@pytest.mark.parametrize("first, second, kept", [("none", "vectors", 0.81), ("vectors", "vectors", 1.0)])
+def test_a_resumed_run_has_its_own_exclusions(
+    first: str, second: str, kept: float, pool1: Pool, tmp_path: Path
+) -> None:
+    """The second run has other rates, and may have other param groups than the checkpoint."""
+    arguments = [*METHODS["adamw"], "--optimizer.lr=1e-6", "--lr_scheduler.warmup_steps=0", "--checkpoint.enable"]
+    arguments += ["--lr_scheduler.decay_ratio=0", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
+    pool1(train, str(tmp_path), [*arguments, "--training.steps=2", *exclude(first, 1e5)])
+    (run,) = pool1(train, str(tmp_path), [*arguments, "--training.steps=4", *exclude(second, 2e5)])
+    assert int((run["parameters"] - kept).abs().lt(1e-4).sum()) > 300 and len(run["losses"]) == 2
+
+
+def exclude(name: str, decay: float) -> list[str]:
+    return [f"--optimizer.decay_exclude={name}", f"--optimizer.weight_decay={decay}"]

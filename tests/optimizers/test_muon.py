@@ -336,6 +336,18 @@ def test_replicas_that_divide_the_matrices_have_the_same_bits(replicas: int, cal
             assert torch.equal(own.state[weight]["exp_avg"], optimizer.state[plain[name]]["exp_avg"])
 
 
+def test_ranks_without_rows_gather_empty_matrices() -> None:
+    """As the last ranks of a replica, if there are fewer rows than ranks."""
+    gathers, shapes = Gathers(2), [[torch.Size([0, 4]), torch.Size([0, 8])], [torch.Size([0, 4])]]
+
+    def gather(replica: int) -> list[Tensor]:
+        own = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes[replica]]
+        return gathers.share(replica).gather(own, shapes, torch.device("cpu"))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all([m.shape for m in found] == [*shapes[0], *shapes[1]] for found in pool.map(gather, range(2)))
+
+
 def test_a_fused_step_is_skipped_on_the_device() -> None:
     """With found_inf = 1 nothing changes, whatever the gradients are; with 0 the step is as without it."""
     weights, plain = parameters(), parameters()

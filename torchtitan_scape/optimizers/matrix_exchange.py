@@ -91,7 +91,8 @@ class ReplicaShare:
         if self._all_gather is None:
             return list(own)
         sizes = [[shape.numel() for shape in part] for part in shapes]
-        length = -(-max(map(sum, sizes)) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
+        # At least one entry: the last ranks of a replica may have no rows.
+        length = max(1, -(-max(map(sum, sizes)) // ALIGNED_ENTRIES)) * ALIGNED_ENTRIES
         input = torch.zeros(length, dtype=torch.bfloat16, device=device)
         output = input.new_empty(self.replicas * length)
         if own:

@@ -64,6 +64,7 @@ class ReplicaCheckpointer(CheckpointManager):
     alarm: Callable[[], str] = staticmethod(str)
     _fallback: bool
     _optimizers: ReplicaOptimizer
+    _weight_decays: list[float]  # of this run's configuration, by param group
     _being_written = ""
     # Steps of damaged checkpoints, or newer than `checkpoint.load_step`. They do not count for `keep_latest_k`.
     _not_counted: set[int]
@@ -80,6 +81,7 @@ class ReplicaCheckpointer(CheckpointManager):
         """
         self.record, self._layout, self._fallback, self._not_counted = record, layout, fallback, set()
         self._optimizers = self.states[OPTIMIZER].replica
+        self._weight_decays = [group["weight_decay"] for group in self._optimizers.inner.param_groups]
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the timeout of the default group is meant for steps, and writing may take longer.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
@@ -396,16 +398,17 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _keep_configured_rates(self, changed: set[str]) -> None:
         """Set the learning rate and other hyperparameters that this run's config changes back after loading."""
-        values = self.record.values
-        for group in self._optimizers.inner.param_groups:
-            for key in (changed - {"lr"}) & group.keys():
+        values, groups = self.record.values, self._optimizers.inner.param_groups
+        for group, decay in zip(groups, self._weight_decays, strict=True):
+            group["weight_decay"] = decay  # groups may have another one, or other parameters, than in the checkpoint
+            for key in (changed - {"lr", "weight_decay"}) & group.keys():
                 group[key] = tuple(values[key]) if key == "betas" else values[key]
             for key in group.keys() & {"fused", "foreach"}:  # also use this run's implementation of AdamW
                 group[key] = self._optimizers.inner.defaults[key]
         schedulers: LRSchedulersContainer = self.states[LR_SCHEDULER]
         for scheduler in schedulers.schedulers:
-            if "lr" in changed:
-                scheduler.base_lrs = [values["lr"]] * len(scheduler.base_lrs)
+            if "lr" in changed or len(scheduler.base_lrs) != len(groups):
+                scheduler.base_lrs = [values["lr"]] * len(groups)
             # Recompute the learning rates at the schedule's position.
             for group, base, factor in zip(
                 scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True

@@ -107,7 +107,9 @@ class Sparta(LocalMethod):
         double_buffered(self._send(chunk, codec, info.applied) for group in groups for chunk in self._chunks_of(group))
         if self._round is not None:
             self._round.count_step(info.applied)
-            if flush or self._ends_round(groups):
+            if flush:  # it contains steps of earlier rounds, whose learning rates are not known
+                self._round.reset(info.applied)
+            elif self._ends_round(groups):
                 self._round.finish_round(info.applied)
 
     def _ends_round(self, groups: range) -> bool:
@@ -129,7 +131,7 @@ class Sparta(LocalMethod):
         for error in self._owner_error.values():
             error.zero_()
         if self._round is not None:
-            self._round.reset()
+            self._round.reset(torch.ones((), dtype=torch.bool, device=self.context.grad_norm.device))
 
     def density(self) -> float:
         return 1.0 / self.options.interval

@@ -49,9 +49,10 @@ class RoundSteps:
             ),
         ]
 
-    def reset(self) -> None:
-        """Begin a round."""
-        torch._foreach_zero_([*self.steps.values(), self._learning_rates])
+    def reset(self, applied: Tensor) -> None:
+        """Begin a round if `applied`, bool ()."""
+        for tensor in (*self.steps.values(), self._learning_rates):
+            masked_copy_(tensor, 0.0, applied)
 
     def count_step(self, applied: Tensor) -> None:
         """Add the learning rates of a step."""
