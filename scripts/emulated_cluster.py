@@ -157,10 +157,7 @@ class Cluster:
 
     def counters(self) -> list[dict[str, tuple[int, int]]]:
         """Return (bytes sent, bytes received) by interface, "eth0" and "lo", of each node since its creation."""
-        return [
-            parse_counters(_run("ip", "netns", "exec", self._name(node), "cat", "/proc/net/dev"))
-            for node in range(self.nodes)
-        ]
+        return [parse_counters(_run(*self.inside(node, ["cat", "/proc/net/dev"]))) for node in range(self.nodes)]
 
     # ----------------------------------------------------------------------------------------- the processes
 
@@ -182,6 +179,10 @@ class Cluster:
             "SCAPE_COUNT_INTERFACES": "1",
         }
 
+    def inside(self, node: int, command: Sequence[str]) -> list[str]:
+        """Return a command that runs in the network namespace of a node."""
+        return ["ip", "netns", "exec", self._name(node), *command]
+
     def start(
         self,
         node: int,
@@ -192,7 +193,7 @@ class Cluster:
     ) -> "subprocess.Popen[Any]":
         """Start a command in a node, in its own session. `env` overrides `environment` and os.environ."""
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._name(node), *command],
+            self.inside(node, command),
             env={**os.environ, **self.environment(node), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout,

@@ -151,9 +151,12 @@ class SlurmCluster:
             self._daemons[name] = self._start(node, command, log, subprocess.STDOUT)
 
     def _start(self, node: int, command: Sequence[str], stdout: Any, stderr: Any) -> "subprocess.Popen[Any]":
+        return self._cluster.start(node, self._named(node, command), self.environment(), stdout, stderr)
+
+    def _named(self, node: int, command: Sequence[str]) -> list[str]:
+        """Return a command that runs with the host name of a node; node 0 is the controller."""
         name = "controller" if node == 0 else f"node{node}"
-        named = ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, str(self.folder / "hosts"), *command]
-        return self._cluster.start(node, named, self.environment(), stdout, stderr)
+        return ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, str(self.folder / "hosts"), *command]
 
     def environment(self) -> dict[str, str]:
         return {"PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -175,11 +178,9 @@ class SlurmCluster:
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float | None = None) -> Any:
         """Run a command on the controller; return its CompletedProcess with text."""
-        name, hosts = "controller", str(self.folder / "hosts")
-        named = ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, hosts, *command]
-        given = ["ip", "netns", "exec", self._cluster._name(0), *named]
         environment = {**os.environ, **(env or {}), **self.environment()}
-        return subprocess.run(given, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout}
+        return subprocess.run(self._cluster.inside(0, self._named(0, command)), env=environment, **options)
 
     def output(self, *command: str) -> str:
         """Return the standard output of a command on the controller."""
@@ -191,9 +192,7 @@ class SlurmCluster:
 
     def call(self, command: Sequence[str]) -> int:
         """Run a command on the controller with this process's terminal; return its exit code."""
-        name, hosts = "controller", str(self.folder / "hosts")
-        named = ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, hosts, *command]
-        given = ["ip", "netns", "exec", self._cluster._name(0), *named]
+        given = self._cluster.inside(0, self._named(0, command))
         return subprocess.run(given, env={**os.environ, **self.environment()}).returncode
 
 

@@ -17,7 +17,7 @@ ARGUMENTS = ["--training.steps=5", "--training.global_batch_size=8", "--metrics.
 
 
 def train_on_a_gpu(folder: str, arguments: list[str]) -> torch.Tensor:
-    """Train; no step may wait, apart from the first one. Return the local parameters at the end."""
+    """Train; no step may wait, except the first one. Return the local parameters at the end."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
     from torchtitan_scape.data.exhaustion import EndOfDataSync

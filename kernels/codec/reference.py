@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.codec.formats import FORMATS, Format, message_bytes
 from kernels.codec.rounding import hadamard_ as hadamard_
-from kernels.codec.rounding import uniform, uniform_by_row
+from kernels.codec.rounding import row_keys, uniform, uniform_by_row
 from kernels.common.launching import to_device
 from kernels.common.ordered import add_in_order_
 
@@ -47,7 +47,7 @@ def encode(
     all rows, or one for each row; None rounds to nearest.
     """
     form, (rows, m) = FORMATS[name], x.shape
-    keys = to_device(torch.tensor(key, dtype=torch.int64), x.device) if isinstance(key, Sequence) else None
+    keys = row_keys(key, x.device)
     codes_end, scales_end = parts(form, m, block, scale)
     blocks, errors = x.reshape(-1, block), None if error is None else error.view(-1, block)
     packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=x.device).view(-1, block * form.bits // 8)

@@ -4,10 +4,13 @@ Random numbers are Philox4x32-10 (Salmon et al., SC 2011): a function of a key a
 therefore rounds as the uninterrupted run. Four entries share a counter.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kernels.codec.formats import HADAMARD_SIZE
+from kernels.common.launching import to_device
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _INCREMENTS = 0x9E3779B9, 0xBB67AE85
@@ -21,6 +24,11 @@ def uniform(key: int, first: int, like: Tensor) -> Tensor:
     """
     counters = torch.arange(first // 4, (first + like.numel()) // 4, dtype=torch.int64, device=like.device)
     return _fractions(key, counters).view(like.shape)
+
+
+def row_keys(key: int | Sequence[int] | None, device: torch.device) -> Tensor | None:
+    """Return the keys of single rows, int64 (rows,); None if all rows have one key, or none."""
+    return to_device(torch.tensor(key, dtype=torch.int64), device) if isinstance(key, Sequence) else None
 
 
 def uniform_by_row(keys: Tensor, blocks_per_row: int, first: int, like: Tensor) -> Tensor:

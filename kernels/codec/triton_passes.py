@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.codec import triton_kernels
 from kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
+from kernels.codec.rounding import row_keys
 from kernels.common import launching
 from kernels.common.launching import aligned
 
@@ -26,12 +27,11 @@ def encode(
     assert x.is_contiguous() and (error is None or error.is_contiguous())
     rows, m = x.shape
     messages = torch.empty(rows, message_bytes(name, m, block, scale.itemsize), dtype=torch.uint8, device=x.device)
-    one = 1 << 62 if key is None or isinstance(key, Sequence) else key
-    keys = launching.to_device(torch.tensor(key, dtype=torch.int64), x.device) if isinstance(key, Sequence) else x
+    one, keys = key if isinstance(key, int) else 1 << 62, row_keys(key, x.device)
     _launch(
         triton_kernels.encode_kernel,
         rows,
-        (x, *_parts(messages, scale), x if error is None else error, keys),
+        (x, *_parts(messages, scale), x if error is None else error, x if keys is None else keys),
         (m // block, messages.shape[1] // 16),
         name,
         block,
@@ -40,7 +40,7 @@ def encode(
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         STOCHASTIC=key is not None,
-        ROW_KEYS=isinstance(key, Sequence),
+        ROW_KEYS=keys is not None,
     )
     return messages
 

@@ -28,14 +28,16 @@ load_modules() {
 # Prints the ROCm release, such as 7.1, that torch was built for; nothing for other builds. Does not import torch. As in
 # launch.sh, the environment .venv is used if PYTHON has no torch.
 rocm_of_torch() {
-    local probe='import importlib.util as u, pathlib, re
+    local python probe
+    probe='import importlib.util as u, pathlib, re, sys
 found = u.find_spec("torch")
-text = (pathlib.Path(found.origin).parent / "version.py").read_text() if found else ""
-match = re.search(r"^hip[^=]*= *.(\d+\.\d+)", text, re.M)
 if not found: sys.exit(1)
+text = (pathlib.Path(found.origin).parent / "version.py").read_text()
+match = re.search(r"^hip[^=]*= *.(\d+\.\d+)", text, re.M)
 print(match[1] if match else "")'
-    "${PYTHON:-python3}" -c "import sys; $probe" 2>/dev/null || "$PWD/.venv/bin/python" -c "import sys; $probe" 2>/dev/null ||
-        true
+    for python in "${PYTHON:-python3}" "$PWD/.venv/bin/python"; do
+        if "$python" -c "$probe" 2>/dev/null; then return; fi
+    done
 }
 
 # Prints the newest rocm module for the torch build. ROCM_MODULE replaces it.

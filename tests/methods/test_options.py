@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.options import FREE, LAYOUT, Options
+from torchtitan_scape.methods.registry import METHODS, MethodEntry
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 
@@ -25,6 +26,14 @@ class Toy(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0 < self.share <= 1, "share", "it must lie in (0, 1]")
+
+
+@pytest.mark.parametrize("entry", METHODS.values(), ids=METHODS)
+def test_the_cost_has_the_kind_of_weights_of_the_method(entry: MethodEntry) -> None:
+    """The planner does not import the methods."""
+    cost = entry.options().cost()
+    assert cost.per_replica_weights == entry.method.per_replica_weights
+    assert cost.includes_optimizer == entry.method.holds_optimizer_state
 
 
 def test_field_metadata_determines_comparison_and_layout() -> None:

@@ -22,7 +22,7 @@ from scripts.study.slurm import OFFLINE, SlurmSet, time_limit
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
-from tests.scripts.slurm.test_slurm import allocation, stand_ins
+from tests.scripts.slurm.jobs import allocation, stand_ins
 from topology.links import Link, Links, scalar_stages, stage_seconds
 from topology.machines import get_machine
 from topology.ring_bytes import LevelSize

@@ -2,106 +2,16 @@
 
 import json
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from scripts.faults.fault_runs import TINY
-from tests import server
 from tests.runtime.test_launch import SHORT
-
-ROOT = Path(__file__).resolve().parents[3]
-HERE = Path(__file__).resolve().parent
-SLURM = ROOT / "scripts" / "slurm"
-REPORT = "tests/scripts/slurm/report.py"
-EMBEDDED = "train_configs/embedded.toml"
-
-
-def free_job() -> int:
-    """Return a job id whose port (see launch.sh) is free."""
-    for _ in range(100):
-        job = random.randrange(100_000, 1_000_000)
-        with socket.socket() as s:
-            if s.connect_ex(("localhost", 15000 + job % 15000)):
-                return job
-    raise RuntimeError("no port is free")
-
-
-def stand_ins(folder: Path) -> Path:
-    """Return a folder for PATH with stand-ins for srun and scontrol."""
-    programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
-    for name, text in (
-        ("srun", f'exec "{sys.executable}" "{HERE}/srun.py" "$@"'),
-        (
-            "scontrol",
-            'case "$1 $2" in "show hostnames") tr "," "\\n" <<<"$3" ;;\n'
-            f'requeue\\ *) echo "$2" >>"{folder}/requeued" ;;\nesac',
-        ),
-    ):
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
-    return programs
-
-
-def allocation(directory: Path) -> dict[str, str]:
-    """Return the environment of the batch script of a job on two nodes."""
-    job = str(free_job())
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_JOBID": job,
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "localhost,second",
-        "SLURM_SUBMIT_DIR": str(directory),
-        "SLURM_TASKS_PER_NODE": "8(x2)",
-        "SLURM_NTASKS_PER_NODE": "8",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
-    }
-
-
-def submit(
-    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT, keep: str = ""
-) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run the batch script as slurmd does: a copy of it, in the directory of submission, on the first of two nodes."""
-    programs = stand_ins(folder)
-    if keep:  # another scontrol
-        (programs / "scontrol").write_text(keep)
-    script = folder / "slurm_script"
-    shutil.copy(SLURM / f"{machine}.sbatch", script)
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("CONFIG_FILE", "TRAIN_SCRIPT", "MASTER_ADDR", "MASTER_PORT") and not name.startswith("NCCL_")
-    }
-    ours = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHON": server.python(),
-        "MODULES": "",
-        "LOG_DIR": str(folder / "logs"),
-        "OMP_NUM_THREADS": "1",
-    }
-    begin = time.monotonic()
-    result = subprocess.run(
-        ["bash", str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=directory,
-        env={**inherited, **allocation(directory), **ours, **environment},
-    )
-    return result, time.monotonic() - begin
-
-
-# ------------------------------------------------------------------------------------------------ training
+from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
 
 
 @pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 2)])
@@ -253,81 +163,6 @@ def test_an_invalid_step_is_refused(environment: dict[str, str], message: str) -
     assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-# A stand-in for Open MPI's mpirun and TACC's ibrun: the variables of the ranks, and Slurm's of the daemons.
-MPI = """#!/usr/bin/env python3
-import os, subprocess, sys
-given, ranks, names = sys.argv[1:], 0, []
-while given and given[0].startswith("-"):
-    option, value = given[0], given[1]
-    ranks = int(value) if option in ("-n", "-np") else ranks
-    names += [value] if option == "-x" else []
-    given = given[2:]
-kept = dict(os.environ) if sys.argv[0].endswith("ibrun") else {name: os.environ[name] for name in names}
-assert not any(name.startswith(("SLURM", "OMPI")) for name in names), names
-slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
-slurm |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
-running = []
-for rank in range(ranks):
-    each = ranks // 2
-    own = {"SLURMD_NODENAME": ("localhost", "second")[rank // each]}
-    if os.environ["VARIABLES"] == "OMPI":
-        own |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": ranks, "OMPI_COMM_WORLD_LOCAL_SIZE": each}
-        own |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank % each}
-    elif os.environ["VARIABLES"] == "PMIX":
-        own |= {"PMIX_RANK": rank}
-    elif os.environ["VARIABLES"] == "cyclic":
-        own |= {"PMIX_RANK": rank, "SLURMD_NODENAME": ("localhost", "second")[rank % 2]}
-    running.append(subprocess.Popen(given, env={**kept, **slurm, **{k: str(v) for k, v in own.items()}}))
-sys.exit(max([abs(process.wait()) for process in running]))
-"""
-
-
-def mpi(folder: Path) -> None:
-    programs = stand_ins(folder)
-    for name in ("mpirun", "ibrun"):
-        (programs / name).write_text(MPI)
-        (programs / name).chmod(0o755)
-
-
-@pytest.mark.parametrize("launcher", ["mpirun", "ibrun"])
-@pytest.mark.parametrize("variables", ["OMPI", "PMIX"])
-def test_ranks_of_mpi_are_those_of_srun(launcher: str, variables: str, tmp_path: Path) -> None:
-    """Slurm's variables are those of the daemons, one per node, in such a job."""
-    mpi(tmp_path)
-    environment = {"TRAIN_SCRIPT": REPORT, "LAUNCHER": launcher, "VARIABLES": variables, "RANKS_PER_NODE": "2"}
-    result, _ = submit("vista", tmp_path, environment, "--a.key=two words")
-    assert result.returncode == 0, result.stderr
-    for rank in range(4):
-        facts = json.loads((tmp_path / "logs" / f"facts-{rank}.json").read_text())
-        assert (facts["RANK"], facts["WORLD_SIZE"], facts["LOCAL_RANK"]) == (str(rank), "4", str(rank % 2))
-        assert facts["ranks_per_node"] == 2 and facts["arguments"] == ["--a.key=two words"]
-        assert facts["NCCL_NET"] == "IB"
-
-
-@pytest.mark.parametrize(
-    "environment, message",
-    [
-        ({"LAUNCHER": "jsrun"}, "LAUNCHER=jsrun; it must be srun, ibrun or mpirun"),
-        ({"LAUNCHER": "mpirun", "VARIABLES": "none"}, "set none of OMPI_COMM_WORLD_RANK, PMIX_RANK and PMI_RANK"),
-        ({"LAUNCHER": "mpirun", "VARIABLES": "cyclic"}, "but ranks must fill one node after the other"),
-        ({"REQUEUE": "yes"}, "REQUEUE=yes; it must be 0 or 1"),
-        ({"BROADCAST_NODES": "many"}, "BROADCAST_NODES=many; it must be a number of nodes"),
-    ],
-)
-def test_a_wrong_launcher_is_refused(environment: dict[str, str], message: str, tmp_path: Path) -> None:
-    mpi(tmp_path)
-    given = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": "2", **environment}
-    result, _ = submit("vista", tmp_path, given)
-    assert result.returncode == 2 and message in result.stderr, result.stderr
-    if environment.get("VARIABLES") is None:
-        assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_launcher_that_is_missing_is_named(tmp_path: Path) -> None:
-    result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "LAUNCHER": "ibrun"})
-    assert result.returncode == 2 and "LAUNCHER=ibrun, but there is no ibrun on PATH" in result.stderr
-
-
 @pytest.mark.parametrize("how", ["REQUEUE=0", "site", "fails"])
 def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path) -> None:
     scontrol = stand_ins(tmp_path) / "scontrol"
@@ -344,82 +179,6 @@ def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path)
     line = result.stdout.splitlines()[-1]
     command = f"CONFIG_FILE={EMBEDDED} sbatch --nodes=2 -A project /here/vista.sbatch --a.key=two\\ words"
     assert "to continue: cd " in line and line.endswith(command)
-
-
-def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    environment = {"TRAIN_SCRIPT": "tests/scripts/slurm/report.py", "HOME": str(home), "NODE_DIR": "/tmp/node"}
-    shown = {"HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_TOKEN_PATH", "TRITON_CACHE_DIR"}
-    shown |= {"TORCHINDUCTOR_CACHE_DIR"}
-    inherited = dict.fromkeys(shown, "")  # an empty value counts as none
-    result, _ = submit("vista", tmp_path, {**environment, **inherited, "HF_DATASETS_CACHE": "/mine"})
-    assert result.returncode == 0, result.stderr
-    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
-    assert {name: facts[name] for name in shown} == {
-        "HF_HOME": "/tmp/node/huggingface",
-        "HF_DATASETS_CACHE": "/mine",
-        "HF_HUB_CACHE": f"{home}/.cache/huggingface/hub",
-        "HF_TOKEN_PATH": f"{home}/.cache/huggingface/token",
-        "TRITON_CACHE_DIR": "/tmp/node/triton",
-        "TORCHINDUCTOR_CACHE_DIR": "/tmp/node/inductor",
-    }
-
-
-def test_large_jobs_copy_the_packages_to_the_nodes(tmp_path: Path) -> None:
-    packages = tmp_path / "packages"
-    packages.mkdir()
-    (packages / "from_the_copy.py").write_text("")
-    sbcast = stand_ins(tmp_path) / "sbcast"
-    sbcast.write_text('#!/bin/bash\n[ "$1" = --force ] && cp "$2" "$3"\n')
-    sbcast.chmod(0o755)
-    node = tmp_path / "node"
-    environment = {"TRAIN_SCRIPT": REPORT, "NODE_DIR": str(node), "BROADCAST_FROM": str(packages)}
-    result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "3"})
-    assert result.returncode == 0 and not (tmp_path / "node-packages").exists()
-    result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "2"})
-    assert result.returncode == 0 and f"copying {packages} to 2 nodes" in result.stdout, result.stderr
-    assert (tmp_path / "node-packages" / "from_the_copy.py").exists()
-    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
-    assert facts["PYTHONPATH"].endswith(f":{tmp_path}/node-packages") and not list(tmp_path.rglob("*.tar"))
-
-
-@pytest.mark.parametrize(
-    "hip, available, expected",
-    [
-        ("'6.4.43482'", "rocm/6.2.4 rocm/6.4.1 rocm/6.4.2 rocm/7.1.1", "rocm/6.4.2"),
-        ("'7.1.25424-4179531dcd'", "rocm/6.4.1 rocm/7.1.1(D)", "rocm/7.1.1"),
-        (
-            "'7.2.1'",
-            "rocm/6.4.1 rocm/7.1.1",
-            "torch was built for ROCm 7.2, and there is no module rocm/7.2; available:",
-        ),
-        ("None", "rocm/7.1.1", "is not built for ROCm"),
-    ],
-)
-def test_the_rocm_module_matches_the_torch_build(hip: str, available: str, expected: str, tmp_path: Path) -> None:
-    torch = tmp_path / "torch"
-    torch.mkdir()
-    (torch / "__init__.py").write_text("raise ImportError('not on a login node')\n")
-    (torch / "version.py").write_text(f"cuda: str | None = None\nhip: str | None = {hip}\n")
-    module = f'module() {{ tr " " "\\n" <<<"{available}" >&2; }}; '
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    command = f"{module} source scripts/slurm/machines.sh; rocm_module"
-    result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if expected.startswith("rocm/"):
-        assert result.stdout == f"{expected}\n" and result.returncode == 0, result.stderr
-    else:
-        assert expected in result.stderr and result.returncode == 2 and len(result.stderr.splitlines()) == 1
-
-
-def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path) -> None:
-    """A job script may source machines.sh and start torchrun."""
-    command = "source scripts/slurm/machines.sh frontier && env"
-    given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "MODULES": "", "SLURM_JOB_NUM_NODES": "2", "USER": "me"}
-    given |= {"SLURM_JOB_ID": "7", "FI_CXI_RX_MATCH_MODE": "software"}
-    result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=given, capture_output=True, text=True)
-    found = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
-    assert found["NCCL_NET"] == "AWS Libfabric" and found["FI_CXI_RX_MATCH_MODE"] == "software"
-    assert found["TRITON_CACHE_DIR"] == "/tmp/scape-me-7/triton" and found["TOKENIZERS_PARALLELISM"] == "false"
 
 
 # -------------------------------------------------------------------------------------------------- failure

@@ -1,0 +1,99 @@
+"""Jobs with stand-ins for srun and scontrol, and processes as nodes."""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests import server
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+SLURM = ROOT / "scripts" / "slurm"
+REPORT = "tests/scripts/slurm/report.py"
+EMBEDDED = "train_configs/embedded.toml"
+
+
+def free_job() -> int:
+    """Return a job id whose port (see launch.sh) is free."""
+    for _ in range(100):
+        job = random.randrange(100_000, 1_000_000)
+        with socket.socket() as s:
+            if s.connect_ex(("localhost", 15000 + job % 15000)):
+                return job
+    raise RuntimeError("no port is free")
+
+
+def stand_ins(folder: Path) -> Path:
+    """Return a folder for PATH with stand-ins for srun and scontrol."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, text in (
+        ("srun", f'exec "{sys.executable}" "{HERE}/srun.py" "$@"'),
+        (
+            "scontrol",
+            'case "$1 $2" in "show hostnames") tr "," "\\n" <<<"$3" ;;\n'
+            f'requeue\\ *) echo "$2" >>"{folder}/requeued" ;;\nesac',
+        ),
+    ):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    return programs
+
+
+def allocation(directory: Path) -> dict[str, str]:
+    """Return the environment of the batch script of a job on two nodes."""
+    job = str(free_job())
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_JOBID": job,
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "localhost,second",
+        "SLURM_SUBMIT_DIR": str(directory),
+        "SLURM_TASKS_PER_NODE": "8(x2)",
+        "SLURM_NTASKS_PER_NODE": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
+
+
+def submit(
+    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT, keep: str = ""
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run the batch script as slurmd does: a copy of it, in the directory of submission, on the first of two nodes."""
+    programs = stand_ins(folder)
+    if keep:  # another scontrol
+        (programs / "scontrol").write_text(keep)
+    script = folder / "slurm_script"
+    shutil.copy(SLURM / f"{machine}.sbatch", script)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CONFIG_FILE", "TRAIN_SCRIPT", "MASTER_ADDR", "MASTER_PORT") and not name.startswith("NCCL_")
+    }
+    ours = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": server.python(),
+        "MODULES": "",
+        "LOG_DIR": str(folder / "logs"),
+        "OMP_NUM_THREADS": "1",
+    }
+    begin = time.monotonic()
+    result = subprocess.run(
+        ["bash", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=directory,
+        env={**inherited, **allocation(directory), **ours, **environment},
+    )
+    return result, time.monotonic() - begin
+
+
+# ------------------------------------------------------------------------------------------------ training

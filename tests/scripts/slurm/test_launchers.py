@@ -1,0 +1,185 @@
+"""Launchers of the ranks, and the modules, caches and packages of the nodes; with the stand-ins of jobs.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
+
+# A stand-in for Open MPI's mpirun and TACC's ibrun: the variables of the ranks, and Slurm's of the daemons.
+MPI = """#!/usr/bin/env python3
+import os, subprocess, sys
+given, ranks, names = sys.argv[1:], 0, []
+while given and given[0].startswith("-"):
+    option, value = given[0], given[1]
+    ranks = int(value) if option in ("-n", "-np") else ranks
+    names += [value] if option == "-x" else []
+    given = given[2:]
+kept = dict(os.environ) if sys.argv[0].endswith("ibrun") else {name: os.environ[name] for name in names}
+assert not any(name.startswith(("SLURM", "OMPI")) for name in names), names
+slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+slurm |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+running = []
+for rank in range(ranks):
+    each = ranks // 2
+    own = {"SLURMD_NODENAME": ("localhost", "second")[rank // each]}
+    if os.environ["VARIABLES"] == "OMPI":
+        own |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": ranks, "OMPI_COMM_WORLD_LOCAL_SIZE": each}
+        own |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank % each}
+    elif os.environ["VARIABLES"] == "PMIX":
+        own |= {"PMIX_RANK": rank}
+    elif os.environ["VARIABLES"] == "cyclic":
+        own |= {"PMIX_RANK": rank, "SLURMD_NODENAME": ("localhost", "second")[rank % 2]}
+    running.append(subprocess.Popen(given, env={**kept, **slurm, **{k: str(v) for k, v in own.items()}}))
+sys.exit(max([abs(process.wait()) for process in running]))
+"""
+
+
+def mpi(folder: Path) -> None:
+    programs = stand_ins(folder)
+    for name in ("mpirun", "ibrun"):
+        (programs / name).write_text(MPI)
+        (programs / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "ibrun"])
+@pytest.mark.parametrize("variables", ["OMPI", "PMIX"])
+def test_ranks_of_mpi_are_those_of_srun(launcher: str, variables: str, tmp_path: Path) -> None:
+    """Slurm's variables are those of the daemons, one per node, in such a job."""
+    mpi(tmp_path)
+    environment = {"TRAIN_SCRIPT": REPORT, "LAUNCHER": launcher, "VARIABLES": variables, "RANKS_PER_NODE": "2"}
+    result, _ = submit("vista", tmp_path, environment, "--a.key=two words")
+    assert result.returncode == 0, result.stderr
+    for rank in range(4):
+        facts = json.loads((tmp_path / "logs" / f"facts-{rank}.json").read_text())
+        assert (facts["RANK"], facts["WORLD_SIZE"], facts["LOCAL_RANK"]) == (str(rank), "4", str(rank % 2))
+        assert facts["ranks_per_node"] == 2 and facts["arguments"] == ["--a.key=two words"]
+        assert facts["NCCL_NET"] == "IB"
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"LAUNCHER": "jsrun"}, "LAUNCHER=jsrun; it must be srun, ibrun or mpirun"),
+        ({"LAUNCHER": "mpirun", "VARIABLES": "none"}, "set none of OMPI_COMM_WORLD_RANK, PMIX_RANK and PMI_RANK"),
+        ({"LAUNCHER": "mpirun", "VARIABLES": "cyclic"}, "but ranks must fill one node after the other"),
+        ({"REQUEUE": "yes"}, "REQUEUE=yes; it must be 0 or 1"),
+        ({"BROADCAST_NODES": "many"}, "BROADCAST_NODES=many; it must be a number of nodes"),
+    ],
+)
+def test_a_wrong_launcher_is_refused(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    mpi(tmp_path)
+    given = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": "2", **environment}
+    result, _ = submit("vista", tmp_path, given)
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+    if environment.get("VARIABLES") is None:
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_launcher_that_is_missing_is_named(tmp_path: Path) -> None:
+    result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "LAUNCHER": "ibrun"})
+    assert result.returncode == 2 and "LAUNCHER=ibrun, but there is no ibrun on PATH" in result.stderr
+
+
+def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    environment = {"TRAIN_SCRIPT": "tests/scripts/slurm/report.py", "HOME": str(home), "NODE_DIR": "/tmp/node"}
+    shown = {"HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_TOKEN_PATH", "TRITON_CACHE_DIR"}
+    shown |= {"TORCHINDUCTOR_CACHE_DIR"}
+    inherited = dict.fromkeys(shown, "")  # an empty value counts as none
+    result, _ = submit("vista", tmp_path, {**environment, **inherited, "HF_DATASETS_CACHE": "/mine"})
+    assert result.returncode == 0, result.stderr
+    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
+    assert {name: facts[name] for name in shown} == {
+        "HF_HOME": "/tmp/node/huggingface",
+        "HF_DATASETS_CACHE": "/mine",
+        "HF_HUB_CACHE": f"{home}/.cache/huggingface/hub",
+        "HF_TOKEN_PATH": f"{home}/.cache/huggingface/token",
+        "TRITON_CACHE_DIR": "/tmp/node/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/node/inductor",
+    }
+
+
+def test_large_jobs_copy_the_packages_to_the_nodes(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "from_the_copy.py").write_text("")
+    sbcast = stand_ins(tmp_path) / "sbcast"
+    sbcast.write_text('#!/bin/bash\n[ "$1" = --force ] && cp "$2" "$3"\n')
+    sbcast.chmod(0o755)
+    node = tmp_path / "node"
+    environment = {"TRAIN_SCRIPT": REPORT, "NODE_DIR": str(node), "BROADCAST_FROM": str(packages)}
+    result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "3"})
+    assert result.returncode == 0 and not (tmp_path / "node-packages").exists()
+    result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "2"})
+    assert result.returncode == 0 and f"copying {packages} to 2 nodes" in result.stdout, result.stderr
+    assert (tmp_path / "node-packages" / "from_the_copy.py").exists()
+    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
+    assert facts["PYTHONPATH"].endswith(f":{tmp_path}/node-packages") and not list(tmp_path.rglob("*.tar"))
+
+
+@pytest.mark.parametrize(
+    "hip, available, expected",
+    [
+        ("'6.4.43482'", "rocm/6.2.4 rocm/6.4.1 rocm/6.4.2 rocm/7.1.1", "rocm/6.4.2"),
+        ("'7.1.25424-4179531dcd'", "rocm/6.4.1 rocm/7.1.1(D)", "rocm/7.1.1"),
+        (
+            "'7.2.1'",
+            "rocm/6.4.1 rocm/7.1.1",
+            "torch was built for ROCm 7.2, and there is no module rocm/7.2; available:",
+        ),
+        ("None", "rocm/7.1.1", "is not built for ROCm"),
+    ],
+)
+def test_the_rocm_module_matches_the_torch_build(hip: str, available: str, expected: str, tmp_path: Path) -> None:
+    torch = tmp_path / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("raise ImportError('not on a login node')\n")
+    (torch / "version.py").write_text(f"cuda: str | None = None\nhip: str | None = {hip}\n")
+    module = f'module() {{ tr " " "\\n" <<<"{available}" >&2; }}; '
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    command = f"{module} source scripts/slurm/machines.sh; rocm_module"
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if expected.startswith("rocm/"):
+        assert result.stdout == f"{expected}\n" and result.returncode == 0, result.stderr
+    else:
+        assert expected in result.stderr and result.returncode == 2 and len(result.stderr.splitlines()) == 1
+
+
+def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path) -> None:
+    """A job script may source machines.sh and start torchrun."""
+    command = "source scripts/slurm/machines.sh frontier && env"
+    given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "MODULES": "", "SLURM_JOB_NUM_NODES": "2", "USER": "me"}
+    given |= {"SLURM_JOB_ID": "7", "FI_CXI_RX_MATCH_MODE": "software"}
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=given, capture_output=True, text=True)
+    found = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
+    assert found["NCCL_NET"] == "AWS Libfabric" and found["FI_CXI_RX_MATCH_MODE"] == "software"
+    assert found["TRITON_CACHE_DIR"] == "/tmp/scape-me-7/triton" and found["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_the_rocm_release_may_be_that_of_the_environment_in_the_repository(tmp_path: Path) -> None:
+    """As a job uses `.venv` if PYTHON has no torch."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 7.1\n")
+    python.chmod(0o755)
+    command = f"source {SLURM / 'machines.sh'}; rocm_of_torch"
+    environment = {**os.environ, "PYTHON": "/bin/false"}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.stdout == "7.1\n", result.stderr
+
+
+def test_a_signal_does_not_end_a_launcher_that_is_a_shell_script() -> None:
+    """The program that the script started receives it; here it ends with exit code 7."""
+    program = "trap 'exit 7' USR1; while :; do sleep 0.1; done"
+    command = """source scripts/slurm/launch.sh; LAUNCHER=ibrun
+bash -c 'bash -c "$1"; exit $?' ibrun "$1" &
+sleep 1; pass_signal $!; wait $!; echo $?"""
+    result = subprocess.run(
+        ["bash", "-c", command, "job", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "7\n", result.stderr
