@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_scape.checkpoint.own_loop import checkpoint_states, load_checkpoint
+    from torchtitan_scape.methods.co2.options import Co2Options
     from torchtitan_scape.methods.demo.options import DemoOptions
     from torchtitan_scape.methods.dense.options import DenseOptions
     from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdamS",
+    "Co2Options",
     "DemoOptions",
     "DenseOptions",
     "DilocoOptions",
@@ -58,6 +60,7 @@ __all__ = [
 
 _MODULES = {
     "AdamS": "optimizers.adams",
+    "Co2Options": "methods.co2.options",
     "DemoOptions": "methods.demo.options",
     "DenseOptions": "methods.dense.options",
     "DilocoOptions": "methods.diloco.options",

@@ -44,6 +44,7 @@ class Case:
 
     Attributes:
         dense: changed options for which the method equals dense training, up to `tolerance`.
+        lag: steps by which that training applies a gradient later than dense training.
         begins: steps before it compresses. After that the bytes per step repeat every `period` steps.
         conserves: applied plus pending updates equal the sum of all gradients.
     """
@@ -55,6 +56,7 @@ class Case:
     period: int = 1
     tolerance: float = 1e-5
     conserves: bool = True
+    lag: int = 0
 
     def __str__(self) -> str:
         return " ".join([self.method, *map(str, self.options.values())])
@@ -95,6 +97,21 @@ CASES = [
         {"inner_steps": 3, "density": 0.1, "decay": 1.0, "divisor": "replicas"},
         dense={"inner_steps": 1, "density": 1.0},
         period=3,
+    ),
+    Case(
+        "co2",
+        {"inner_steps": 3, "outer_momentum": 0.0, "gap_penalty": False, "momentum_clip": 0.0},
+        dense={"inner_steps": 1},
+        period=3,
+        lag=1,
+    ),
+    Case(
+        "co2",
+        {"inner_steps": 2, "momentum_clip": 0.5},
+        {"inner_steps": 1, "outer_momentum": 0.0, "gap_penalty": False, "momentum_clip": 0.0},
+        period=2,
+        conserves=False,
+        lag=1,
     ),
 ]
 
@@ -402,8 +419,10 @@ def test_the_plan_prices_every_message(case: Case, levels: tuple[tuple[str, int]
 def test_the_dense_limit_equals_dense_training(case: Case) -> None:
     dense = case.dense or {}
     for rank in run_replicas(3, lambda collectives: play(collectives, case, **dense)):
-        for i in range(STEPS):
-            assert all(close(a, b, case.tolerance) for a, b in zip(rank.given[i], mean(i + 1, 3), strict=True)), i
+        assert not any(t.any() for tensors in rank.given[: case.lag] for t in tensors)
+        for i in range(case.lag, STEPS):
+            wanted = mean(i + 1 - case.lag, 3)
+            assert all(close(a, b, case.tolerance) for a, b in zip(rank.given[i], wanted, strict=True)), i
 
 
 def test_a_gradient_scale_of_n_equals_n_times_larger_gradients(synchronising: Case) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -87,6 +88,7 @@ METHODS: dict[str, MethodEntry] = {
     "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
     "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta"),
     "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
+    "co2": MethodEntry(Co2Options, "co2.method.Co2"),
 }
 
 
