@@ -14,18 +14,20 @@ from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
 
-# After step 6 in the middle of a round; of "streaming" an exchange is in flight.
+# After step 6 in the middle of a round; of "streaming" and "co2" an exchange is in flight.
 LOCAL = {
     "diloco": [*METHODS["diloco"], "--sync.diloco.inner_steps=4"],
     "diloco-muon": [*METHODS["diloco-muon"], "--sync.diloco.inner_steps=4"],
     "streaming": [*METHODS["streaming"], "--sync.streaming_diloco.code=float32"],
     "sparta": METHODS["sparta"],
     "sparseloco": ["--sync.method=sparseloco", "--sync.sparseloco.inner_steps=4", "--sync.sparseloco.density=0.1"],
+    "co2": [*METHODS["co2"], "--sync.co2.inner_steps=4"],
 }
 SIGNS = ["--optimizer.name=SignSGD", "--optimizer.lr=1e-3"]  # without moments
 LOCAL["diloco-signs"] = [*LOCAL["diloco"], *SIGNS]
 HERE = METHODS | LOCAL | {"signs": [*METHODS["adams"], *SIGNS]}
-KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "residual", "owner_error", "in_flight")
+DISPLACEMENTS = ("residual", "owner_error", "displacement_in_flight")
+KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "in_flight", *DISPLACEMENTS)
 
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:
@@ -63,7 +65,7 @@ def trained(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
 
 def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean of the parameters, minus the mean of the pending updates."""
-    left = saved.get("residual", saved.get("owner_error", {}))
+    (left,) = [saved[kind] for kind in DISPLACEMENTS if kind in saved] or [{}]
     return {n: values - left.get(n, torch.zeros(())) for n, values in saved["parameters"].items()}
 
 
@@ -86,6 +88,11 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         ("1x2", "1x2", "diloco-signs", "diloco"),
         slow("1x2", "1x2", "diloco-signs", "adamw"),
         slow("tensor", "2x1", "streaming", "sparseloco"),
+        ("4x1", "1x2", "co2", "co2"),
+        slow("1x2", "1x2", "co2", "diloco"),
+        ("1x2", "2x1", "co2", "adamw"),
+        slow("1x2", "1x2", "streaming", "co2"),
+        slow("1x2", "1x2", "sparseloco", "co2"),
     ],
 )
 def test_local_state_migrates_to_another_layout_or_method(
@@ -98,15 +105,16 @@ def test_local_state_migrates_to_another_layout_or_method(
     (line,) = results[0]["told"]
     if method in LOCAL and into in LOCAL:
         assert largest(found["anchor"], saved["anchor"]) == 0.0
-        kept = "residual" in found or "owner_error" in found
+        kept = any(kind in found for kind in DISPLACEMENTS if kind in saved)
         assert ("owner_error" in saved) == (before == "6 simulated") and ("owner_error" in found) == (
             after == "6 simulated"
         )
         assert largest(found["parameters"], saved["parameters"] if kept else where_it_starts(saved)) < 1e-6
-        for kind in ("outer_momentum", "residual", "owner_error", "in_flight"):
+        for kind in ("outer_momentum", "in_flight", *DISPLACEMENTS):
             if kind in saved and kind in found:
                 assert found[kind].keys() == saved[kind].keys() and largest(found[kind], saved[kind]) < 1e-6, kind
         assert ("in_flight" in saved) == (method == "streaming")
+        assert ("displacement_in_flight" in saved) == (method == "co2")
     elif method in LOCAL:
         assert largest(found["parameters"], where_it_starts(saved)) < 1e-6
     else:

@@ -140,7 +140,8 @@ def test_states_in_host_memory_have_the_same_bits(changes: dict[str, Any], pool1
 def test_the_staleness_gap_is_1_without_an_earlier_step() -> None:
     """And finite effects without any displacement."""
     zero, one, two = (torch.tensor(x) for x in (0.0, 1.0, 2.0))
-    assert [float(staleness_gap(*pair)) for pair in ((zero, one), (one, two), (two, one), (zero, zero))] == [1, 1.5, 3, 1]
+    pairs = ((zero, one), (one, two), (two, one), (zero, zero))
+    assert [float(staleness_gap(*pair)) for pair in pairs] == [1, 1.5, 3, 1]
     assert float(torch.zeros(()) / staleness_gap(one, zero)) == 0.0
 
 
@@ -155,7 +156,7 @@ def test_the_outer_momentum_is_limited_entry_by_entry() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[sync.co2\] momentum_clip = -1.0; it must be 0 or more, with 0 for no bound"):
+    with pytest.raises(ValueError, match=r"\[sync.co2\] momentum_clip = -1.0; it must be 0 or more, with 0 for "):
         Co2Options(momentum_clip=-1.0)
     with pytest.raises(ValueError, match=r"\[sync.co2\] inner_steps = 0; it must be 1 or more"):
         Co2Options(inner_steps=0)

@@ -1,8 +1,8 @@
 """Local updates: several local steps, then an exchange of displacements.
 
 Base class of DiLoCo (Douillard et al., arXiv:2311.08105), Streaming DiLoCo (Douillard et al., arXiv:2501.18512),
-SparseLoCo (Sarfi et al., arXiv:2508.15706) and CO2 (Sun et al., arXiv:2401.16265). Such a method consists of a schedule, the rates of the outer step, and a
-gradient method that averages displacements instead of gradients.
+SparseLoCo (Sarfi et al., arXiv:2508.15706) and CO2 (Sun et al., arXiv:2401.16265). Such a method consists of a
+schedule, the rates of the outer step, and a gradient method that averages displacements instead of gradients.
 """
 
 from collections.abc import Callable

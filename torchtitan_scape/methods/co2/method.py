@@ -1,8 +1,8 @@
 """CO2: local steps, with an average of the replicas that overlaps with the whole next round.
 
 Sun et al., "CO2: Efficient Distributed Training with Full Communication-Computation Overlap", ICLR 2024,
-arXiv:2401.16265, Algorithm 1. Names of the paper: x_{t,k} are a replica's parameters after k local steps of round t, tau
-is `inner_steps`, alpha `outer_lr`, beta `outer_momentum`, phi `momentum_clip`. The anchor is x_{t,0}.
+arXiv:2401.16265, Algorithm 1. Names of the paper: x_{t,k} are a replica's parameters after k local steps of round t,
+tau is `inner_steps`, alpha `outer_lr`, beta `outer_momentum`, phi `momentum_clip`. The anchor is x_{t,0}.
 
 What the sources leave open, and the choice here:
 
@@ -60,8 +60,8 @@ class Co2(LocalUpdates):
     3. D = D / gap, with gap = 1 + |alpha m| / |D|.
     4. m = clip(beta m + D); x_{t+1,0} = x_{t,0} - alpha m, on all replicas.
 
-    |alpha m| before step 4 is |x_{t,0} - x_{t-1,0}|. A result in flight contains a round of steps that no replica has in
-    its parameters any more, so a run that cannot continue it applies it to the weights.
+    |alpha m| before step 4 is |x_{t,0} - x_{t-1,0}|. A result in flight contains a round of steps that no replica has
+    in its parameters any more, so a run that cannot continue it applies it to the weights.
     """
 
     in_flight_kind: ClassVar[str] = "displacement_in_flight"
