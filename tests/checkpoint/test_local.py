@@ -137,7 +137,8 @@ def test_local_state_migrates_to_another_layout_or_method(
         assert "every replica its own" in line
     else:
         assert "replicas" in line or "means" in line or "mean" in line or "moment" in line, line
-    assert all(r["loss"] < 5.7 for r in results)
+    # A first round of CO2 ends at step 8 with a return to the anchor.
+    assert all(r["loss"] < 5.7 or (into == "co2" and method != "co2") for r in results)
 
 
 @pytest.mark.parametrize(
