@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.noloco.options import NolocoOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -87,6 +88,7 @@ METHODS: dict[str, MethodEntry] = {
     "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
     "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta"),
     "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
+    "noloco": MethodEntry(NolocoOptions, "noloco.method.Noloco"),
 }
 
 
