@@ -119,6 +119,7 @@ METHODS = {
         "--sync.sparseloco.density=0.1",
         "--optimizer.name=AdamW",
     ],
+    "noloco": ["--sync.method=noloco", "--sync.noloco.inner_steps=3", "--optimizer.name=AdamW"],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -327,6 +328,8 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         slow("sparta", "2x2", 4),
         ("sparta-muon", "2x1", None),  # inside a round, with matrices sharded by rows
         slow("sparseloco", "2x2", 4),  # inside a round
+        ("noloco", "nodes", 3),  # inside a round, with a skipped exchange and pairs of nodes
+        slow("noloco", "2x2", None),
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         slow("scape-gather-int4", "1x2", None),

@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"inner_steps": 3, "delay": 1, "fragments": 2, "code": "float32"},
     "sparta": {"interval": 2, "warmup_steps": 1},
     "sparseloco": {"inner_steps": 2, "density": 0.1},
+    "noloco": {"inner_steps": 2},
 }
 
 

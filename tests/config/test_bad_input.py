@@ -228,7 +228,12 @@ def test_the_optimizers_do_not_import_torchtitan() -> None:
 
 @pytest.mark.parametrize(
     "method, interval, steps",
-    [("diloco", "inner_steps", 30), ("streaming_diloco", "inner_steps", 31), ("sparta", "interval", 30)],
+    [
+        ("diloco", "inner_steps", 30),
+        ("streaming_diloco", "inner_steps", 31),
+        ("sparta", "interval", 30),
+        ("noloco", "inner_steps", 30),
+    ],
 )
 def test_a_run_shorter_than_one_round_gives_a_warning(method: str, interval: str, steps: int) -> None:
     arguments = [RECIPE, f"--sync.method={method}", f"--sync.{method}.{interval}=30", "--optimizer.name=AdamW"]

@@ -139,6 +139,7 @@ METHODS |= {
         ("diloco", "AdamW", "inner_steps", 30),
         ("streaming_diloco", "AdamW", "inner_steps", 100),
         ("sparseloco", "AdamW", "density", 64 / 4096),
+        ("noloco", "AdamW", "inner_steps", 50),
     )
 }
 # Systems of the shard axis. A method for the replicas may follow.

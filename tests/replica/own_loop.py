@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diloco": {"inner_steps": 3},
     "streaming_diloco": {"inner_steps": 4, "fragments": 2},
     "sparseloco": {"inner_steps": 3, "density": 0.1},
+    "noloco": {"inner_steps": 3},
 }
 
 

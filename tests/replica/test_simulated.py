@@ -37,6 +37,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("demo", ["--sync.demo.values=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
+        ("noloco", []),
     ],
 )
 def test_simulated_replicas_equal_a_run_of_two_ranks(

@@ -14,7 +14,7 @@ from topology.calls import CollectiveCall
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups, build_groups
-from topology.layout import plan_layout
+from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
 from topology.pairs import paired_share, partners
 from topology.process_groups import ProcessGroupCollectives
@@ -46,7 +46,7 @@ def test_pairs_are_the_same_in_every_version() -> None:
 
 
 def values(replica: int) -> Tensor:
-    return torch.randn(24, generator=torch.Generator().manual_seed(replica))
+    return torch.randn(48, generator=torch.Generator().manual_seed(replica))
 
 
 def averaged(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[float]]:
@@ -60,14 +60,15 @@ def averaged(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[float]
     return found, sent
 
 
+def layout_of(ranks_per_node: int) -> Layout:
+    world, machine = dist.get_world_size(), get_machine("frontier")
+    return plan_layout(world, ranks_per_node=ranks_per_node, machine=machine, replicate=world, shard=1)
+
+
 def on_gloo(ranks_per_node: int = 0, hierarchical: bool = True) -> tuple[list[Tensor], list[float], dict[str, float]]:
-    world = dist.get_world_size()
     groups = None
     if ranks_per_node:
-        layout = plan_layout(
-            world, ranks_per_node=ranks_per_node, machine=get_machine("frontier"), replicate=world, shard=1
-        )
-        groups = build_groups(layout, timedelta(seconds=60), hierarchical)
+        groups = build_groups(layout_of(ranks_per_node), timedelta(seconds=60), hierarchical)
     collectives = ProcessGroupCollectives(groups or dist.group.WORLD)
     return *averaged(collectives), collectives.ledger.sent_by_level()
 
@@ -80,7 +81,7 @@ def test_partners_receive_their_mean_and_a_resting_replica_sends_nothing(replica
         for replica, other in enumerate(partners(replicas, draw)):
             wanted = values(replica) if other is None else (values(replica) + values(other)) / 2
             assert torch.equal(simulated[replica][0][i], wanted)
-            assert simulated[replica][1][i] == (0.0 if other is None else 4 * 24)
+            assert simulated[replica][1][i] == (0.0 if other is None else 4 * 48)
     for rank, (found, sent, _) in enumerate(pool4(on_gloo) if replicas == 4 else ()):
         assert all(torch.equal(a, b) for a, b in zip(found, simulated[rank][0], strict=True))
         assert sent == simulated[rank][1]
@@ -91,16 +92,15 @@ def test_bytes_are_counted_on_the_link_to_the_partner(pool4: Pool) -> None:
     for rank, (found, _, levels) in enumerate(pool4(on_gloo, 2, False)):
         others = [partners(4, draw)[rank] for draw in (1, 2, 3)]
         beside = sum(other == rank ^ 1 for other in others)
-        assert levels == {k: 96.0 * n for k, n in (("gcd_pair", beside), ("network", 3 - beside)) if n}
+        assert levels == {k: 192.0 * n for k, n in (("gcd_pair", beside), ("network", 3 - beside)) if n}
         assert torch.equal(found[0], (values(rank) + values(others[0])) / 2)  # type: ignore[arg-type]
 
 
 def hierarchical() -> tuple[list[Tensor], list[float], dict[str, float], Tensor]:
     """Also the mean of a node that rests."""
     found, sent, levels = on_gloo(2)
-    layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     alone = values(dist.get_rank())
-    pair_mean_(alone, build_groups(layout, timedelta(seconds=60)).comm_streams[0], None)
+    pair_mean_(alone, build_groups(layout_of(2), timedelta(seconds=60)).comm_streams[0], None)
     return found, sent, levels, alone
 
 
@@ -113,7 +113,7 @@ def test_nodes_form_the_pairs_of_a_hierarchy(pool4: Pool) -> None:
             torch.testing.assert_close(one, every.mean(0))
             assert torch.equal(one, ranks[0][0][0])
         torch.testing.assert_close(alone, every[rank // 2 * 2 : rank // 2 * 2 + 2].mean(0))
-        assert levels == {"gcd_pair": 3 * (48.0 + 48.0), "network": 3 * 48.0}
+        assert levels == {"gcd_pair": 3 * (96.0 + 96.0), "network": 3 * 96.0}
 
 
 @pytest.mark.parametrize("levels", [(("network", 5),), (("node", 4), ("network", 3))], ids=str)

@@ -129,7 +129,7 @@ class LocalMethod(Method):
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return "density" and "residual_norm", the distance between the anchor and this replica's weights."""
+        """Return "density" and "residual_norm", the distance between this replica's weights and `anchors`."""
         anchors = self.anchors()
         pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
         squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
