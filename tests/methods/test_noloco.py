@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.methods.test_local_updates import SHAPES, Literal, build, far, parameters, start, step, trained
 from tests.pool import Pool
 from topology.pairs import partners
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.noloco.options import NolocoOptions
 
 NOLOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.5, "averaging_rate": 0.9}
@@ -192,3 +193,13 @@ def test_options_outside_of_the_range_are_refused() -> None:
     for key, value in (("averaging_rate", 0.0), ("outer_lr", 0.0), ("inner_steps", 0), ("outer_momentum", 1.0)):
         with pytest.raises(ValueError, match=rf"\[sync.noloco\] {key} = {value}"):
             NolocoOptions(**{key: value})
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_planned_memory_is_that_of_the_states(momentum: float, pool1: Pool) -> None:
+    options = NolocoOptions(outer_momentum=momentum, inner_steps=3)
+    (history,) = pool1(trained, 1, "noloco", {"outer_momentum": momentum, "inner_steps": 3}, 2)
+    model = LocalModel(tuple(SHAPES), tuple(SHAPES.values()))
+    kinds = options.cost().device_memory(model, 2)
+    assert kinds.pop("chunks in flight") > 0
+    assert sum(kinds.values()) == sum(values.nbytes for values in history[0][1][0].values())

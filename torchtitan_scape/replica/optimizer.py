@@ -26,7 +26,7 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import agreement, checks, rank_state
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, summable_below
-from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, mean_of_rows, weights_of_replicas
+from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, shared_model, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
 
@@ -345,19 +345,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             if isinstance(module, FSDPModule):
                 module.reshard()  # weights gathered for a forward pass without a backward pass are outdated
 
-    @torch.no_grad()
     def saved_model(self) -> dict[str, Tensor]:
-        """Return local tensors that checkpoints and exports store instead of the parameters of these names. Collective.
-
-        With per-replica weights these are the weights that replicas share, or the mean over replicas if they share
-        none. Its all-reduce is not counted.
-        """
-        if not self.weights:
-            return self.levels.model_saved() if self.levels else {}
-        state, each = self._local(0).model_state(), [self._local(i).anchors() for i in range(len(self.weights))]
-        if not state.per_replica:
-            return state.tensors
-        return {n: mean_of_rows(torch.stack([own[n] for own in each]), self.collectives) for n in state.tensors}
+        """Return local tensors that checkpoints store instead of the parameters of these names. Collective."""
+        if self.weights:
+            return shared_model([self._local(i).model_state() for i in range(len(self.weights))], self.collectives)
+        return self.levels.model_saved() if self.levels else {}
 
     @torch.no_grad()
     def model_loaded(self) -> None:
