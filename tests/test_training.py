@@ -121,6 +121,7 @@ METHODS = {
     ],
     # The exchange of the first round is in flight after step 4, and used after step 6.
     "co2": ["--sync.method=co2", "--sync.co2.inner_steps=3", "--optimizer.name=AdamW"],
+    "noloco": ["--sync.method=noloco", "--sync.noloco.inner_steps=3", "--optimizer.name=AdamW"],
     "scape-tensor": ["--sync.scape.density=0.1", "--sync.scape.selection=tensor", "--sync.scape.no-staleness-scaling"],
 }
 LAYOUTS = {
@@ -330,6 +331,8 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         ("sparta-muon", "2x1", None),  # inside a round, with matrices sharded by rows
         slow("sparseloco", "2x2", 4),  # inside a round
         ("co2", "2x2", 4),  # inside a round, with the last one in flight
+        ("noloco", "nodes", 3),  # inside a round, with a skipped exchange and pairs of nodes
+        slow("noloco", "2x2", None),
         ("scape", "1x2", 4),
         ("scape-offload", "1x2", None),
         slow("scape-gather-int4", "1x2", None),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchtitan_scape.methods.demo.options import DemoOptions
     from torchtitan_scape.methods.dense.options import DenseOptions
     from torchtitan_scape.methods.diloco.options import DilocoOptions
+    from torchtitan_scape.methods.noloco.options import NolocoOptions
     from torchtitan_scape.methods.powersgd.options import PowersgdOptions
     from torchtitan_scape.methods.quantized.options import QuantizedOptions
     from torchtitan_scape.methods.radius.options import RadiusOptions
@@ -40,6 +41,7 @@ __all__ = [
     "DenseOptions",
     "DilocoOptions",
     "Muon",
+    "NolocoOptions",
     "NonFiniteGradientError",
     "PowersgdOptions",
     "QuantizedOptions",
@@ -65,6 +67,7 @@ _MODULES = {
     "DenseOptions": "methods.dense.options",
     "DilocoOptions": "methods.diloco.options",
     "Muon": "optimizers.muon",
+    "NolocoOptions": "methods.noloco.options",
     "NonFiniteGradientError": "replica.guard",
     "PowersgdOptions": "methods.powersgd.options",
     "QuantizedOptions": "methods.quantized.options",

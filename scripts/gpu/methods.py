@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparta": {"interval": 2, "warmup_steps": 1},
     "sparseloco": {"inner_steps": 2, "density": 0.1},
     "co2": {"inner_steps": 2},
+    "noloco": {"inner_steps": 2},
 }
 
 

@@ -233,6 +233,7 @@ def test_the_optimizers_do_not_import_torchtitan() -> None:
         ("streaming_diloco", "inner_steps", 31),
         ("co2", "inner_steps", 60),
         ("sparta", "interval", 30),
+        ("noloco", "inner_steps", 30),
     ],
 )
 def test_a_run_shorter_than_one_round_gives_a_warning(method: str, interval: str, steps: int) -> None:

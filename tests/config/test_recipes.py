@@ -140,6 +140,7 @@ METHODS |= {
         ("streaming_diloco", "AdamW", "inner_steps", 100),
         ("sparseloco", "AdamW", "density", 64 / 4096),
         ("co2", "AdamW", "inner_steps", 48),
+        ("noloco", "AdamW", "inner_steps", 50),
     )
 }
 # Systems of the shard axis. A method for the replicas may follow.

@@ -104,6 +104,11 @@ def test_swapped_entries_and_rows_change_the_hash() -> None:
 # ----------------------------------------------------------------------------------------------- the check
 
 
+@pytest.mark.parametrize("shared", [[], [ReplicatedTensors("p", []), ReplicatedTensors("q", [])]])
+def test_replicas_that_share_nothing_are_not_compared(shared: list[ReplicatedTensors]) -> None:
+    assert run_replicas(2, lambda collectives: check_replicas_equal(collectives, shared, CPU, 1, False)) == [True] * 2
+
+
 @pytest.mark.parametrize("form, replicas", [*((form, 4) for form in FORMS), ("local", 2), ("gather bf16", 2)])
 def test_a_flipped_bit_is_detected_and_named(form: str, replicas: int) -> None:
     """One bit of some tensors of every kind. No false alarm before, with skipped steps and masks in flight."""

@@ -29,6 +29,7 @@ from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.simulation import mean_of_rows
 
 # Matrices: one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero. Then
 # uncompressed parameters.
@@ -112,6 +113,15 @@ CASES = [
         period=2,
         conserves=False,
         lag=1,
+    ),
+    # The model is the mean over replicas. With three nodes, each rests in one of three rounds.
+    Case("noloco", {"inner_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=6),
+    Case(
+        "noloco",
+        {"inner_steps": 2, "outer_momentum": 0.5, "averaging_rate": 0.9},
+        {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+        period=6,
+        conserves=False,
     ),
 ]
 
@@ -232,8 +242,9 @@ def exchanged(method: Method, gradients: list[Tensor], step: StepInfo) -> list[T
 
 
 def shared_model(method: Method) -> list[Tensor]:
-    (tensors,) = (state.tensors for state in method.states() if state.on_migration == "model")
-    return [tensors[shard.name] for shard in method.context.shards]
+    (state,) = (state for state in method.states() if state.on_migration == "model")
+    found = [state.tensors[shard.name] for shard in method.context.shards]
+    return [mean_of_rows(values[None], method.collectives) for values in found] if state.per_replica else found
 
 
 @functools.cache
@@ -392,6 +403,11 @@ class CountingCollectives(DryRunCollectives):
 
     def _all_reduce_or(self, bits: Tensor) -> Handle:
         return self._count_messages(all_reduce_stages(self._tiers, bits.nbytes))
+
+    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
+        paired = self.partner(draw) is not None
+        inside = 2 * sum(size - 1 for _, size in self._tiers[:-1])
+        return self._count_messages([Stage("any", inside + paired, 0.0)])
 
     @property
     def _tiers(self) -> list[tuple[str, int]]:

@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"inner_steps": 4, "fragments": 2},
     "sparseloco": {"inner_steps": 3, "density": 0.1},
     "co2": {"inner_steps": 3},
+    "noloco": {"inner_steps": 3},
 }
 
 

@@ -38,6 +38,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("sparta", ["--sync.sparta.code=float32"]),
         ("streaming", ["--sync.streaming_diloco.code=float32"]),
         ("co2", []),
+        ("noloco", []),
     ],
 )
 def test_simulated_replicas_equal_a_run_of_two_ranks(

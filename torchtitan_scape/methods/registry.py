@@ -8,6 +8,7 @@ from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.noloco.options import NolocoOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -89,6 +90,7 @@ METHODS: dict[str, MethodEntry] = {
     "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta"),
     "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
     "co2": MethodEntry(Co2Options, "co2.method.Co2"),
+    "noloco": MethodEntry(NolocoOptions, "noloco.method.Noloco"),
 }
 
 
