@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchtitan_scape.methods.demo.options import DemoOptions
     from torchtitan_scape.methods.dense.options import DenseOptions
     from torchtitan_scape.methods.diloco.options import DilocoOptions
+    from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
     from torchtitan_scape.methods.powersgd.options import PowersgdOptions
     from torchtitan_scape.methods.quantized.options import QuantizedOptions
     from torchtitan_scape.methods.radius.options import RadiusOptions
@@ -39,6 +40,7 @@ __all__ = [
     "DilocoOptions",
     "Muon",
     "NonFiniteGradientError",
+    "OnebitAdamOptions",
     "PowersgdOptions",
     "QuantizedOptions",
     "RadiusOptions",
@@ -63,6 +65,7 @@ _MODULES = {
     "DilocoOptions": "methods.diloco.options",
     "Muon": "optimizers.muon",
     "NonFiniteGradientError": "replica.guard",
+    "OnebitAdamOptions": "methods.onebit_adam.options",
     "PowersgdOptions": "methods.powersgd.options",
     "QuantizedOptions": "methods.quantized.options",
     "RadiusOptions": "methods.radius.options",
