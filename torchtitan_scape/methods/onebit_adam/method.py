@@ -108,6 +108,13 @@ class OnebitAdam(Quantized):
 
         return handle, finish
 
+    def check_second_moments(self, loaded: bool, step: int) -> None:
+        if not loaded and step >= self._last_update:
+            raise ValueError(
+                f"[sync.onebit_adam] warmup_steps = {self.options.warmup_steps} ends at step {self._last_update}, and "
+                f"the checkpoint of step {step} has no variance that could be frozen; set it to {step + 100} or more"
+            )
+
     def _update(self, shard: Shard, gradient: Tensor, applied: Tensor) -> None:
         """Step 3 of the class's docstring."""
         group, state = self._group(shard), self._state(shard)
