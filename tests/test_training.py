@@ -92,6 +92,12 @@ METHODS = {
         "--sync.radius.release_scale=2.0",
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
+    "onebit": [
+        "--sync.method=onebit_adam",
+        "--sync.onebit_adam.warmup_steps=4",
+        "--sync.onebit_adam.variance_updates=2",
+        "--optimizer.name=AdamW",
+    ],
     "diloco": ["--sync.method=diloco", "--sync.diloco.inner_steps=3", "--optimizer.name=AdamW"],
     # Fragments: two layers and the other parameters; an exchange is in flight after step 4.
     "streaming": [
@@ -321,6 +327,7 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         ("radius", "1x2", 4),  # between two refreshes
         slow("radius-adams", "2x2", None),  # right after one
         slow("quantized", "nodes", 4),
+        ("onebit", "2x2", 3),  # a skipped step between two updates of the variance
         ("diloco", "1x2", 3),  # within a round, with a skipped exchange
         ("muon", "1x2", 4),
         slow("demo", "2x2", 4),

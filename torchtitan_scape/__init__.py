@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchtitan_scape.methods.dense.options import DenseOptions
     from torchtitan_scape.methods.diloco.options import DilocoOptions
     from torchtitan_scape.methods.noloco.options import NolocoOptions
+    from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
     from torchtitan_scape.methods.powersgd.options import PowersgdOptions
     from torchtitan_scape.methods.quantized.options import QuantizedOptions
     from torchtitan_scape.methods.radius.options import RadiusOptions
@@ -43,6 +44,7 @@ __all__ = [
     "Muon",
     "NolocoOptions",
     "NonFiniteGradientError",
+    "OnebitAdamOptions",
     "PowersgdOptions",
     "QuantizedOptions",
     "RadiusOptions",
@@ -69,6 +71,7 @@ _MODULES = {
     "Muon": "optimizers.muon",
     "NolocoOptions": "methods.noloco.options",
     "NonFiniteGradientError": "replica.guard",
+    "OnebitAdamOptions": "methods.onebit_adam.options",
     "PowersgdOptions": "methods.powersgd.options",
     "QuantizedOptions": "methods.quantized.options",
     "RadiusOptions": "methods.radius.options",

@@ -116,6 +116,8 @@ def test_shards_resume_bit_for_bit(pool4: Pool, tmp_path: Path) -> None:
         ("scape", "dense", "added to the first moment"),
         ("sparta", "dense", "the mean of 2 replicas' weights and moments"),
         ("dense", "diloco", "all replicas start from the model and its moments"),
+        ("onebit_adam", "onebit_adam", "every replica receives the mean of 2 replicas' pending gradients"),
+        ("onebit_adam", "dense", "added to the first moment"),
     ],
 )
 def test_another_layout_and_method(
@@ -132,9 +134,28 @@ def test_another_layout_and_method(
             assert "shard 1 -> 2" in text
         if method != "sparta":
             assert torch.equal(loaded[0]["weights"], saved[0]["weights"])
-        if method in ("topk", "scape") and shards == 1:
+        if method in ("topk", "scape", "onebit_adam") and shards == 1:
             assert loaded[0]["moment"].item() == pytest.approx(saved[0]["moment"].item(), rel=1e-4)
         assert torch.isfinite(loaded[0]["after"]).all()
+
+
+def refused(path: str, method: str, into: str, **options: Any) -> str:
+    from torchtitan_scape import load_checkpoint
+
+    save(path, method, 1, 6)
+    try:
+        load_checkpoint(path, *build(into, 1, **options))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_frozen_variance_must_have_been_saved(pool2: Pool, tmp_path: Path) -> None:
+    """SCAPE has none, and the warm-up of four steps is over; the local AdamW of DiLoCo's replicas has one."""
+    for text in pool2(refused, str(tmp_path / "scape"), "scape", "onebit_adam"):
+        assert "warmup_steps = 4 ends at step 4, and the checkpoint of step 6 has no variance" in text
+        assert "set it to 106 or more" in text
+    assert pool2(refused, str(tmp_path / "diloco"), "diloco", "onebit_adam") == ["", ""]
 
 
 def one_process(folder: str) -> None:

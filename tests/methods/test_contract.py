@@ -84,6 +84,15 @@ CASES = [
         period=2,
     ),
     Case("quantized", {"block": 32}, dense={"code": "int8"}, tolerance=2e-2),
+    Case("quantized", {"code": "1bit", "block": 32}, dense={"code": "int8"}, tolerance=2e-2),
+    Case("quantized", {"code": "2bit", "block": 64}, dense={"code": "int8"}, tolerance=2e-2),
+    Case("onebit_adam", {"warmup_steps": 2, "block": 32}, dense={"warmup_steps": STEPS}, begins=2),
+    Case(
+        "onebit_adam",
+        {"warmup_steps": 4, "variance_updates": 2, "block": 64, "code": "2bit"},
+        dense={"warmup_steps": STEPS, "variance_updates": 0},
+        begins=4,
+    ),
     Case("diloco", {"inner_steps": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=3),
     Case(
         "streaming_diloco",

@@ -33,6 +33,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ("powersgd", []),
         slow("radius-adams", []),
         slow("quantized", []),
+        ("onebit", []),
         slow("diloco-muon", []),
         ("demo", ["--sync.demo.values=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),

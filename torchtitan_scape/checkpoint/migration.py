@@ -56,7 +56,10 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
             one.finish()
         summary.complete_exchange = not same_layout
         return summary
-    _Receiver(optimizer, reader, shard_residuals, summary).load()
+    receiver = _Receiver(optimizer, reader, shard_residuals, summary)
+    receiver.load()
+    for method in optimizer.methods:
+        method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
     summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
     if summary.complete_exchange:
         optimizer.request_full_exchange()
@@ -75,6 +78,7 @@ class _Receiver:
     Attributes:
         stores: weights and moments: one of each replica of this process if they differ, else a single one.
         same_optimizer: the optimizer's state was saved by the same optimizer, and loaded as it was.
+        second_moments_continue: there were second moments of all parameters.
     """
 
     def __init__(
@@ -96,11 +100,13 @@ class _Receiver:
                 reader.fill(state)
                 load_dense_state(optimizer, state)
         summary.copied = not self.same_optimizer
+        self.second_moments_continue = True
         self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
 
     def load(self) -> None:
         for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader)):
             self.summary.count(shard, imported)
+            self.second_moments_continue &= self.same_optimizer or imported.exp_avg_sq is not None
             for row, states in enumerate(self._states(shard, imported)):
                 if row < len(self.stores):
                     self._put_weights(self.stores[row], index, imported, row, states)

@@ -23,7 +23,14 @@ class GradientCost:
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
     # Kinds of memory that a process with simulated replicas allocates once per replica.
-    per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages", "chunks in flight")
+    per_replica: ClassVar[tuple[str, ...]] = (
+        "gradients",
+        "residual",
+        "owner_error",
+        "masks",
+        "messages",
+        "chunks in flight",
+    )
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0

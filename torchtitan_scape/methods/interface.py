@@ -224,6 +224,14 @@ class Method(ABC):
         """
         self._full_exchange_requested = False
 
+    def check_second_moments(self, loaded: bool, step: int) -> None:
+        """Raise ValueError if the next steps need second moments that the loaded checkpoint does not have.
+
+        Args:
+            loaded: the optimizer continues with saved second moments of all parameters.
+            step: attempted steps of the run that saved.
+        """
+
     def allocate(self, kind: str, name: str) -> None:
         """Create a parameter's state that exists only at times, before it is loaded."""
 

@@ -9,6 +9,7 @@ from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.noloco.options import NolocoOptions
+from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -84,6 +85,7 @@ METHODS: dict[str, MethodEntry] = {
     "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
     "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
     "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized"),
+    "onebit_adam": MethodEntry(OnebitAdamOptions, "onebit_adam.method.OnebitAdam", ("AdamW",)),
     "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),
     "diloco": MethodEntry(DilocoOptions, "diloco.method.Diloco"),
     "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
