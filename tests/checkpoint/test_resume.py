@@ -119,7 +119,7 @@ def first_half(
     "before, after, method, into",
     [
         ("4x1", "1x2", "scape", "scape"),  # 4 -> 2
-        ("1x2", "4x1", "scape", "scape"),  # 2 -> 4
+        slow("1x2", "4x1", "scape", "scape"),  # 2 -> 4
         slow("4x1", "3x1", "scape", "scape"),
         ("4x1", "3 simulated", "scape", "scape"),
         slow("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
@@ -128,16 +128,16 @@ def first_half(
         slow("nodes", "1x2", "scape-int4", "scape-gather"),
         slow("1x2", "4x1", "scape-gather", "scape-bf16"),
         ("1x2", "4x1", "scape-int4", "scape-gather-int4"),
-        ("1x2", "2x1", "scape-gather-bf16", "scape"),
+        slow("1x2", "2x1", "scape-gather-bf16", "scape"),
         slow("2x1", "1x2", "scape", "scape-gather-bf16"),
         ("4x1", "1x2", "scape", "adams"),
         slow("1x2", "1x2", "scape-gather", "adamw"),
         ("1x2", "2x1", "adamw", "scape"),
         slow("1x2", "4x1", "topk", "muon"),
         slow("4x1", "1x2", "demo", "topk"),
-        ("1x2", "2x1", "demo", "adamw"),
+        slow("1x2", "2x1", "demo", "adamw"),
         slow("2x1", "1x2", "adams", "scape-offload"),
-        ("4x1", "1x2", "topk", "topk"),
+        slow("4x1", "1x2", "topk", "topk"),
         slow("1x2", "4x1", "topk", "topk"),
         slow("4x1", "3 simulated", "topk", "topk"),
         slow("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
@@ -152,7 +152,7 @@ def first_half(
         slow("1x2", "1x2", "topk", "radius"),
         ("1x2", "1x2", "topk", "adamw"),
         slow("1x2", "2x1", "topk-adams", "scape"),
-        ("1x2", "1x2", "scape-gather", "topk-adams"),
+        slow("1x2", "1x2", "scape-gather", "topk-adams"),
         slow("4x1", "1x2", "scape", "powersgd"),
     ],
 )
@@ -185,8 +185,8 @@ def test_another_layout_or_method_keeps_pending_updates(
     "method, changed, dense",
     [
         ("scape", ["--sync.scape.density=0.05"], False),
-        ("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
-        ("scape", ["--sync.scape.block_size=128"], True),
+        slow("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
+        slow("scape", ["--sync.scape.block_size=128"], True),
         slow("scape-tensor", ["--sync.scape.staleness_scaling"], False),
         slow("scape", ["--sync.scape.dense_names=output.weight,layers.0.attention.wq.weight"], True),
         ("scape-gather", ["--sync.scape.dense_names=output.weight", "--sync.scape.selection=tensor"], True),
