@@ -76,13 +76,14 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         slow("1x2", "2x1", "sparseloco", "adams"),
         slow("4x1", "1x2", "sparta", "diloco"),
         slow("6 simulated", "6 simulated", "sparta", "sparta"),  # so many that owners owe
-        ("6 simulated", "3 simulated", "sparta", "sparta"),
+        ("6 alone", "3 simulated", "sparta", "sparta"),
+        slow("6 simulated", "3 simulated", "sparta", "sparta"),
         ("1x2", "2x1", "sparta", "adamw"),
         slow("1x2", "1x2", "diloco", "adamw"),
         slow("1x2", "1x2", "diloco", "scape"),
         ("1x2", "1x2", "adamw", "diloco"),
         slow("1x2", "4x1", "diloco-muon", "diloco"),
-        ("1x2", "1x2", "signs", "diloco-signs"),
+        slow("1x2", "1x2", "signs", "diloco-signs"),
         slow("1x2", "1x2", "diloco-signs", "diloco"),
         slow("1x2", "1x2", "diloco-signs", "adamw"),
         slow("tensor", "2x1", "streaming", "sparseloco"),
@@ -99,9 +100,7 @@ def test_local_state_migrates_to_another_layout_or_method(
     if method in LOCAL and into in LOCAL:
         assert largest(found["anchor"], saved["anchor"]) == 0.0
         kept = "residual" in found or "owner_error" in found
-        assert ("owner_error" in saved) == (before == "6 simulated") and ("owner_error" in found) == (
-            after == "6 simulated"
-        )
+        assert ("owner_error" in saved) == before.startswith("6") and ("owner_error" in found) == after.startswith("6")
         assert largest(found["parameters"], saved["parameters"] if kept else where_it_starts(saved)) < 1e-6
         for kind in ("outer_momentum", "residual", "owner_error", "in_flight"):
             if kind in saved and kind in found:

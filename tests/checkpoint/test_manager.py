@@ -71,7 +71,9 @@ def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
             assert not good and "ValueError" in text and message in text.splitlines()[-1], text
 
 
-@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "incomplete")])
+@pytest.mark.parametrize(
+    "harm, word", [(truncate, "truncated"), slow(flip, "checksum"), slow(half_written, "incomplete")]
+)
 def test_the_newest_complete_checkpoint_is_loaded(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:

@@ -116,9 +116,9 @@ def test_shards_resume_bit_for_bit(methods: list[str], pool4: Pool, tmp_path: Pa
     [
         ("topk", "topk", "every replica receives the mean of 2 replicas' pending gradients"),
         slow("scape", "scape", "every replica receives the mean of 2 replicas' pending gradients"),
-        ("scape", "dense", "added to the first moment"),
+        slow("scape", "dense", "added to the first moment"),
         ("sparta", "dense", "the mean of 2 replicas' weights and moments"),
-        ("dense", "diloco", "all replicas start from the model and its moments"),
+        slow("dense", "diloco", "all replicas start from the model and its moments"),
     ],
 )
 def test_another_layout_and_method(

@@ -141,11 +141,11 @@ def first_half(
         slow("1x2", "4x1", "topk", "topk"),
         slow("4x1", "3 simulated", "topk", "topk"),
         slow("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
-        ("4x1", "1x2", "powersgd", "powersgd"),
+        slow("4x1", "1x2", "powersgd", "powersgd"),
         # 3 shards of 200 rows are uneven, and one of them may be too small to be factored.
         slow("3 shards", "1x2", "powersgd-32", "powersgd"),
         slow("tensor", "2x1", "powersgd", "topk-adams"),
-        ("4x1", "1x2", "radius-adams", "radius"),
+        slow("4x1", "1x2", "radius-adams", "radius"),
         slow("2x2", "1x2", "radius-adams", "topk-adams"),  # shards alone, and the method
         slow("1x2", "4x1", "radius-adams", "radius-adams"),
         slow("1x2", "1x2", "radius-adams", "adamw"),

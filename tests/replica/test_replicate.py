@@ -1,7 +1,6 @@
 """`replicate` in training loops of real gloo ranks, against one process, and its refusals."""
 
 import math
-import subprocess
 from functools import partial
 from typing import Any
 
@@ -314,7 +313,8 @@ def test_torchtitan_is_not_imported() -> None:
         "optimizer.step()\n"
         "assert 'torchtitan' not in sys.modules\n"
     )
-    subprocess.run([server.python(), "-c", code], check=True, timeout=120)
+    result = server.run("tests.fresh", code)
+    assert result.returncode == 0, result.stderr
 
 
 # ---------------------------------------------------------------------------------- simulated replicas
