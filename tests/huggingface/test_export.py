@@ -217,6 +217,7 @@ def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Pa
 
 def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> None:
     steps = runs / "llama" / "checkpoint"
+    last = steps / f"step-{STEPS}"
     half, other = tmp_path / "half", tmp_path / "study.toml"
     half.mkdir()
     other.write_text((runs / "llama" / "resolved.toml").read_text().replace('"embedded"', '"study"'))

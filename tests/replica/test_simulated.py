@@ -30,13 +30,13 @@ def summary(folder: Path) -> dict[str, Any]:
         ("scape", ["--training.local_batch_size=1", "--training.global_batch_size=4"]),
         slow("scape-bf16", []),
         slow("topk", []),
-        ("powersgd", []),
+        slow("powersgd", []),
         slow("radius-adams", []),
         slow("quantized", []),
         slow("diloco-muon", []),
         slow("demo", ["--sync.demo.values=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),
-        ("streaming", ["--sync.streaming_diloco.code=float32"]),
+        slow("streaming", ["--sync.streaming_diloco.code=float32"]),
     ],
 )
 def test_simulated_replicas_equal_a_run_of_two_ranks(
