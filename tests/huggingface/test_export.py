@@ -229,7 +229,7 @@ def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> Non
         ([*recipe, f"--job.dump_folder={half}"], ("latest", "--checkpoint.enable")),
         ([*recipe, "--checkpoint=best", f"--job.dump_folder={half}"], ("best.json",)),
         (
-            ["--config", str(other), "--checkpoint", str(steps / f"step-{STEPS}")],
+            ["--config", str(other), "--checkpoint", str(last)],
             ("tok_embeddings.weight", "(4096, 128)"),
         ),
         ([*recipe, "--checkpoint", "latest", "--output", str(tmp_path / "there")], ("there exists already",)),
