@@ -60,7 +60,7 @@ def pool4() -> Pool:
 
 
 # The longest tests start first, so that the two streams of run_tests.sh end at about the same time.
-LONGEST = ("test_training", "test_faults", "test_triton", "test_resume", "test_manager", "test_quality_study")
+LONGEST = ("test_training", "test_triton", "test_resume", "test_slurm", "test_contract", "test_manager", "test_literal")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

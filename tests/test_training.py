@@ -263,16 +263,17 @@ def test_gradient_accumulation_needs_one_exchange(method: str, pool2: Pool, run_
         assert messages["replicate node payload"] == 1 and messages["replicate node mask"] == 1
 
 
-def test_tensor_parallelism_gives_the_same_gradients(pool4: Pool, run_of_12: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, shard", [slow("adams", 1), ("scape-1", 2)])
+def test_tensor_parallelism_gives_the_same_gradients(
+    name: str, shard: int, pool4: Pool, run_of_12: Any, tmp_path: Path
+) -> None:
     """Norm layers, which every tensor-parallel rank holds, count once in the gradient norm."""
-    tensor = ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"]
     plain = first_steps(4, run_of_12("adams", "1x2")[1][0])
-    shard = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=2"]
-    for name, more in (("adams", []), ("scape-1", shard)):
-        results = pool4(train, str(tmp_path / name), [*METHODS[name], *tensor, *more, TWELVE], stop_after=4)
-        for result in results:
-            assert result["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-            assert result["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+    degrees = {"tensor_parallel": 2, "data_parallel_shard": shard, "data_parallel_replicate": 2 // shard}
+    layout = [f"--parallelism.{axis}_degree={degree}" for axis, degree in degrees.items()]
+    for result in pool4(train, str(tmp_path), [*METHODS[name], *layout, TWELVE], stop_after=4):
+        assert result["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert result["norms"] == pytest.approx(plain["norms"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_wrong_options_are_refused() -> None:
 # ------------------------------------------------------------------------------------ weights in BF16
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [slow(1), 3])
 def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None:
     """The master is bitwise equal to FP32 weights, and the model's weights equal their cast to BF16."""
 
@@ -269,7 +269,7 @@ def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None
     run_replicas(replicas, work)
 
 
-@pytest.mark.parametrize("replicas, warmup", [(1, 0), (2, 5), (3, 0)])
+@pytest.mark.parametrize("replicas, warmup", [slow(1, 0), (2, 5), slow(3, 0)])
 def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, warmup: int) -> None:
     """A weight differs from its master by one rounding to BF16, however long it was outside the mask.
 
