@@ -85,14 +85,15 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         slow("1x2", "2x1", "sparseloco", "adams"),
         slow("4x1", "1x2", "sparta", "diloco"),
         slow("6 simulated", "6 simulated", "sparta", "sparta"),  # so many that owners owe
-        ("6 simulated", "3 simulated", "sparta", "sparta"),
+        ("6 alone", "3 simulated", "sparta", "sparta"),
+        slow("6 simulated", "3 simulated", "sparta", "sparta"),
         ("1x2", "2x1", "sparta", "adamw"),
         slow("1x2", "1x2", "diloco", "adamw"),
         slow("1x2", "1x2", "diloco", "scape"),
         ("1x2", "1x2", "adamw", "diloco"),
         slow("1x2", "4x1", "diloco-muon", "diloco"),
-        ("1x2", "1x2", "signs", "diloco-signs"),
-        ("1x2", "1x2", "diloco-signs", "diloco"),
+        slow("1x2", "1x2", "signs", "diloco-signs"),
+        slow("1x2", "1x2", "diloco-signs", "diloco"),
         slow("1x2", "1x2", "diloco-signs", "adamw"),
         slow("tensor", "2x1", "streaming", "sparseloco"),
         ("4x1", "1x2", "co2", "co2"),
@@ -120,9 +121,7 @@ def test_local_state_migrates_to_another_layout_or_method(
         # The mean of three or more replicas is rounded to FP32.
         assert largest(model_of(found), model_of(saved)) <= (1e-7 if method == "noloco" else 0.0)
         kept = any(kind in found for kind in DISPLACEMENTS if kind in saved)
-        assert ("owner_error" in saved) == (before == "6 simulated") and ("owner_error" in found) == (
-            after == "6 simulated"
-        )
+        assert ("owner_error" in saved) == before.startswith("6") and ("owner_error" in found) == after.startswith("6")
         assert largest(found["parameters"], saved["parameters"] if kept else where_it_starts(saved)) < 1e-6
         for kind in ("outer_momentum", "in_flight", "slow_momentum", *DISPLACEMENTS):
             if kind in saved and kind in found:
@@ -205,10 +204,12 @@ def validated(folder: str, arguments: list[str]) -> tuple[float, float, bool]:
     return loss, again, same
 
 
-@pytest.mark.parametrize("method", ["streaming", "noloco"])
-def test_the_anchor_or_the_mean_is_validated_and_saved(method: str, pool4: Pool, tmp_path: Path) -> None:
-    arguments = [*LOCAL[method], *LAYOUTS["2x2"], "--checkpoint.async_mode=async"]
-    for loss, again, same in pool4(validated, str(tmp_path), arguments):
+@pytest.mark.parametrize("method", ["streaming", slow("noloco")])
+def test_the_anchor_or_the_mean_is_validated_and_saved(method: str, pool2: Pool, tmp_path: Path) -> None:
+    """With FSDP2 shards of two replicas."""
+    layout = [*LAYOUTS["2x1"], "--topology.simulate_replicas=2"]
+    arguments = [*LOCAL[method], *layout, "--checkpoint.async_mode=async"]
+    for loss, again, same in pool2(validated, str(tmp_path), arguments):
         assert loss == again and same
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.marks import slow
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.pool import Pool, attempts
 from tests.replicas import run_replicas
@@ -512,7 +513,7 @@ def on_ranks(pool2: Pool, pool4: Pool) -> Callable[[int], list[list[tuple[bool, 
     return functools.cache(lambda world: pools[world](attempts, on_gloo, *((case,) for case in CASES)))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_simulated_replicas_equal_gloo_ranks(case: Case, world: int, on_ranks: Any) -> None:
     """Up to the order of sums; gloo ranks receive the same bits as each other, and the counted bytes are equal."""
     outcomes = [rank[CASES.index(case)] for rank in on_ranks(world)]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.marks import covering
 from tests.methods.test_local_updates import SHAPES, Literal, far, trained
 from tests.pool import Pool
 from topology.groups import build_groups
@@ -126,8 +128,12 @@ def test_every_entry_is_averaged_once_per_round(interval: int, chunk: int) -> No
                     assert torch.equal(after[~now], then[~now])
 
 
-@pytest.mark.parametrize("replicas, chunk", [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)])
-@pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
+CHUNKS = [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)]
+
+
+@pytest.mark.parametrize(
+    "code, replicas, chunk", covering((code, *case) for code, case in product(("2bit", "1bit", "e2m1", "int8"), CHUNKS))
+)
 def test_quantization_errors_stay_in_the_replicas_parameters(code: str, replicas: int, chunk: int) -> None:
     """An encoded exchange preserves the mean of the parameters minus the owners' errors; anchors are bitwise equal.
 
