@@ -284,6 +284,22 @@ class ReplicaCollectives(ABC):
             total = total + values[i]
         return total
 
+    def sum_over_earlier_stages(self, count: int) -> int:
+        """Return the sum of `count` over the ranks of earlier pipeline stages that have this rank's other coordinates.
+
+        0 without a pipeline, and in a dry run. For set-up; not counted.
+        """
+        layout = self.groups.layout
+        if layout is None or layout.pipeline == 1 or self.is_fake:
+            return 0
+        rank, total = dist.get_rank(), 0
+        own = layout.coordinates(rank)
+        for other, value in gather_lists(self.groups.model, [(rank, count)]):
+            place = layout.coordinates(other)
+            if place["pipeline"] < own["pipeline"] and place | {"pipeline": own["pipeline"]} == own:
+                total += value
+        return total
+
     def _true_in_model(self, flag: Tensor) -> Tensor:
         """Return FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""
         value = flag.float()
