@@ -92,17 +92,26 @@ def distance(run: dict[str, Tensor], stages: dict[str, Tensor]) -> float:
     return max(float((run[name] - own).norm() / run[name].norm()) for name, own in stages.items())
 
 
+def share_apart(run: dict[str, Tensor], stages: dict[str, Tensor]) -> float:
+    """Return the share of the entries of a stage that differ by more than rounding."""
+    apart = sum(int(((run[name] - own).abs() > 1e-5).sum()) for name, own in stages.items())
+    return apart / sum(own.numel() for own in stages.values())
+
+
 @pytest.mark.parametrize("case", ["dense", "scape", "quantized", "sparta", "sharded", slow("tensor")])
 def test_two_stages_train_as_one(case: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    """Losses, norms, validation and parameters, to FP32 rounding; a rounded code may become its neighbour."""
+    """Losses, norms, validation and parameters, to FP32 rounding, which may turn a code into the next one."""
     arguments, same_data = EQUAL[case]
-    one = pool2(train, f"{tmp_path}/one", arguments, same_data)
-    stages = pool4(train, f"{tmp_path}/stages", [*arguments, *STAGES], same_data)
+    one = pool2(train, f"{tmp_path}/one", arguments, same_data, timeout=300)
+    stages = pool4(train, f"{tmp_path}/stages", [*arguments, *STAGES], same_data, timeout=300)
     for rank, (run, base) in enumerate(zip(stages, [*one, *one], strict=True)):
         assert not run["initial"].keys() & stages[(rank + 2) % 4]["initial"].keys()
         assert run["initial"].keys() | stages[(rank + 2) % 4]["initial"].keys() == base["initial"].keys()
         assert distance(base["initial"], run["initial"]) == 0.0  # the seed of a stage is that of the whole model
-        assert distance(base["parameters"], run["parameters"]) < (2e-4 if case == "quantized" else 1e-5)
+        if case == "quantized":
+            assert share_apart(base["parameters"], run["parameters"]) < 1e-3
+        else:
+            assert distance(base["parameters"], run["parameters"]) < 1e-5
         assert run["losses"] == pytest.approx(base["losses"], rel=1e-6)
         assert run["norms"] == pytest.approx(base["norms"], rel=1e-5)
         assert run["validation"] == (None if case != "dense" else pytest.approx(base["validation"], rel=1e-6))
@@ -141,7 +150,7 @@ def resume(folder: str, arguments: list[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", ["scape", "sparta", slow("quantized"), slow("GPipe"), slow("four stages")])
 def test_a_resumed_run_of_stages_has_the_bits_of_an_uninterrupted_one(case: str, pool4: Pool, tmp_path: Path) -> None:
-    for first, second in pool4(resume, str(tmp_path), RESUMED[case]):
+    for first, second in pool4(resume, str(tmp_path), RESUMED[case], timeout=300):
         assert second["losses"] == first["losses"][2:] and second["norms"] == first["norms"][2:]
         assert second["parameters"].keys() == first["parameters"].keys()
         assert all(torch.equal(second["parameters"][name], own) for name, own in first["parameters"].items())
@@ -154,7 +163,7 @@ def test_stages_load_a_checkpoint_of_a_run_without_stages_and_the_other_way(
     arguments = [*METHODS["dense"], *SAVING]
     one = pool2(train, f"{tmp_path}/one", arguments)
     shutil.copytree(tmp_path / "one", tmp_path / "stages")
-    stages = pool4(train, f"{tmp_path}/stages", [*arguments, *STAGES, "--checkpoint.load_step=2"])
+    stages = pool4(train, f"{tmp_path}/stages", [*arguments, *STAGES, "--checkpoint.load_step=2"], timeout=300)
     for run, base in zip(stages, [*one, *one], strict=True):
         assert run["losses"] == pytest.approx(base["losses"][2:], rel=1e-6)
         assert distance(base["parameters"], run["parameters"]) < 1e-5
@@ -169,5 +178,5 @@ def test_stages_load_a_checkpoint_of_a_run_without_stages_and_the_other_way(
 
 def test_a_nan_in_the_last_stage_skips_the_step_on_all_stages(pool4: Pool, tmp_path: Path) -> None:
     arguments = [*COMMON, *METHODS["dense"], *STAGES]
-    for run in pool4(train_with_nan, str(tmp_path), arguments, nan_at=2):
+    for run in pool4(train_with_nan, str(tmp_path), arguments, nan_at=2, timeout=300):
         assert run["skipped"] == 1

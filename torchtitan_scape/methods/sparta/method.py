@@ -93,7 +93,8 @@ class Sparta(LocalMethod):
         self._group_counts = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
         self._first_groups = list(accumulate(self._group_counts, initial=1))
         # Blocks have the numbers that they have without a pipeline.
-        self._first_block = self.collectives.sum_over_earlier_stages(count_blocks([s.size for s in context.shards]))
+        blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
+        self._first_block = sum(blocks[:stage])
         self._chunks: dict[int, list[_GroupChunk]] = {}  # by group; made once, as this takes milliseconds
 
     def block_groups(self, number: int) -> range:
