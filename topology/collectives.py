@@ -322,6 +322,22 @@ class ReplicaCollectives(ABC):
             total = total + values[i]
         return total
 
+    def gather_from_stages(self, item: Any) -> tuple[list[Any], int]:
+        """Return (the `item` of every pipeline stage, from the ranks with this rank's other coordinates; own stage).
+
+        ([item], 0) without a pipeline, and in a dry run. For set-up; not counted.
+        """
+        layout = self.groups.layout
+        if layout is None or layout.pipeline == 1 or self.is_fake:
+            return [item], 0
+        rank, found = dist.get_rank(), dict[int, Any]()
+        own = layout.coordinates(rank)
+        for other, value in gather_lists(self.groups.model, [(rank, item)]):
+            place = layout.coordinates(other)
+            if place | {"pipeline": own["pipeline"]} == own:
+                found[place["pipeline"]] = value
+        return [found[stage] for stage in range(layout.pipeline)], own["pipeline"]
+
     def _true_in_model(self, flag: Tensor) -> Tensor:
         """Return FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""
         value = flag.float()

@@ -90,7 +90,12 @@ def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dic
 
 
 def sizes(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
-    """Return the bytes of the optimizer's and the method's state in a checkpoint, over all ranks, by kind."""
+    """Return the bytes of the optimizer's and the method's state in a checkpoint, of all ranks, by kind. Collective."""
+    stages, _ = optimizer.collectives.gather_from_stages(_sizes_of_stage(optimizer, residual))
+    return {kind: sum(stage.get(kind, 0) for stage in stages) for each in stages for kind in each}
+
+
+def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
     found = dict(optimizer.methods[0].checkpoint_sizes(residual))
     entries = {shard.name: shard.entries for shard in optimizer.shards()}
     if optimizer.weights:
