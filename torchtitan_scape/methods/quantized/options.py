@@ -58,12 +58,13 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter.
+        """Return the bytes per parameter of the kernels on one level.
 
-        16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with error feedback 12 to add the residual and
-        16 to store the error. The share that an owner reduces is 1/N of the entries and neglected.
+        4 to read the gradient, 4 to write the result, and four messages written or read; with error feedback 16 more to
+        read gradient and residual again and write the residual. The share of an owner, 8 / N, is neglected.
         """
-        return 60.0 if self.options.error_feedback else 32.0
+        messages = 4.0 * encoded_bytes(self.options.code, self.options.block)
+        return messages + (24.0 if self.options.error_feedback else 8.0)
 
     @property
     def chunk_bytes(self) -> float:
