@@ -310,8 +310,8 @@ in `scape`.
 
 An operator is one call below autograd that is no view; one with a list of tensors counts once. Bytes are those of all
 inputs and outputs of operators and Triton launches, each once. Launches on addresses of tensors, and on tensors that
-they read and write, state what they move in addition. The bytes of `scape` are the closed form of its passes. Temporary is the largest sum of tensors that exist at once and are created
-in the step.
+they read and write, state what they move in addition. The bytes of `scape` are the closed form of its passes.
+Temporary is the largest sum of tensors that exist at once and are created in the step.
 
 {body}
 """
