@@ -94,6 +94,25 @@ def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype =
     return BlockCode(name, block, scale, backend)
 
 
+def exchange_passes(backend: str, dtypes: Iterable[torch.dtype]) -> Any:
+    """Return the module `kernels.exchange.triton_passes`; None if the exchange needs a buffer.
+
+    That is the case on "torch", and for tensors of other dtypes than `TRITON_DTYPES`.
+    """
+    fits = backend == "triton" and set(dtypes) <= set(TRITON_DTYPES)
+    return importlib.import_module("kernels.exchange.triton_passes") if fits else None
+
+
+def masked_payload(backend: str) -> Any:
+    """Return the module `kernels.exchange.triton_masked` on "triton", else None: the payload is then a copy."""
+    return importlib.import_module("kernels.exchange.triton_masked") if backend == "triton" else None
+
+
+def outer_step(backend: str) -> Any:
+    """Return the function `kernels.exchange.triton_outer.step` on "triton", else None."""
+    return importlib.import_module("kernels.exchange.triton_outer").step if backend == "triton" else None
+
+
 def topk_passes(backend: str) -> Any:
     """Return the module with the functions of `kernels.topk.reference` on "torch" or "triton"."""
     return importlib.import_module(f"kernels.topk.{'triton_passes' if backend == 'triton' else 'reference'}")

@@ -45,6 +45,12 @@ class ConcatSource:
         parts = self._parts(first, chunk.numel())
         torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
 
+    def view(self, first: int, length: int) -> Tensor | None:
+        """Return entries [first, first + length) if they can be exchanged in place: one part, aligned to 16 bytes."""
+        parts = self._parts(first, length)
+        fits = len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() % 16 == 0
+        return parts[0] if fits and parts[0].dtype == torch.float32 else None
+
     def slices(self, first: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield (number of a tensor, slice of it) for entries [first, first + length)."""
         for i in range(bisect_right(self._ends, first), len(self._ends)):
@@ -57,12 +63,40 @@ class ConcatSource:
         return [self._tensors[i][part] for i, part in self.slices(first, length)]
 
 
+class JoinedSource:
+    """The entries of several `Source`s, one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = [source for source in sources if source.entries]
+        self.entries, self.device = sum(source.entries for source in sources), sources[0].device
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        for source, part, at in self._parts(chunk, first):
+            source.fill(part, at)
+
+    def store(self, chunk: Tensor, first: int) -> None:
+        for source, part, at in self._parts(chunk, first):
+            source.store(part, at)
+
+    def _parts(self, chunk: Tensor, first: int) -> Iterator[tuple[Source, Tensor, int]]:
+        """Yield each source in the chunk, its part of the chunk, and the first entry in the source."""
+        start = 0
+        for source in self._sources:
+            begin, end = max(first, start), min(first + chunk.numel(), start + source.entries)
+            if begin < end:
+                yield source, chunk[begin - first : end - first], begin - start
+            start += source.entries
+
+
 class AddingSource(ConcatSource):
     """`Source` of flat FP32 tensors that is read-only: results are added to other tensors of the same sizes."""
 
     def __init__(self, tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         super().__init__(tensors)
         self._sums = ConcatSource(sums)
+
+    def view(self, first: int, length: int) -> Tensor | None:
+        return None
 
     def store(self, chunk: Tensor, first: int) -> None:
         parts = self._sums._parts(first, chunk.numel())
@@ -138,7 +172,12 @@ def exchange_chunked(
     def exchanges() -> Iterator[Exchange]:
         for first in range(0, source.entries, chunk_entries):
             length = min(chunk_entries, source.entries - first)
-            buffer = torch.empty(collectives.padded_size(length, codec), dtype=torch.float32, device=source.device)
+            padded = collectives.padded_size(length, codec)
+            own = source.view(first, length) if isinstance(source, ConcatSource) and padded == length else None
+            if own is not None:
+                yield start(own), _nothing
+                continue
+            buffer = torch.empty(padded, dtype=torch.float32, device=source.device)
             chunk = buffer[:length]
             source.fill(chunk, first)
             buffer[length:].zero_()
@@ -200,6 +239,10 @@ def _buffers(collectives: Any, rows: RowSource, block_size: int) -> Iterator[tup
     for column in range(0, rows.columns, width):
         shape = collectives.replicas, -(-min(width, rows.columns - column) // block_size) * block_size
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
+
+
+def _nothing() -> None:
+    """Store nothing: the chunk was exchanged in place."""
 
 
 def double_buffered(exchanges: Iterable[Exchange]) -> None:

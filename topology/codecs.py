@@ -34,6 +34,14 @@ class Codec(Protocol):
     def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
         """Write the sum of the decoded messages to `out`, FP32 (count,). Rows are added in FP32, in row order."""
 
+    def encode_mean(
+        self, messages: Tensor, count: int, divisor: float, error: Tensor | None = None, adds_error: bool = False
+    ) -> Tensor:
+        """Encode (sum of the decoded messages) / divisor as uint8 (1, message_bytes(count)).
+
+        error: FP32 (count,), becomes the quantization error; with `adds_error` its value is first added to the mean.
+        """
+
 
 class Bfloat16:
     """`Codec` that rounds every value to the nearest BF16 number, ties to even."""
@@ -56,3 +64,13 @@ class Bfloat16:
         out.zero_()
         for row in messages.view(torch.bfloat16):
             out += row
+
+    def encode_mean(
+        self, messages: Tensor, count: int, divisor: float, error: Tensor | None = None, adds_error: bool = False
+    ) -> Tensor:
+        mean = torch.empty(count, dtype=torch.float32, device=messages.device)
+        self.decode_and_sum(messages, mean)
+        mean.div_(divisor)
+        if error is not None and adds_error:
+            mean += error
+        return self.encode(mean.view(1, -1), None if error is None else error.view(1, -1))

@@ -119,6 +119,31 @@ class ReplicaCollectives(ABC):
         self._count(kind, reduce_bytes(tensor.numel(), self.levels, _message_bytes(codec)))
         return self._all_reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
+    def all_reduce_messages(
+        self,
+        sent: Tensor,
+        means: Tensor,
+        count: int,
+        codec: Codec,
+        error: Tensor | None = None,
+        adds_error: bool = False,
+        kind: str = "payload",
+    ) -> Handle:
+        """Start an all-reduce over the replicas, which are on one level, of values that the caller has encoded.
+
+        Args:
+            sent: uint8 (replicas, message bytes), slice i of the values for replica i; unchanged until `Handle.wait`.
+            means: uint8 (replicas, message bytes), receives the encoded mean of every slice.
+            count: FP32 entries of a slice.
+            codec: Code of the messages.
+            error: FP32 (count,), becomes the quantization error of the mean of slice `replica`.
+            adds_error: Add `error` to that mean before it is encoded.
+            kind: Kind of message in the ledger.
+        """
+        assert len(self.levels) == 1 and sent.shape == means.shape
+        self._count(kind, reduce_bytes(self.replicas * count, self.levels, codec.message_bytes))
+        return self._all_reduce_messages(sent, means, count, codec, error, adds_error)
+
     def all_reduce_chunked(
         self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
     ) -> None:
@@ -245,6 +270,12 @@ class ReplicaCollectives(ABC):
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
         """Start tensor = (sum over replicas) / divisor."""
+
+    @abstractmethod
+    def _all_reduce_messages(
+        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
+    ) -> Handle:
+        """Start means = encoded means of the decoded `sent` of all replicas."""
 
     @abstractmethod
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:

@@ -58,6 +58,23 @@ class InProcessCollectives(ReplicaCollectives):
             self._exchange(((tensor, error), carried_error), lambda each: _all_reduce_encoded(each, divisor, codec))
         return Handle()
 
+    def _all_reduce_messages(
+        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
+    ) -> Handle:
+        divisor = float(self.replicas)
+
+        def combine(each: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+            by_owner = torch.stack([messages for messages, _, _ in each], 1)
+            encoded = [
+                codec.encode_mean(received, count, divisor, own, adds_error)
+                for received, (_, _, own) in zip(by_owner, each, strict=True)
+            ]
+            for _, received_means, _ in each:
+                torch.cat(encoded, out=received_means)
+
+        self._exchange((sent, means, error), combine)
+        return Handle()
+
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         self._exchange((tensor, error), lambda pairs: _reduce_scatter(pairs, divisor, codec))
         return Handle()

@@ -20,6 +20,7 @@ from topology.stages import (
     all_gather_,
     all_reduce_,
     all_reduce_encoded,
+    all_reduce_messages,
     all_reduce_or_,
     exchange_pair,
     pair_mean_,
@@ -66,6 +67,15 @@ class ProcessGroupCollectives(ReplicaCollectives):
             # gloo has no ReduceOp.AVG
             return Handle(work.wait, partial(tensor.div_, divisor))
         return self._start(lambda levels: all_reduce_(tensor, levels, divisor), tensor.device)
+
+    def _all_reduce_messages(
+        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
+    ) -> Handle:
+        divisor = float(self.replicas)
+        return self._start(
+            lambda levels: all_reduce_messages(sent, means, count, levels[0], divisor, codec, error, adds_error),
+            sent.device,
+        )
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         if codec is not None:

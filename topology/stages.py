@@ -65,15 +65,11 @@ def all_reduce_encoded(
     """
     *inner, outermost = levels
     own, own_error = _reduce_scatter_inner(x, inner, error)
-    mean = torch.empty(own.numel() // outermost.size, dtype=torch.float32, device=x.device)
-    _sum_encoded(own, mean, outermost, codec, own_error)
-    mean.div_(divisor)
-    rounding = carried_error
-    if carried_error is not None:
-        mean += carried_error
-    elif own_error is not None:
-        rounding = torch.empty_like(mean)
-    messages = codec.encode(mean.view(1, -1), None if rounding is None else rounding.view(1, -1)).view(-1)
+    sent = codec.encode(own.view(outermost.size, -1), None if own_error is None else own_error.view(outermost.size, -1))
+    count, rounding = own.numel() // outermost.size, carried_error
+    if carried_error is None and own_error is not None:
+        rounding = torch.empty(count, dtype=torch.float32, device=x.device)
+    messages = _mean_of_slice(sent, count, outermost, divisor, codec, rounding, carried_error is not None)
     if own_error is not None and carried_error is None and rounding is not None:
         own_error.view(outermost.size, -1)[outermost.group_rank] += rounding * divisor
     # The inner levels forward the received messages unchanged, without a further rounding.
@@ -81,7 +77,7 @@ def all_reduce_encoded(
         gathered = torch.empty(group.size * messages.numel(), dtype=torch.uint8, device=x.device)
         all_gather_into(gathered, messages, group=group.process_group)
         messages = gathered
-    replicas = x.numel() // mean.numel()
+    replicas = x.numel() // count
     codec.decode(messages.view(replicas, -1), x.view(replicas, -1))
 
 
@@ -131,6 +127,41 @@ def exchange_pair(x: Tensor, group: RankGroup, partner: int | None) -> PairExcha
     sent = x if partner is not None else x[:0]
     work = dist.all_to_all_single(received, sent, sizes, sizes, group=group.process_group, async_op=True)
     return PairExchange(work, received)
+
+
+def all_reduce_messages(
+    sent: Tensor,
+    means: Tensor,
+    count: int,
+    group: RankGroup,
+    divisor: float,
+    codec: Codec,
+    error: Tensor | None,
+    adds_error: bool,
+) -> None:
+    """All-reduce values that are already encoded, over one group.
+
+    Args:
+        sent: uint8 (ranks, message bytes), the encoded slice of every rank.
+        means: uint8 (ranks, message bytes), receives the encoded results of all slices.
+        count: FP32 entries of a slice.
+        group: The ranks.
+        divisor: The number of ranks for the mean, 1 for the sum.
+        codec: Code of the messages.
+        error: FP32 (count,), becomes the quantization error of this rank's slice of the result.
+        adds_error: Add `error` to that slice before it is encoded.
+    """
+    message = _mean_of_slice(sent, count, group, divisor, codec, error, adds_error)
+    all_gather_into(means.view(-1), message, group=group.process_group)
+
+
+def _mean_of_slice(
+    sent: Tensor, count: int, group: RankGroup, divisor: float, codec: Codec, error: Tensor | None, adds_error: bool
+) -> Tensor:
+    """Exchange messages over one group, and return the encoded mean of this rank's slice, uint8 (message bytes,)."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    return codec.encode_mean(received, count, divisor, error, adds_error).view(-1)
 
 
 def reduce_scatter_(x: Tensor, levels: Levels, divisor: float) -> None:

@@ -39,6 +39,12 @@ class BlockCode:
         # Imported here, because Triton may not be installed on a machine without a GPU.
         self._passes = import_module(f"kernels.codec.{_PASSES[backend]}")
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes and scales of a block."""
+        form = FORMATS[self.name]
+        return self.block_size * form.bits // 8 + form.scales * self.scale.itemsize
+
     def message_bytes(self, count: int) -> int:
         """Return the bytes of a message of `count` entries. Raises ValueError if blocks are not complete."""
         if count % self.block_size:
@@ -103,6 +109,26 @@ class BlockCode:
         """
         self._check(messages, out.shape[-1])
         self._passes.decode_and_sum(messages, self.name, self.block_size, self.scale, out)
+
+    def encode_mean(
+        self, messages: Tensor, count: int, divisor: float, error: Tensor | None = None, adds_error: bool = False
+    ) -> Tensor:
+        """Sum messages as `decode_and_sum`, divide by `divisor`, and encode the result.
+
+        Args:
+            messages: uint8 (rows, message_bytes(count)).
+            count: Entries of a message.
+            divisor: Number of rows for their mean.
+            error: FP32 (count,), becomes the quantization error of the result.
+            adds_error: Add `error` to the result before it is encoded.
+
+        Returns:
+            uint8 (1, message_bytes(count)).
+        """
+        self._check(messages, count)
+        return self._passes.encode_mean(
+            messages, self.name, self.block_size, self.scale, count, divisor, error, adds_error
+        )
 
     def _check(self, messages: Tensor, m: int) -> None:
         """Raise ValueError for messages of another length; a kernel would read beyond their end."""

@@ -92,6 +92,25 @@ def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, 
         add_in_order_(total[part], values.view(count, -1, block))
 
 
+def encode_mean(
+    messages: Tensor,
+    name: str,
+    block: int,
+    scale: torch.dtype,
+    count: int,
+    divisor: float,
+    error: Tensor | None,
+    adds_error: bool,
+) -> Tensor:
+    """Encode (sum of messages) / divisor, plus `error` if `adds_error`, as one message; see `BlockCode.encode_mean`."""
+    mean = torch.empty(count, dtype=torch.float32, device=messages.device)
+    decode_and_sum(messages, name, block, scale, mean)
+    mean.div_(divisor)
+    if error is not None and adds_error:
+        mean += error
+    return encode(mean.view(1, -1), name, block, scale, None if error is None else error.view(1, -1))
+
+
 def chunks_of(blocks: Tensor, copies: int = 1) -> list[slice]:
     """Return slices of the rows of (blocks, block) that are processed together; on a CPU they fit in its cache.
 

@@ -6,7 +6,8 @@ IEEE 754, blocks are summed pairwise, rounding works on the bits, and no result 
 `enable_fp_fusion` is off at every launch.
 
 Memory traffic per entry of b bits: encoding reads 4 bytes and writes b / 8, and 4 more with errors. Decoding reads
-b / 8 and writes 4. Summing n messages reads n b / 8 and writes 4. Scales add 2 to 8 bytes per block.
+b / 8 and writes 4. Summing n messages reads n b / 8 and writes 4. The encoded mean of n messages reads n b / 8 and
+writes b / 8, and 4 more with errors. Scales add 2 to 8 bytes per block.
 """
 
 import struct
@@ -274,6 +275,34 @@ def uniform(key, first, ROWS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.conste
     return (tl.reshape(words, (ROWS, WORDS, EACH)) >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
+@triton.jit
+def store_codes(
+    words,
+    scales,
+    message,
+    first,
+    blocks,
+    size,
+    codes,
+    low,
+    high,
+    inside,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store codes, int32 [ROWS, WORDS, EACH], and scales, FP32 [ROWS], of the blocks of a message that are `inside`."""
+    EACH: tl.constexpr = 32 // BITS
+    block = tl.arange(0, codes.shape[0])
+    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
+    packed = tl.sum(codes << (tl.arange(0, EACH) * BITS)[None, None, :], 2)
+    tl.store(words + message * size * 4 + first * (BLOCK // EACH) + word, packed, mask=inside[:, None])
+    at = scales_at(scales, message, first, blocks, size, BLOCK, BITS, SCALES)
+    store_scale(at + block * SCALES, low, inside)
+    if SCALES == 2:
+        store_scale(at + block * SCALES + 1, high, inside)
+
+
 @triton.jit(do_not_specialize=["blocks", "size", "key"])
 def encode_kernel(
     x,
@@ -318,12 +347,7 @@ def encode_kernel(
         difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
         tl.store(error + start + entry, difference, mask=inside[:, None, None])
 
-    packed = tl.sum(codes << (tl.arange(0, EACH) * BITS)[None, None, :], 2)
-    tl.store(words + message * size * 4 + first * (BLOCK // EACH) + word, packed, mask=inside[:, None])
-    at = scales_at(scales, message, first, blocks, size, BLOCK, BITS, SCALES)
-    store_scale(at + block * SCALES, low, inside)
-    if SCALES == 2:
-        store_scale(at + block * SCALES + 1, high, inside)
+    store_codes(words, scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
     if first + ROWS >= blocks:
         store_padding(scales, message, blocks, size, BLOCK, BITS, SCALES)
 
@@ -368,6 +392,52 @@ def decode_and_sum_kernel(
     for i in range(messages):
         total += decoded(words, scales, message + i * sums, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     store_values(out, message, first, blocks, total, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=["divisor", "messages", "blocks", "size"])
+def encode_mean_kernel(
+    words,
+    scales,
+    out_words,
+    out_scales,
+    error,
+    divisor,
+    messages,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ADDS_ERROR: tl.constexpr,
+):
+    """Sum messages in their order, divide by `divisor`, and encode the result as one message, all in registers.
+
+    HAS_ERROR: write the quantization error. ADDS_ERROR: add its value before to the result.
+    """
+    EACH: tl.constexpr = 32 // BITS
+    message, first = tile_of(blocks, ROWS)
+    total = tl.zeros((ROWS * BLOCK // EACH, EACH), tl.float32)
+    for i in range(messages):
+        total += decoded(words, scales, message + i, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    value = tl.reshape(total, (ROWS, BLOCK // EACH, EACH))
+    block, inside = inside_of(first, blocks, 1, ROWS)
+    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
+    entry = first * BLOCK + word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    if ADDS_ERROR:
+        value += tl.load(error + entry, mask=inside[:, None, None], other=0.0)
+    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
+    codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
+    if HAS_ERROR:
+        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        tl.store(error + entry, difference, mask=inside[:, None, None])
+    store_codes(out_words, out_scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
+    if first + ROWS >= blocks:
+        store_padding(out_scales, message, blocks, size, BLOCK, BITS, SCALES)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -31,7 +31,7 @@ def encode(
     _launch(
         triton_kernels.encode_kernel,
         rows,
-        (x, *_parts(messages, scale), x if error is None else error, x if keys is None else keys),
+        (x, *message_parts(messages, scale), x if error is None else error, x if keys is None else keys),
         (m // block, messages.shape[1] // 16),
         name,
         block,
@@ -50,7 +50,7 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
     assert out.is_contiguous()
     rows, m = out.shape
     sizes = m // block, messages.shape[1] // 16
-    _launch(triton_kernels.decode_kernel, rows, (*_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_kernels.decode_kernel, rows, (*message_parts(messages, scale), out), sizes, name, block)
 
 
 def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
@@ -58,7 +58,37 @@ def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, 
     assert out.is_contiguous()
     rows, sums, size = messages.shape if messages.ndim > 2 else (len(messages), 1, messages.shape[1])
     sizes = rows, sums, out.numel() // sums // block, size // 16
-    _launch(triton_kernels.decode_and_sum_kernel, sums, (*_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_kernels.decode_and_sum_kernel, sums, (*message_parts(messages, scale), out), sizes, name, block)
+
+
+def encode_mean(
+    messages: Tensor,
+    name: str,
+    block: int,
+    scale: torch.dtype,
+    count: int,
+    divisor: float,
+    error: Tensor | None,
+    adds_error: bool,
+) -> Tensor:
+    """Encode as `reference.encode_mean`, in one launch that stores no decoded values."""
+    assert error is None or error.is_contiguous()
+    rows, size = messages.shape
+    out = torch.empty(1, size, dtype=torch.uint8, device=messages.device)
+    parts, out_parts = message_parts(messages, scale), message_parts(out, scale)
+    _launch(
+        triton_kernels.encode_mean_kernel,
+        1,
+        (*parts, *out_parts, out_parts[0] if error is None else error),
+        (divisor, rows, count // block, size // 16),
+        name,
+        block,
+        warps=4,
+        LARGEST=FORMATS[name].largest,
+        HAS_ERROR=error is not None,
+        ADDS_ERROR=adds_error and error is not None,
+    )
+    return out
 
 
 def hadamard_(x: Tensor) -> None:
@@ -77,7 +107,7 @@ def hadamard_(x: Tensor) -> None:
     )
 
 
-def _parts(messages: Tensor, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+def message_parts(messages: Tensor, scale: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the messages viewed as words, int32, and as scales, int16 or int32."""
     flat = messages.reshape(-1)
     if not aligned(flat) or flat.storage_offset() % 4 > 0:  # an empty tensor has no address
@@ -89,7 +119,7 @@ def _launch(
     kernel: Any,
     rows: int,
     tensors: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
+    sizes: tuple[float, ...],
     name: str,
     block: int,
     more: tuple[int, ...] = (),
@@ -100,7 +130,7 @@ def _launch(
     form, per_tile = FORMATS[name], _TILE // block
     launching.launch(
         kernel,
-        (rows * -(-sizes[-2] // per_tile),),
+        (rows * -(-int(sizes[-2]) // per_tile),),
         *tensors,
         *sizes,
         *more,

@@ -95,8 +95,12 @@ def aligned(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
-    """Launch a Triton kernel on the device of its first argument, unless the grid is empty."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, moved: float = 0, **constants: Any) -> None:
+    """Launch a Triton kernel on the device of its first argument, unless the grid is empty.
+
+    moved: Bytes that `scripts.benchmarks.step_operators` counts in addition to one access to all arguments: those that
+        the kernel reads and writes by addresses in a table, and second accesses, less the parts that it does not touch.
+    """
     if 0 in grid:
         return
     device = arguments[0].device

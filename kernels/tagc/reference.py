@@ -44,15 +44,25 @@ def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     return union_of_bitmaps(torch.stack(masks))
 
 
-def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> None:
+def pack(
+    x: Tensor,
+    index: Tensor,
+    own: Tensor,
+    capacity: int,
+    out: Tensor,
+    rest: Tensor | None = None,
+    applied: Tensor | None = None,
+) -> None:
     """Move the entries of x at the index to a packed payload. Every entry is in exactly one of both, unchanged.
 
     Args:
-        x: FP32 (n,); sent entries are set to zero.
+        x: FP32 (n,); sent entries are set to zero, unless `rest` is given.
         index: Bitmap of all ranks. The first `capacity` entries of each block are packed.
         own: Bitmap of the entries that this rank sends; `index` itself to send all of them.
         capacity: Packed entries of a block.
         out: FP32 (blocks, capacity), written: the values of a block in ascending order of their indices, then zeros.
+        rest: FP32 (n,), becomes x without the sent entries if `applied`.
+        applied: bool ().
     """
     packed, position = packed_positions(index, capacity)
     sent = packed if own is index else packed & unpack_bits(own, packed.numel()).view(packed.shape)
@@ -61,7 +71,13 @@ def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> N
     slots = out.new_zeros(out.shape[0], capacity + 1)
     slots.scatter_(1, torch.where(packed, position, capacity), torch.where(sent, values, 0.0))
     out.copy_(slots[:, :capacity])
-    x.copy_(torch.where(sent, 0.0, values).view(-1)[: x.numel()])
+    left = torch.where(sent, 0.0, values).view(-1)[: x.numel()]
+    if rest is None or applied is None:
+        x.copy_(left)
+    elif applied.is_cpu:
+        rest.copy_(left if applied else rest)
+    else:
+        torch.where(applied, left, rest, out=rest)
 
 
 def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:

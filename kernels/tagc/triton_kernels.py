@@ -41,8 +41,24 @@ def select_kernel(x, bits, n, blocks, k, ROWS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "capacity"])
-def pack_kernel(x, index, own, packed, n, blocks, capacity, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Move the values at the index from x to `packed`, followed by zeros."""
+def pack_kernel(
+    x,
+    index,
+    own,
+    packed,
+    rest,
+    applied,
+    n,
+    blocks,
+    capacity,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Copy the values at the index from x to `packed`, followed by zeros, and all others to `rest`.
+
+    GATED: write `rest` only if `applied`.
+    """
     block, offset = tile_of(ROWS, BLOCK)
     entry = block * BLOCK + offset
     exists = block + tl.zeros_like(offset) < blocks
@@ -55,7 +71,10 @@ def pack_kernel(x, index, own, packed, n, blocks, capacity, ROWS: tl.constexpr, 
     tl.store(start + position, tl.where(sent, values, 0.0), mask=valid)
     unused = exists & (offset >= tl.sum(bits, 1)[:, None]) & (offset < capacity)
     tl.store(start + offset, tl.zeros_like(values), mask=unused)
-    tl.store(x + entry, tl.where(sent, 0.0, values), mask=entry < n)
+    written = entry < n
+    if GATED:
+        written = entry < tl.where(tl.load(applied) != 0, n, 0)
+    tl.store(rest + entry, tl.where(sent, 0.0, values), mask=written)
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "ranks", "capacity"])

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import launching
+from kernels.common.launching import as_flag
 from kernels.common.wire import padded_bytes
 from kernels.scape import triton_masks
 from kernels.scape.blocks import offset_bytes, offset_code
@@ -61,12 +62,35 @@ def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     return union_of_bitmaps(masks)
 
 
-def pack(x: Tensor, index: Tensor, own: Tensor, capacity: int, out: Tensor) -> None:
+def pack(
+    x: Tensor,
+    index: Tensor,
+    own: Tensor,
+    capacity: int,
+    out: Tensor,
+    rest: Tensor | None = None,
+    applied: Tensor | None = None,
+) -> None:
     """Pack as `reference.pack`; tensors are contiguous."""
     assert x.is_contiguous() and out.is_contiguous()
     blocks = out.shape[0]
-    sizes = x.numel(), blocks, capacity
-    launching.launch(triton_kernels.pack_kernel, _grid(blocks), x, index, own, out, *sizes, warps=_WARPS, **_SHAPE)
+    launching.launch(
+        triton_kernels.pack_kernel,
+        _grid(blocks),
+        x,
+        index,
+        own,
+        out,
+        x if rest is None else rest,
+        index if applied is None else as_flag(applied),
+        x.numel(),
+        blocks,
+        capacity,
+        warps=_WARPS,
+        moved=x.nbytes if rest is None else 0,
+        GATED=applied is not None,
+        **_SHAPE,
+    )
 
 
 def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from kernels.codec.formats import FORMATS
 from kernels.codec.reference import unpack
 from kernels.scape.mask_code import decode_offsets
+from kernels.scape.mask_code import encode_offsets as encode_offsets
 from kernels.scape.reference import select_rows, unpack_bits
 from kernels.topk.layout import Grid, Received
 
@@ -51,16 +52,25 @@ def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
     return tiles.gather(1, offsets), offsets
 
 
-def keep_(residual: Tensor, x: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
-    """Set residual = x, FP32 (n,), with `errors` in the place of the selected entries, if `applied`, bool ().
-
-    x may be overwritten. offsets and errors: (tiles, k).
-    """
-    tiles = to_blocks(x, grid).scatter_(1, offsets, errors)
-    kept = from_blocks(tiles, grid)
+def accumulate_(residual: Tensor, x: Tensor, decay: float, applied: Tensor) -> None:
+    """Set residual = x + decay * residual, FP32 (n,), if `applied`, bool ()."""
     if applied.is_cpu:
         if applied:
-            residual.copy_(kept)
+            torch.add(x, residual, alpha=decay, out=residual)
+    else:
+        torch.where(applied, torch.add(x, residual, alpha=decay), residual, out=residual)
+
+
+def keep_(residual: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
+    """Replace the selected entries of the residual, FP32 (n,), by `errors`, if `applied`, bool ().
+
+    offsets and errors: (tiles, k).
+    """
+    if applied.is_cpu and not applied:
+        return
+    kept = from_blocks(to_blocks(residual, grid).scatter(1, offsets, errors), grid)
+    if applied.is_cpu:
+        residual.copy_(kept)
     else:
         torch.where(applied, kept, residual, out=residual)
 

@@ -4,8 +4,9 @@ A program processes ROWS tiles of a tensor as [ROWS, COLUMNS]; COLUMNS is the nu
 a power of two. Values are added in the order of the replicas, one message after the other, with a barrier in between:
 the entries of one message are distinct, so that no atomics are needed.
 
-Memory traffic per entry: selection reads 4 bytes, error feedback reads and writes 4, and the mean writes and reads what
-stays in the cache of a program, 4 bytes and 2 for the number of senders.
+Memory traffic per entry: adding x to the residual reads 8 bytes and writes 4, selection reads 4, error feedback writes
+the selected entries, and the mean writes and reads what stays in the cache of a program, 4 bytes and 2 for the number
+of senders.
 """
 
 import triton
@@ -52,10 +53,20 @@ def select_kernel(
     tl.store(values + slot, loaded, mask=chosen)
 
 
+@triton.jit(do_not_specialize=["decay"])
+def accumulate_kernel(residual, x, applied, n, decay, TILE: tl.constexpr):
+    """Set residual = x + decay * residual if `applied`, rounded once, as PyTorch does on a GPU."""
+    if tl.load(applied) != 0:
+        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        inside = at < n
+        before = tl.load(residual + at, mask=inside, other=0.0)
+        after = tl.fma(before, tl.zeros_like(before) + decay, tl.load(x + at, mask=inside, other=0.0))
+        tl.store(residual + at, after, mask=inside)
+
+
 @triton.jit(do_not_specialize=["tiles", "k", "rows", "columns", "across", "height", "width"])
 def keep_kernel(
     residual,
-    x,
     offsets,
     errors,
     applied,
@@ -70,13 +81,9 @@ def keep_kernel(
     COLUMNS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Copy x to the residual, then store the errors of the selected entries, if `applied`."""
+    """Store the errors of the selected entries in the residual, if `applied`."""
     if tl.load(applied) != 0:
         tile, exists = tiles_of(tiles, ROWS)
-        at, valid = address_of(tile, tl.arange(0, COLUMNS)[None, :], rows, columns, across, height, width)
-        valid = valid & exists
-        tl.store(residual + at, tl.load(x + at, mask=valid, other=0.0), mask=valid)
-        tl.debug_barrier()
         number = tl.arange(0, ENTRIES)[None, :]
         selected = exists & (number < k)
         offset = tl.load(offsets + tile * k + number, mask=selected, other=0)

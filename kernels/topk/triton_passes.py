@@ -8,11 +8,14 @@ from torch import Tensor
 from kernels.common import launching
 from kernels.common.launching import as_flag
 from kernels.scape.blocks import offset_code
+from kernels.scape.triton_masks import encode_offsets_kernel
 from kernels.topk import reference, triton_kernels
 from kernels.topk.layout import Grid, Received
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program
+_FLAT = 1 << 12  # entries of a program without tiles
+_OFFSETS = 1 << 10  # offsets of a program
 _FORMS = {
     "float32": triton_kernels.FLOAT.value,
     "2bit": triton_kernels.TWO_BITS.value,
@@ -30,15 +33,49 @@ def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
     return values, offsets
 
 
-def keep_(residual: Tensor, x: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
+def accumulate_(residual: Tensor, x: Tensor, decay: float, applied: Tensor) -> None:
+    """Compute as `reference.accumulate_`; tensors are contiguous."""
+    launching.launch(
+        triton_kernels.accumulate_kernel,
+        (-(-x.numel() // _FLAT),),
+        residual,
+        x,
+        as_flag(applied),
+        x.numel(),
+        decay,
+        warps=8,
+        moved=residual.nbytes,
+        TILE=_FLAT,
+    )
+
+
+def keep_(residual: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
     """Set the residual as `reference.keep_`; tensors are contiguous."""
     if grid.size > _LARGEST:
-        reference.keep_(residual, x, grid, offsets, errors, applied)
+        reference.keep_(residual, grid, offsets, errors, applied)
         return
+    touched = min(residual.nbytes, 32 * errors.numel())  # a sector for each entry
     _launch(
-        triton_kernels.keep_kernel, grid, k := offsets.shape[1], residual, x, offsets, errors, as_flag(applied),
-        ENTRIES=_power(k),
+        triton_kernels.keep_kernel, grid, k := offsets.shape[1], residual, offsets, errors, as_flag(applied),
+        ENTRIES=_power(k), moved=touched - residual.nbytes,
     )  # fmt: skip
+
+
+def encode_offsets(offsets: Tensor, size: int) -> Tensor:
+    """Encode as `mask_code.encode_offsets`."""
+    if size > _LARGEST:
+        return reference.encode_offsets(offsets, size)
+    (blocks, k), code = offsets.shape, offset_code(offsets.shape[1], size)
+    nbytes = blocks * code.nbytes
+    coded = torch.zeros(-(-nbytes // 4) * 4, dtype=torch.uint8, device=offsets.device)  # the kernel writes whole words
+    launching.launch(
+        encode_offsets_kernel,
+        (-(-offsets.numel() // _OFFSETS),),
+        *(offsets.to(torch.int16), coded, offsets.numel(), blocks, nbytes, k, code.nbytes, code.unary, code.low),
+        warps=4,
+        TILE=_OFFSETS,
+    )
+    return coded[:nbytes]
 
 
 def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None:

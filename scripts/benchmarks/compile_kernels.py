@@ -20,11 +20,20 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import TRITON_DTYPES, block_code, cosine_passes, tagc_passes, topk_passes
+from kernels import (
+    TRITON_DTYPES,
+    block_code,
+    cosine_passes,
+    exchange_passes,
+    masked_payload,
+    tagc_passes,
+    topk_passes,
+)
 from kernels.codec.formats import FORMATS, STOCHASTIC
 from kernels.common import launching
 from kernels.common.rates import Rates
 from kernels.dense.triton_passes import Finite, TritonAdams
+from kernels.exchange.layout import BlockSlices
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.ownership import Ownership
 from kernels.scape.passes import pack_all, squares_all, update_all
@@ -85,7 +94,9 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
     """Return (kernel, signature, constants, attributes, warps) of each distinct launch."""
     found: dict[Any, Any] = {}
 
-    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
+    def note(
+        kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, moved: float = 0, **constants: Any
+    ) -> None:
         signature: dict[str, str] = {}
         attributes: dict[Any, Any] = {}
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
@@ -116,6 +127,13 @@ def _take_steps(quick: bool) -> None:
         _codec_step(name, 128, torch.bfloat16)
         for block in () if quick else (32, 1024):
             _codec_step(name, block, torch.float32)
+    exchanged = [("2bit", 128, torch.float32)]
+    if not quick:
+        exchanged += [(name, 128, dtype) for name in ("1bit", "e2m1", "int8") for dtype in TRITON_DTYPES[:2]]
+        exchanged += [("e2m1", 32, torch.float32), ("int4", 1024, torch.float32)]
+    for name, block, dtype in exchanged:
+        _exchange_step(name, block, dtype)
+    _masked_step()
     _tagc_step()
     for form in ("float32",) if quick else ("float32", "2bit", "1bit"):
         _topk_step(BlockGrid(1, 4096, 1, 1024), 10, form)
@@ -127,7 +145,8 @@ def _topk_step(grid: BlockGrid, k: int, form: str) -> None:
     passes, x = topk_passes("triton"), torch.zeros(grid.rows * grid.columns)
     messages = TopkMessages([grid], [k], form)
     values, offsets = passes.select(x, grid, k)
-    passes.keep_(x, x, grid, offsets, values, torch.tensor(True))
+    passes.accumulate_(x, x, 0.95, torch.tensor(True))
+    passes.keep_(x, grid, offsets, values, torch.tensor(True))
     received = torch.zeros(2, messages.nbytes, dtype=torch.uint8)
     for over_senders in (False, True):
         passes.mean_(x, grid, messages.received(received, 0, None), over_senders)
@@ -219,6 +238,35 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
         code.hadamard_(x)
     code.decode(messages, x)
     code.decode_and_sum(messages, x[0])
+    for adds_error in (False, True):
+        code.encode_mean(messages, 4 * block, 2.0, x[0], adds_error)
+    code.encode_mean(messages, 4 * block, 2.0)
+
+
+def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
+    """Launch the passes of SPARTA, on parameters of `dtype`, and of gradients with error feedback."""
+    passes, applied, code = exchange_passes("triton", [dtype]), torch.tensor(True), block_code("triton", name, block)
+    sizes = (6 * block, block + 8, 5)
+    anchors, errors = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]
+    thetas = [torch.zeros(n, dtype=dtype) for n in sizes]
+    displacements = [
+        BlockSlices(anchors, thetas, code, 12 * block, 2, 0, repeats=True),
+        BlockSlices(anchors, thetas, code, 12 * block, 2, 0, errors, anchors, repeats=True),
+    ]
+    for slices in displacements:
+        passes.apply(slices, passes.encode(slices, subtracts=True), applied, subtracts=True)
+    for residuals in (errors, []):
+        slices = BlockSlices(anchors, residuals, code, 12 * block, 2, 0)
+        passes.apply(slices, passes.encode(slices, subtracts=False), applied, subtracts=False)
+
+
+def _masked_step() -> None:
+    masked, sizes = masked_payload("triton"), (4096, 100)
+    masks = [torch.full((-(-n // 8),), 255, dtype=torch.uint8) for n in sizes]
+    tensors, residuals = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]
+    payload = masked.MaskedPayload(masked.MaskedTensors(masks, sizes, sizes), tensors, residuals, torch.tensor(True))
+    payload.fill(chunk := torch.zeros(sum(sizes)), 0)
+    payload.store(chunk, 0)
 
 
 def _tagc_step() -> None:

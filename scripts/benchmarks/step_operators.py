@@ -119,7 +119,11 @@ class StepCounter(TorchDispatchMode):
         """Count a launch of a Triton kernel with these arguments."""
         self.count.triton += 1
         self.count.launches += 1
-        distinct = {id(tensor): tensor for tensor in self._tensors(tensors)}  # unused arguments are given another one
+        # Messages are given as words and as scales; unused arguments are another argument once more.
+        distinct = {
+            (each.untyped_storage()._cdata, each.storage_offset() * each.element_size(), each.nbytes): each
+            for each in self._tensors(tensors)
+        }
         self.count.bytes += sum(map(tensor_bytes, distinct.values()))
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
@@ -176,9 +180,10 @@ def as_one_rank(counter: StepCounter) -> Iterator[None]:
         counter.count.collectives += 1
         return SimpleNamespace(wait=lambda: None)
 
-    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, moved: float = 0, **constants: Any) -> None:
         if 0 not in grid:
             counter.launched(*arguments)
+            counter.count.bytes += moved
 
     library = SimpleNamespace(
         **dict.fromkeys(("all_reduce", "all_to_all_single", "all_gather_into_tensor"), collective),
@@ -199,6 +204,7 @@ def triton_everywhere() -> Iterator[None]:
     """Choose the Triton backend for tensors that are not on a GPU. Launches must be replaced."""
     import kernels.codec.triton_passes
     import kernels.dense.triton_passes
+    import kernels.exchange.triton_passes
     import kernels.scape.triton_updates
     import kernels.tagc.triton_passes  # noqa: F401  # compiled functions, not those of the interpreter
 
@@ -234,8 +240,9 @@ def count_step(name: str, model: LocalModel, replicas: int, backend: str = "trit
         method = build(name, model, replicas, backend, **options)
         applied = torch.ones((), dtype=torch.bool, device=META)
         first = getattr(method.options, "inner_steps", 1)
-        number = first * 2 if isinstance(method, LocalMethod) else 2
-        for before in (1, 2, 3) if method.holds_optimizer_state else ():  # the first masks are all ones
+        number = first * 2 if isinstance(method, LocalMethod) else 4
+        # The first masks of SCAPE are all ones; Radius prepares its masks in the first step after a refresh.
+        for before in (1, 2, 3) if method.holds_optimizer_state or name == "radius" else ():
             _take(method, StepInfo(before, applied), StepCounter())
         gradients, counter.count = [torch.empty(n, device=META) for n in model.sizes], StepCount()
         _take(method, StepInfo(number, applied), counter, gradients)
@@ -303,9 +310,9 @@ exchange in the steady state, one of N replicas, one rank per node. The optimize
 in `scape`.
 
 An operator is one call below autograd that is no view; one with a list of tensors counts once. Bytes are those of all
-inputs and outputs of operators and Triton launches; a tensor that a launch both reads and writes counts once. The bytes
-of `scape` are the closed form of its passes. Temporary is the largest sum of tensors that exist at once and are created
-in the step.
+inputs and outputs of operators and Triton launches, each once. Launches on addresses of tensors, and on tensors that
+they read and write, state what they move in addition. The bytes of `scape` are the closed form of its passes.
+Temporary is the largest sum of tensors that exist at once and are created in the step.
 
 {body}
 """

@@ -142,15 +142,17 @@ class LocalCost(GradientCost):
     def traffic_per_parameter(self) -> float:
         """Return the mean bytes per parameter and step over a round.
 
-        Displacement: 12 to read anchor and parameter and write it, 16 to fill and empty chunks, 16 to encode and
-        decode. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to write the parameter.
-        Restart: 8 to copy the anchor to the parameter.
+        Displacement: 12 to read anchor and parameter and write it. Exchange: that of the gradient method, or 32 to
+        fill, divide and empty chunks of FP32. Outer step: 4 to read the mean, 8 each to read and write anchor and
+        momentum, 4 to write the parameter. Restart: 8 to copy the anchor to the parameter.
         """
-        options = self.options
-        coded = 16.0 if isinstance(options.averaging(), QuantizedOptions) else 0.0
+        options, averaging = self.options, self.options.averaging()
+        cost = averaging.cost()
+        assert isinstance(cost, GradientCost)
+        exchange = 32.0 if isinstance(averaging, DenseOptions) else cost.traffic_per_parameter()
         momentum = 8.0 if options.stores_momentum() else 0.0
         restart = 8.0 if options.schedule().restart else 0.0
-        return (12.0 + 16.0 + coded + 4.0 + 8.0 + momentum + 4.0 + restart) / options.inner_steps
+        return (12.0 + exchange + 4.0 + 8.0 + momentum + 4.0 + restart) / options.inner_steps
 
     def shared_states(self, model: LocalModel) -> dict[str, float]:
         """Return the bytes of anchor and outer momentum, on the device or on the host."""
@@ -195,11 +197,6 @@ class LocalCost(GradientCost):
 @dataclass(frozen=True)
 class SparseLocalCost(LocalCost):
     """Cost of local updates that send the largest entries of the displacements, with error feedback."""
-
-    def traffic_per_parameter(self) -> float:
-        averaging = self.options.averaging().cost()
-        assert isinstance(averaging, GradientCost)
-        return super().traffic_per_parameter() + averaging.traffic_per_parameter() / self.options.inner_steps
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = {"residual": 4.0 * model.entries, "messages": replicas * gathered_bytes(self, model, replicas)}

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kernels import TRITON_DTYPES, choose_backend, outer_step
 from kernels.common.host_memory import host_tensors
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
@@ -107,6 +108,8 @@ class LocalUpdates(LocalMethod):
         schedule, host = options.schedule(), options.host
         self.schedule, self.outer = schedule, self.outer_optimizer(options)
         averaging = options.averaging()
+        backend = choose_backend(context.kernels, context.shards[0].device) if context.shards else "torch"
+        self._outer_step = None if host else outer_step(backend)  # a kernel with all of `_apply`
         self._anchors = self._zeros(host)
         for shard in context.shards:
             self._anchors[shard.name].copy_(stored(shard.parameter).detach())
@@ -234,6 +237,9 @@ class LocalUpdates(LocalMethod):
         self.scale_means({shard.name: mean for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)})
         for shard, mean in zip(exchange.shards, exchange.wait(), strict=True):
             theta, anchor, momentum = stored(shard.parameter), self._anchors[shard.name], self._momenta.get(shard.name)
+            if self._outer_step is not None and theta.is_contiguous() and theta.dtype in TRITON_DTYPES:
+                self._outer_step(anchor, theta, momentum, mean, self.outer.rate, self.outer.momentum, mix)
+                continue
             # These are copies if the states are in host memory.
             on_device = anchor.to(theta.device)
             v = None if momentum is None else momentum.to(theta.device)

@@ -72,6 +72,14 @@ def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: 
             code.decode(given, value)
             code.decode_and_sum(given, total)
         assert same(*values) and same(*sums)
+        errors = [x[:1].flatten().clone() for _ in range(2)] if rows else []
+        for adds_error in (False, True) if rows else ():
+            means = [
+                code.encode_mean(given, x.shape[1], 3.0, error, adds_error)
+                for code, error in zip((twin, kernel), errors, strict=True)
+            ]
+            assert torch.equal(*means) and same(*errors)
+            assert torch.equal(kernel.encode_mean(given, x.shape[1], 3.0), twin.encode_mean(given, x.shape[1], 3.0))
 
 
 def check_rounding_follows(name: str, block: int, rows: int, blocks: int, device: str = "cpu") -> None:

@@ -37,6 +37,12 @@ def check_packed(n: int, k: int, ties: bool, device: str = "cpu") -> None:
             for passes, x_left, out in zip((twin, kernels), left, packed[:, rank], strict=True):
                 passes.pack(x_left, index, own[rank] if rank else index, capacity, out)
             assert same(*left)
+            for applied in (True, False):
+                rest = [x.clone().fill_(7.0) for _ in range(2)]
+                for passes, kept in zip((twin, kernels), rest, strict=True):
+                    flag = torch.tensor(applied, device=device)
+                    passes.pack(x, index, index, capacity, packed[0, 0].clone(), kept, flag)
+                assert same(*rest) and same(rest[0], x.clone().fill_(7.0)) != applied
         assert same(*packed)
         sums = [torch.full((n,), torch.nan, device=device) for _ in range(2)]
         twin.expand(packed[0], index, sums[0])

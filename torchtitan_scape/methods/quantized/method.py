@@ -5,17 +5,17 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 1-bit SGD (Seide et al., 2014) and LoCo (Xie et al., arXiv:2407.04480).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend
-from kernels.codec.formats import FORMATS
+from kernels import block_code, choose_backend, exchange_passes
+from kernels.exchange.layout import BlockSlices
 from topology.comm_stream import Handle
 from topology.partition import Chunk
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.methods.chunked import ChunkedMethod
+from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 
@@ -38,12 +38,15 @@ class Quantized(ChunkedMethod):
 
     def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
         backend = choose_backend(context.kernels, context.shards[0].device)
-        super().__init__(context, options, block_code(backend, options.code, options.block))
-        self._fills_blocks = FORMATS[options.code].largest is None
+        self._code = block_code(backend, options.code, options.block)
+        super().__init__(context, options, self._code)
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
         self._uncompressed = False  # in this step
+        fused = len(self.collectives.levels) == 1 and not options.fills_blocks
+        self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
+        self._slices: dict[int, BlockSlices] = {}  # by chunk
 
     def begin(self) -> None:
         self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
@@ -79,6 +82,33 @@ class Quantized(ChunkedMethod):
 
         return handle, finish
 
+    def start_chunk(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> ChunkInFlight:
+        """Exchange a chunk as with `send`, bitwise. On one level no buffer is filled where the kernels run."""
+        if self._passes is None or self._uncompressed:
+            return super().start_chunk(number, gradients)
+        passes, slices = self._passes, self._slices_of(number, gradients)
+        rule = {"subtracts": False, "factor": self.context.gradient_scale}
+        sent = passes.encode(slices, **rule)
+        handle = self.collectives.all_reduce_messages(sent.messages, sent.means, slices.count, slices.code, sent.error)
+
+        def finish(info: StepInfo) -> None:
+            handle.wait()
+            sent.record_stream()  # a hook of the backward pass may have allocated it on another stream
+            passes.apply(slices, sent, info.applied, **rule)
+            slices.first = ()  # otherwise it keeps the memory of the gradients
+
+        return ChunkInFlight(handle, finish)
+
+    def _slices_of(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> BlockSlices:
+        chunk = self.chunks[number]
+        if number not in self._slices:
+            size, ranks = self.collectives.padded_size(chunk.entries, self._code), self.collectives.replicas
+            residuals = self._parts(self._pending, chunk)
+            self._slices[number] = BlockSlices([], residuals, self._code, size, ranks, self.collectives.replica)
+        slices = self._slices[number]
+        slices.first = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
+        return slices
+
     def _add_owner_error(
         self, chunk: Chunk, values: Tensor, owner_errors: list[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -107,7 +137,7 @@ class Quantized(ChunkedMethod):
 
     def _fill_short_blocks(self, chunk: Chunk, values: Tensor) -> None:
         """Repeat the entries of a shorter last block. Zeros would reduce its scale, the mean magnitude."""
-        if self.codec is None or self._uncompressed or not self._fills_blocks:
+        if self.codec is None or self._uncompressed or not self.options.fills_blocks:
             return
         block = self.codec.block_size
         for s in chunk.slices:

@@ -37,12 +37,17 @@ class QuantizedOptions(MethodOptions):
         super().__post_init__()
         self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
 
+    @property
+    def fills_blocks(self) -> bool:
+        """Return whether the scale is a mean magnitude, so that a short block is filled with its own entries."""
+        return FORMATS[self.code].largest is None
+
     def keeps_owner_error(self, replicas: int) -> bool:
         """Return whether an owner stores the quantization error of its mean as a separate state.
 
         With few bits N times that error is so large that it would determine the scales of the owner's own message.
         """
-        return self.error_feedback and FORMATS[self.code].largest is None and replicas > 1
+        return self.error_feedback and self.fills_blocks and replicas > 1
 
     def needs_comm_streams(self) -> bool:
         return True
@@ -68,14 +73,19 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter.
+        """Return the bytes per parameter of the kernels on one level.
 
-        16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with error feedback 12 to add the residual and
-        16 to store the error; for a separate owner's error 28 to gather, add and store it. The share that an owner
-        reduces is 1/N of the entries and neglected.
+        4 to read the gradient, 4 to write the result, and four messages written or read; with error feedback 16 more to
+        read gradient and residual again and write the residual. The share of an owner, 8 / N, is neglected.
+
+        Codes of one and two bits use buffers: 16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with
+        error feedback 28 to add the residual and store the error, and 28 for that of the owner.
         """
-        feedback = 28.0 if self.options.error_feedback else 0.0
-        return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
+        feedback = self.options.error_feedback
+        if self.options.fills_blocks:
+            return 32.0 + (56.0 if feedback else 0.0)
+        messages = 4.0 * encoded_bytes(self.options.code, self.options.block)
+        return messages + (24.0 if feedback else 8.0)
 
     @property
     def chunk_bytes(self) -> float:

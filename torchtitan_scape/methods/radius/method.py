@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import choose_backend, masked_payload
 from kernels.scape.blocks import entries_per_block
 from kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
-from topology.chunks import AddingSource
+from topology.chunks import AddingSource, ConcatSource, JoinedSource
 from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.methods.base import GradientMethod
@@ -57,6 +58,8 @@ class Radius(GradientMethod):
         sizes = [shard.size for shard in self._shards]
         self._selected = mask_counts(sizes, options.density, options.selection)
         self._mask_counts: list[int] | None = None  # None: to be read from the device
+        self._kernels = masked_payload(choose_backend(context.kernels, context.shards[0].device))
+        self._masked: Any = None  # the masks as the kernels read them; None if they may have changed
         self._start = options.start if options.start >= 0 else context.total_steps // 5
         self._is_refresh = False
         self._step_norms: list[Tensor] | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
@@ -88,6 +91,7 @@ class Radius(GradientMethod):
             self._scale_released(info.applied)
         for bits, mask in zip(self._bits, masks, strict=True):
             masked_copy_(bits, mask, info.applied)
+        self._masked = None
         if self._mask_counts != self._selected:
             self._mask_counts = None  # they depend on `info.applied`, which is on the device
 
@@ -99,7 +103,7 @@ class Radius(GradientMethod):
         for shard in self.context.shards:
             if shard.name in self._masks:
                 self._masks[shard.name].copy_(_all_ones(shard))
-        self._mask_counts = None
+        self._mask_counts = self._masked = None
 
     def states(self) -> list[State]:
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
@@ -128,6 +132,13 @@ class Radius(GradientMethod):
         """Replace the gradients by their mean inside the mask and 0 outside it; add those outside to the residuals."""
         counts = self._entries_in_mask()
         sparse = [gradients[i] for i in self._sparse]
+        uncompressed = [gradients[i] for i in self._uncompressed]
+        if self._kernels is not None and counts and min(counts) > 0:
+            if self._masked is None:
+                self._masked = self._kernels.MaskedTensors(self._bits, [x.numel() for x in sparse], counts)
+            payload = self._kernels.MaskedPayload(self._masked, sparse, self._residuals, applied)
+            self.collectives.all_reduce_chunked(JoinedSource([payload, ConcatSource(uncompressed)]))
+            return
         for x, residual, bits, k in zip(sparse, self._residuals, self._bits, counts, strict=True):
             if k == x.numel():
                 continue
@@ -136,8 +147,8 @@ class Radius(GradientMethod):
             x.index_fill_(0, indices, 0.0)
             masked_copy_(residual, x + residual, applied)
             x[:k] = values  # the payload reuses the gradient's memory
-        payload = [x[:k] for x, k in zip(sparse, counts, strict=True)]
-        self.collectives.all_reduce_chunked([*payload, *(gradients[i] for i in self._uncompressed)])
+        copies = [x[:k] for x, k in zip(sparse, counts, strict=True)]
+        self.collectives.all_reduce_chunked([*copies, *uncompressed])
         for x, bits, k in zip(sparse, self._bits, counts, strict=True):
             if k < x.numel():
                 values = x[:k].clone()

@@ -7,13 +7,16 @@ entry; the quantization error stays in the parameters of the replica (error feed
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend
+from kernels import block_code, choose_backend, exchange_passes
+from kernels.codec.codes import BlockCode
+from kernels.exchange.layout import BlockSlices
 from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
 from topology.partition import Chunk, Slice, chunks_of
@@ -41,6 +44,7 @@ class _GroupChunk(NamedTuple):
         owner_error: views of the owner's error; empty if it is not a separate state.
         matrices: positions of the views that belong to Muon's matrices.
         round_steps: views of the round's steps of these.
+        slices: all views, for the kernels that need no buffer; None where they do not run.
     """
 
     entries: int
@@ -49,6 +53,7 @@ class _GroupChunk(NamedTuple):
     owner_error: list[Tensor]
     matrices: list[int]
     round_steps: list[Tensor]
+    slices: BlockSlices | None
 
 
 class Sparta(LocalMethod):
@@ -79,10 +84,14 @@ class Sparta(LocalMethod):
     def __init__(self, context: MethodContext, options: SpartaOptions) -> None:
         super().__init__(context, options)
         self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in context.shards}
-        self._codec: Codec | None = None
+        self._codec: BlockCode | None = None
+        self._passes: Any = None  # kernels for an encoded exchange on one level
         self._owner_error: dict[str, Tensor] = {}
         if options.code != "float32" and self.collectives.replicas > 1:
-            self._codec = block_code(choose_backend(context.kernels, context.shards[0].device), options.code, BLOCK)
+            backend = choose_backend(context.kernels, context.shards[0].device)
+            self._codec = block_code(backend, options.code, BLOCK)
+            if len(self.collectives.levels) == 1:
+                self._passes = exchange_passes(backend, (stored(s.parameter).dtype for s in context.shards))
             if self.collectives.replicas > MANY_REPLICAS:
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         self._round: RoundSteps | None = None
@@ -156,8 +165,22 @@ class Sparta(LocalMethod):
             matrices = [i for i, view in enumerate(steps) if view is not None]
             round_steps = [view for view in steps if view is not None]
             errors = owner_error[0] if owner_error else []
-            built.append(_GroupChunk(chunk.entries, anchors, thetas, errors, matrices, round_steps))
+            blocks = self._block_slices(chunk.entries, anchors, thetas, errors, steps) if self._passes else None
+            built.append(_GroupChunk(chunk.entries, anchors, thetas, errors, matrices, round_steps, blocks))
         return built
+
+    def _block_slices(
+        self,
+        entries: int,
+        anchors: list[Tensor],
+        thetas: list[Tensor],
+        owner_error: list[Tensor],
+        steps: list[Tensor | None],
+    ) -> BlockSlices:
+        assert self._codec is not None
+        size, replicas = self.collectives.padded_size(entries, self._codec), self.collectives.replicas
+        ranks = replicas, self.collectives.replica
+        return BlockSlices(anchors, thetas, self._codec, size, *ranks, owner_error, steps, repeats=True)
 
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
         """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
@@ -192,6 +215,8 @@ class Sparta(LocalMethod):
 
     def _send(self, chunk: _GroupChunk, codec: Codec | None, applied: Tensor) -> Exchange:
         """Start the exchange of a chunk. The returned function updates anchor and parameters with the result."""
+        if codec is not None and chunk.slices is not None:
+            return self._send_in_place(chunk.slices, applied)
         size, replicas = self.collectives.padded_size(chunk.entries, codec), self.collectives.replicas
         values = _gather(chunk.anchors, size).sub_(_gather(chunk.thetas, size))
         quantization_error = torch.zeros_like(values) if codec else None
@@ -230,6 +255,14 @@ class Sparta(LocalMethod):
                 torch._foreach_copy_(chunk.owner_error, _block_views(owner_error, chunk.owner_error))
 
         return handle, finish
+
+    def _send_in_place(self, slices: BlockSlices, applied: Tensor) -> Exchange:
+        """Exchange a chunk as `_send`, bitwise, with kernels that encode and update the tensors without a buffer."""
+        sent = self._passes.encode(slices, subtracts=True)
+        handle = self.collectives.all_reduce_messages(
+            sent.messages, sent.means, slices.count, slices.code, sent.error, adds_error=bool(slices.owner_error)
+        )
+        return handle, partial(self._passes.apply, slices, sent, applied, subtracts=True)
 
 
 def _gather(tensors: list[Tensor], size: int) -> Tensor:

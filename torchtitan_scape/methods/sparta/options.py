@@ -9,7 +9,7 @@ from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.wire import encoded_size
+from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
 
 BLOCK = 128  # entries that are exchanged together and share a scale
 # With more replicas the owner's error is a separate state, not part of its parameters; and with Muon the mean step of a
@@ -114,16 +114,17 @@ class SpartaCost(GradientCost):
         return calls
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic in bytes per step.
+        """Return the traffic of the kernels in bytes per step, as `scripts.benchmarks.step_operators` counts it.
 
-        Per entry: 12 to read anchor and parameter and write the displacement, 16 to fill and empty chunks, 16 to encode
-        and decode, 4 to read the mean, 8 to read and write the anchor, 4 to write the parameter, 28 to gather, add and
-        store the owner's error.
+        Per entry of an encoded exchange on one level: 8 to read anchor and parameter, 16 to read and write them with
+        the result, four messages, 12 for the owner's error as a state, else 8 / N for the owner. FP32 is exchanged by
+        PyTorch operators through buffers, 124 per entry.
         """
-        coded = 0.0 if self.options.code == "float32" else 16.0
-        owner_error = 28.0 if self.keeps_owner_error(replicas) else 0.0
-        moved = (12.0 + 16.0 + coded + 4.0 + 8.0 + 4.0 + owner_error) / self.options.interval
-        return 0.0, moved * model.entries
+        moved = 124.0
+        if self.options.code != "float32":
+            owner = 12.0 if self.keeps_owner_error(replicas) else 8.0 / replicas
+            moved = 24.0 + 4.0 * encoded_bytes(self.options.code, BLOCK) + owner
+        return 0.0, moved / self.options.interval * model.entries
 
     def keeps_owner_error(self, replicas: int) -> bool:
         """Return whether the owner's error is a separate state."""

@@ -12,7 +12,6 @@ from kernels import choose_backend, tagc_passes
 from kernels.scape.blocks import entries_per_block
 from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
 from torchtitan_scape.core.parameters import split
-from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.tagc.options import TagcOptions
@@ -59,8 +58,7 @@ class Tagc(GradientMethod):
         bitmaps = union.split([blocks * BITMAP for blocks in self._blocks])
         rows = packed.split(self._blocks)
         for x, residual, bits, row in zip(sparse, self._residuals, bitmaps, rows, strict=True):
-            self._passes.pack(x, bits, bits, self._capacity, row)
-            masked_copy_(residual, x, info.applied)
+            self._passes.pack(x, bits, bits, self._capacity, row, residual, info.applied)
         self.collectives.all_reduce_chunked([packed.view(-1), *(gradients[i] for i in self._uncompressed)])
         for x, bits, row in zip(sparse, bitmaps, rows, strict=True):
             self._passes.expand(row[None], bits, x)

@@ -65,12 +65,14 @@ class TagcCost(GradientCost):
         """Return the blocks of all parameters that are compressed."""
         return sum(-(-math.prod(shape) // BLOCK) for shape in model.matrices(self.options.dense_names))
 
-    def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter.
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the bytes per step.
 
-        12 to add the residual, 4 to select, 8 to pack, 8 to store the residual, 4 to write the mean.
+        Per parameter 12 to add the residual, 4 to select, 8 to read and store the residual, 4 to write the mean, 1 for
+        the bitmaps; per packed entry 4 to write it, 8 to divide and 4 to read.
         """
-        return 36.0
+        packed = self.blocks(model) * capacity(self.options.density, replicas)
+        return 0.0, 29.0 * model.entries + 16.0 * packed
 
     def residual_entries(self, model: LocalModel) -> int:
         return count_entries(model.matrices(self.options.dense_names))

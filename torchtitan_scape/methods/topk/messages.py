@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 from kernels import block_code, topk_passes
 from kernels.codec.formats import FORMATS
 from kernels.codec.reference import pack
-from kernels.scape.mask_code import encode_offsets
 from kernels.topk.layout import Received
 from kernels.topk.reference import offsets_of, values_of
 from torchtitan_scape.core.tensors import indices_by_key, packed_bits
@@ -72,7 +71,7 @@ class TopkMessages:
         selected: number of entries per tile, for each tensor.
         values: "float32"; "2bit", four means per tensor; "1bit", signs and one mean magnitude per tensor; or a block
             code of the concatenated values of all tensors.
-        backend: implementation of the block code and of `mean_`, "torch" or "triton".
+        backend: implementation of the block code, of offsets and of `mean_`, "torch" or "triton".
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class TopkMessages:
         forms = [(grid.size, grid.coded, k) for grid, k in zip(self.grids, self.selected, strict=True)]
         for (size, coded, _), numbers in indices_by_key(forms).items():
             if coded:
-                together = encode_offsets(torch.cat([offsets[i] for i in numbers]), size)
+                together = topk_passes(self._backend).encode_offsets(torch.cat([offsets[i] for i in numbers]), size)
                 encoded |= zip(numbers, together.split([self._offset_bytes[i] for i in numbers]), strict=True)
             else:
                 encoded |= {i: offsets[i].int().view(-1).view(torch.uint8) for i in numbers}

@@ -51,16 +51,20 @@ class Topk(GradientMethod):
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
         sparse = [gradients[i] for i in self._sparse]
-        if sparse:
-            torch._foreach_add_(sparse, [residual.view(-1) for residual in self._residuals], alpha=self.options.decay)
+        residuals = [residual.view(-1) for residual in self._residuals]
         density = self._density(info.number)
         if density >= 1.0 or not sparse:
+            if sparse:
+                torch._foreach_add_(sparse, residuals, alpha=self.options.decay)
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(info.applied)
             return gradients
         grids = self._grids
         messages = TopkMessages(grids, selected_per_block(grids, density), self.options.values, self._backend)
-        chosen = [self._passes.select(x, grid, k) for x, grid, k in zip(sparse, grids, messages.selected, strict=True)]
+        for x, residual in zip(sparse, residuals, strict=True):
+            self._passes.accumulate_(residual, x, self.options.decay, info.applied)
+        # The residuals contain x. In a skipped step they keep their values, and what is sent is not used.
+        chosen = [self._passes.select(*each) for each in zip(residuals, grids, messages.selected, strict=True)]
         values, offsets = [v for v, _ in chosen], [o for _, o in chosen]
         valid = [valid_offsets(o, grid) for o, grid in zip(offsets, grids, strict=True)]
         message, decoded = messages.encode(values, offsets, valid)
@@ -68,8 +72,8 @@ class Topk(GradientMethod):
         handle = self.collectives.all_gather(received, message, kind="payload")
         self.collectives.all_reduce_chunked([gradients[i] for i in self._uncompressed])
         errors = torch._foreach_sub(values, decoded)
-        for x, residual, grid, at, error in zip(sparse, self._residuals, grids, offsets, errors, strict=True):
-            self._passes.keep_(residual.view(-1), x, grid, at, error, info.applied)
+        for residual, grid, at, error in zip(residuals, grids, offsets, errors, strict=True):
+            self._passes.keep_(residual, grid, at, error, info.applied)
         handle.wait()
         received = received.view(self.collectives.replicas, -1)
         blocks, over_senders = messages.decode_blocks(received), self.options.divisor == "senders"

@@ -13,8 +13,9 @@ from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
 
-# Memory traffic in bytes per parameter: add the residual 12, select 4, store the residual 8, write the mean 4.
-TRAFFIC = 28.0
+# Memory traffic in bytes per parameter: add the gradient to the residual 12, select 4, write the mean and the number of
+# senders 6; the means of the codes with one or two bits take several more passes over the selected entries.
+TRAFFIC, MEANS_TRAFFIC = 22.0, 6.0
 
 
 @dataclass
@@ -98,7 +99,7 @@ class TopkCost(GradientCost):
         return [CollectiveCall("all_gather", nbytes), all_reduce_chunked(whole, levels, chunk_entries)]
 
     def traffic_per_parameter(self) -> float:
-        return TRAFFIC
+        return TRAFFIC + (MEANS_TRAFFIC if self.options.values in ("2bit", "1bit") else 0.0)
 
     def residual_entries(self, model: LocalModel) -> int:
         return count_entries(self.compressed(model))

@@ -1,0 +1,211 @@
+"""First and last pass of a coded exchange as Triton kernels: from the tensors to messages, and back.
+
+A program processes a tile: up to ROWS blocks of one slice, which lie in one message. A tile has four int32: slice, its
+first block in the slice and in the chunk, and number of blocks. The table has one row of int64 per slice, with the
+addresses of its data. With FULL all entries of a tile exist, and its storage is aligned to 16 bytes.
+
+Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) and writes b / 8; `apply_kernel` reads
+them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
+was sent, so that it is never stored. An owner's error adds 4 bytes to the first pass and 8 to the second one, a sum of
+steps 8 to the second one. Values are bitwise those of the PyTorch operators of the methods.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.codec.triton_kernels import codes_of, decoded, scales_of, store_codes
+
+# Columns of the table, int64.
+FIRST = tl.constexpr(0)  # address
+SECOND = tl.constexpr(1)  # address
+OWNER_ERROR = tl.constexpr(2)  # address
+STEP = tl.constexpr(3)  # address, or 0
+STRIDE = tl.constexpr(4)  # entries between the first entries of two blocks
+LENGTH = tl.constexpr(5)  # entries
+COLUMNS = tl.constexpr(6)
+
+
+@triton.jit
+def tile_of(tiles, blocks):
+    """Return slice, first block in the slice, message and first block in the message, int64, and number of blocks."""
+    at = tiles + 4 * tl.program_id(0)
+    slot = tl.load(at + 2)
+    message = slot // blocks
+    return (
+        tl.load(at),
+        tl.load(at + 1).to(tl.int64),
+        message.to(tl.int64),
+        (slot % blocks).to(tl.int64),
+        tl.load(at + 3),
+    )
+
+
+@triton.jit
+def pointer(table, number, COLUMN: tl.constexpr, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    address = tl.load(table + number * COLUMNS + COLUMN).to(tl.pointer_type(DTYPE))
+    if FULL:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def everywhere(flag, at):
+    """Broadcast a flag to a mask; the interpreter cannot combine a mask and a scalar."""
+    return flag.to(tl.int32) + tl.zeros_like(at) > 0
+
+
+@triton.jit
+def entries_of(
+    table, number, row, count, block, offset, BLOCK: tl.constexpr, FULL: tl.constexpr, REPEATS: tl.constexpr
+):
+    """Return the positions of entries in their slice, int64, and a mask of those that exist.
+
+    block, offset: block in the tile and offset in the block of every entry, of shapes that can be combined.
+    """
+    stride = tl.load(table + number * COLUMNS + STRIDE)
+    if FULL:
+        stride = tl.multiple_of(stride, 16)
+        inside = (block < count) & (offset >= 0)
+    else:
+        length = tl.load(table + number * COLUMNS + LENGTH)
+        inside = (block < count) & ((row + block) * BLOCK + offset < length)
+        if REPEATS:
+            inside = (block < count) & (offset >= 0)
+            offset = tl.where(length < BLOCK, offset % tl.minimum(length, BLOCK).to(tl.int32), offset)
+    return (row + block) * stride + offset, inside
+
+
+@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor"])
+def encode_kernel(
+    tiles,
+    table,
+    words,
+    scales,
+    owned_error,
+    blocks,
+    size,
+    replica,
+    replicas,
+    factor,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    FULL: tl.constexpr,
+    REPEATS: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    HAS_OWNER_ERROR: tl.constexpr,
+):
+    """Encode first - second (SUBTRACTS), or first * factor + second, as messages of `blocks` blocks.
+
+    HAS_OWNER_ERROR: add the owner's error. In the slice of this replica it is divided by `replicas` and written to
+    `owned_error` instead.
+    """
+    EACH: tl.constexpr = 32 // BITS
+    number, row, message, start, count = tile_of(tiles, blocks)
+    block = tl.arange(0, ROWS)
+    offset = tl.arange(0, BLOCK // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    at, inside = entries_of(table, number, row, count, block[:, None, None], offset, BLOCK, FULL, REPEATS)
+    value = tl.load(pointer(table, number, FIRST, DTYPE, FULL) + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SECOND:
+        second = tl.load(pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at, mask=inside, other=0.0).to(tl.float32)
+    if SUBTRACTS:
+        value -= second
+    else:
+        value *= factor
+        if HAS_SECOND:
+            value += second
+    if HAS_OWNER_ERROR:
+        error = tl.load(pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at, mask=inside, other=0.0)
+        owned = everywhere(message == replica, at)
+        divided = tl.div_rn(error, tl.zeros_like(error) + replicas.to(tl.float32))
+        owned_at = (start + block[:, None, None]) * BLOCK + offset
+        tl.store(owned_error + owned_at, divided, mask=inside & owned)
+        value += tl.where(owned, 0.0, error)
+    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
+    codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
+    store_codes(words, scales, message, start, blocks, size, codes, low, high, block < count, BITS, SCALES, BLOCK)
+
+
+@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor"])
+def apply_kernel(
+    tiles,
+    table,
+    sent_words,
+    sent_scales,
+    words,
+    scales,
+    owned_error,
+    applied,
+    blocks,
+    size,
+    replica,
+    replicas,
+    factor,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    FULL: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    HAS_OWNER_ERROR: tl.constexpr,
+    HAS_STEPS: tl.constexpr,
+):
+    """Decode the means, and keep the quantization error of what was sent.
+
+    SUBTRACTS: if `applied`, first -= mean and second = first - error. Otherwise first = mean, and if `applied`,
+    second = error. The owner's error of a mean, times `replicas`, is part of the error, or the new owner's error.
+    """
+    is_applied = tl.load(applied) != 0
+    if SUBTRACTS:  # noqa: SIM102  # a constant and a tensor
+        if not is_applied:
+            return
+    EACH: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = ROWS * BLOCK // EACH
+    number, row, message, start, count = tile_of(tiles, blocks)
+    word = tl.arange(0, WORDS)[:, None]
+    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
+    at, inside = entries_of(table, number, row, count, block, offset, BLOCK, FULL, False)
+    mean = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
+    if HAS_SECOND:
+        sent = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        seconds = pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at
+        first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
+        owned = everywhere(message == replica, at)
+        owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
+        rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
+        if SUBTRACTS:
+            value = first - second
+            if HAS_OWNER_ERROR:
+                errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
+                value += tl.where(owned, 0.0, tl.load(errors, mask=inside, other=0.0))
+                tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=inside)
+            mean_of_first = first - mean
+        else:
+            value = first * factor + second
+            mean_of_first = mean
+        error = value - sent
+        if not HAS_OWNER_ERROR:
+            error = tl.where(owned, error + rounding, error)
+        if SUBTRACTS:
+            error = mean_of_first - error
+            tl.store(firsts, mean_of_first.to(DTYPE), mask=inside)
+        tl.store(seconds, error.to(SECOND_DTYPE), mask=inside & everywhere(is_applied, at))
+    if HAS_STEPS:
+        address = tl.load(table + number * COLUMNS + STEP)
+        steps = address.to(tl.pointer_type(tl.float32)) + at
+        has_step = inside & everywhere(address != 0, at)
+        tl.store(steps, tl.load(steps, mask=has_step, other=0.0) + mean, mask=has_step)
+    if not SUBTRACTS:
+        tl.store(firsts, mean.to(DTYPE), mask=inside)

@@ -1,0 +1,177 @@
+"""Masked gradients as the payload of an exchange, without a separate buffer: Triton kernel and its launches.
+
+A mask may have any number of entries in a block. The specification is `radius.method.Radius._exchange_masked`.
+
+Memory traffic per entry at density d: the first pass reads gradient and residual and writes both, and writes the
+payload (16 + 4d bytes); the last pass reads the payload and writes the entries in the mask. Both read the mask (1/8).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.common import launching
+from kernels.common.launching import DeviceTable, TileSchedule, aligned, as_flag
+from kernels.common.triton_common import (
+    FIRST_BLOCK,
+    GRADIENT,
+    PARAMETER,
+    PAYLOAD,
+    STATE,
+    WIDTH,
+    cell,
+    count_bits,
+    entries,
+    mask_bytes,
+    pointer,
+    spread,
+    table_row,
+    tile_of,
+)
+
+_BLOCK, _WARP = 2048, 256  # entries of a tile and of a warp
+
+
+@triton.jit(do_not_specialize=["chunk_first", "chunk_entries"])
+def masked_kernel(
+    tiles,
+    table,
+    positions,
+    chunk,
+    applied,
+    chunk_first,
+    chunk_entries,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+    TO_CHUNK: tl.constexpr,
+):
+    """Process payload entries [chunk_first, chunk_first + chunk_entries), and entries outside the mask before them.
+
+    TO_CHUNK: copy gradients in the mask to `chunk`; outside it set them to zero, after adding them to the residual if
+    `applied`. Otherwise copy `chunk` to the gradients in the mask. Entries after the last one in the mask of a tensor
+    belong to the chunk of that one. positions: int64, first payload entry of every tile, and the end. ROWS is 1.
+    """
+    tensor, row, first, left = tile_of(tiles, table, BLOCK)
+    at_tile = positions + cell(table, tensor, FIRST_BLOCK) + row
+    last = cell(table, tensor, PAYLOAD) - 1 - chunk_first
+    base, following = tl.load(at_tile) - chunk_first, tl.load(at_tile + 1) - chunk_first
+    if (tl.minimum(base, last) >= chunk_entries) | (tl.minimum(following, last) < 0):
+        return
+    bits = mask_bytes(pointer(table, tensor, PARAMETER, tl.uint8, False), row, left, True, ROWS, BYTES, BLOCK)
+    counts = count_bits(bits)
+    before = base + tl.cumsum(counts, 1) - counts
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    used = spread(bits)
+    ones = used.to(tl.int32)
+    at = before[:, :, None] + tl.cumsum(ones, 2) - ones
+    belongs_at = tl.minimum(at, last)
+    inside = inside & (belongs_at >= 0) & (belongs_at < chunk_entries)
+    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local
+    if TO_CHUNK:
+        gradient = tl.load(gradients, mask=inside, other=0.0)
+        tl.store(chunk + at, gradient, mask=inside & used)
+        outside = inside & (ones == 0)
+        tl.store(gradients, tl.zeros_like(gradient), mask=outside)
+        kept = outside & (tl.load(applied).to(tl.int32) + ones > 0)
+        residuals = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first + local
+        tl.store(residuals, gradient + tl.load(residuals, mask=kept, other=0.0), mask=kept)
+    else:
+        moved = inside & used
+        tl.store(gradients, tl.load(chunk + at, mask=moved, other=0.0), mask=moved)
+
+
+class MaskedTensors:
+    """Masks of several tensors, prepared for `MaskedPayload`. Valid until a mask changes.
+
+    Args:
+        masks: Packed bits of every tensor, uint8 (ceil(n / 8),).
+        sizes: Entries of every tensor.
+        counts: Entries in the mask of every tensor, one or more.
+    """
+
+    def __init__(self, masks: Sequence[Tensor], sizes: Sequence[int], counts: Sequence[int]) -> None:
+        device = masks[0].device
+        self.masks, self.sizes, self.counts = masks, sizes, counts
+        self.tiles = TileSchedule(tuple(sizes), _BLOCK, _BLOCK, _WARP, device)
+        self.table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
+        self.ends = list(accumulate(counts))
+        self.first_tiles = [0, *accumulate(-(-size // _BLOCK) for size in sizes)]
+        in_tiles = torch.cat([_bits_of_tiles(mask) for mask in masks])
+        self.positions = pad(in_tiles.cumsum(0), (1, 0))
+
+
+def _bits_of_tiles(mask: Tensor) -> Tensor:
+    """Return the number of set bits of each tile, int64 (tiles,)."""
+    words = pad(mask, (0, -mask.numel() % (_BLOCK // 8))).view(-1, _BLOCK // 8)
+    counts = torch.zeros_like(words)
+    for bit in range(8):
+        counts += words >> bit & 1
+    return counts.sum(1, dtype=torch.int64)
+
+
+class MaskedPayload:
+    """`topology.chunks.Source` of the gradients in the masks. A step fills and stores every entry once.
+
+    Filling adds the gradients outside the masks to the residuals if `applied`, and sets them to zero.
+
+    Args:
+        masked: The masks.
+        gradients: FP32 (n,) of every tensor.
+        residuals: FP32 (n,) of every tensor.
+        applied: bool ().
+    """
+
+    def __init__(
+        self, masked: MaskedTensors, gradients: Sequence[Tensor], residuals: Sequence[Tensor], applied: Tensor
+    ) -> None:
+        self._masked, self._applied = masked, as_flag(applied)
+        self.entries, self.device = masked.ends[-1], gradients[0].device
+        columns = zip(gradients, masked.masks, residuals, masked.sizes, masked.first_tiles, masked.ends, strict=False)
+        rows = [
+            table_row(g.data_ptr(), bits.data_ptr(), r.data_ptr(), size, first_tile, end)
+            for g, bits, r, size, first_tile, end in columns
+        ]
+        self._table = masked.table.set(rows)
+        self._kinds = tuple((aligned(*pair), None) for pair in zip(gradients, residuals, strict=True))
+        density = self.entries / sum(masked.sizes)
+        # By sectors of 32 bytes, of which most contain entries inside and outside of the mask.
+        inside, outside = 1.0 - (1.0 - density) ** 8, 1.0 - density**8
+        self._moved = (4.0 + 12.0 * outside + 0.125, 4.0 * inside + 0.125)
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        self._move(chunk, first, True)
+
+    def store(self, chunk: Tensor, first: int) -> None:
+        self._move(chunk, first, False)
+
+    def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
+        masked, end = self._masked, first + chunk.numel()
+        starts = [0, *masked.ends]
+        tensors = [i for i, stop in enumerate(masked.ends) if starts[i] < end and stop > first]
+        ranges = tuple((i, 0, masked.first_tiles[i + 1] - masked.first_tiles[i]) for i in tensors)
+        lists = masked.tiles.lists(ranges, self._kinds)
+        processed = chunk.numel() / self.entries * sum(masked.sizes)
+        for listed, full, _ in lists:
+            launching.launch(
+                masked_kernel,
+                (len(listed),),
+                listed,
+                self._table,
+                masked.positions,
+                chunk,
+                self._applied,
+                first,
+                chunk.numel(),
+                warps=masked.tiles.warps,
+                moved=self._moved[0 if to_chunk else 1] * processed / len(lists),
+                **masked.tiles.shape,
+                ALIGNED_TILE=full,
+                TO_CHUNK=to_chunk,
+            )

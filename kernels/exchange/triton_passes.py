@@ -1,0 +1,182 @@
+"""First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
+
+None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send` and
+`quantized.method.Quantized.send`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.codec.formats import FORMATS
+from kernels.codec.triton_passes import message_parts
+from kernels.common import launching
+from kernels.common.launching import DeviceTable, aligned, as_flag, to_device
+from kernels.dense.triton_passes import DTYPES
+from kernels.exchange import triton_kernels
+from kernels.exchange.layout import BlockSlices, SentMessages
+
+_TILE = 2048  # entries of a tile; at least one block
+_WARPS = 4
+
+
+class _Launch(NamedTuple):
+    """Tiles, int32 (tiles, 4), of one launch; see `triton_kernels`.
+
+    Attributes:
+        full: constant FULL.
+        dtype, second: dtypes of the tensors.
+        entries, steps: entries of the tiles, and those of them that have steps.
+    """
+
+    tiles: Tensor
+    full: bool
+    dtype: torch.dtype
+    second: torch.dtype
+    entries: int
+    steps: int
+
+
+class _Plan:
+    """Table and tiles of a `BlockSlices`."""
+
+    def __init__(self, slices: BlockSlices) -> None:
+        self.rows = _TILE // slices.code.block_size
+        self._lengths = [each.numel() for each in slices.first]
+        device = slices.first[0].device
+        self._table = DeviceTable(len(self._lengths), triton_kernels.COLUMNS.value, torch.int64, device)
+        self._lists: dict[Any, list[_Launch]] = {}
+
+    def table(self, slices: BlockSlices) -> Tensor:
+        block, rows = slices.code.block_size, []
+        for i, first in enumerate(slices.first):
+            columns = [
+                first,
+                *(each[i] if each else None for each in (slices.second, slices.owner_error, slices.steps)),
+            ]
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in columns]
+            rows.append((*addresses, first.stride(0) if first.ndim == 2 else block, first.numel()))
+        return self._table.set(rows)
+
+    def lists(self, slices: BlockSlices) -> "list[_Launch]":
+        """Return the launches that cover all blocks."""
+        kinds = []
+        for i, first in enumerate(slices.first):
+            others = [each[i] for each in (slices.second, slices.owner_error) if each]
+            second = others[0].dtype if slices.second else torch.float32
+            kinds.append((aligned(first, *others), (first.dtype, second)))
+        key = tuple(kinds)
+        if key not in self._lists:
+            if len(self._lists) > 8:  # the alignment of gradients changes
+                self._lists.clear()
+            self._lists[key] = self._build(slices, kinds)
+        return self._lists[key]
+
+    def _build(self, slices: BlockSlices, kinds: list[tuple[bool, Any]]) -> "list[_Launch]":
+        found: dict[tuple[bool, Any], list[Tensor]] = {}
+        entries: dict[tuple[bool, Any], list[int]] = {}
+        block, slot = slices.code.block_size, 0
+        for number, (length, (is_aligned, dtypes)) in enumerate(zip(self._lengths, kinds, strict=True)):
+            blocks, complete = -(-length // block), length // block
+            for full, begin, end in ((True, 0, complete), (False, complete, blocks)):
+                while begin < end:  # no tile extends over two messages
+                    stop = min(end, ((slot + begin) // slices.blocks + 1) * slices.blocks - slot)
+                    rows = torch.arange(begin, stop, self.rows, dtype=torch.int32)
+                    columns = torch.full_like(rows, number), rows, rows + slot, (stop - rows).clamp(max=self.rows)
+                    kind = full and is_aligned, dtypes
+                    found.setdefault(kind, []).append(torch.stack(columns, 1))
+                    counts = entries.setdefault(kind, [0, 0])
+                    counts[0] += min(stop * block, length) - begin * block
+                    if slices.steps and slices.steps[number] is not None:
+                        counts[1] += min(stop * block, length) - begin * block
+                    begin = stop
+            slot += blocks
+        device = slices.first[0].device
+        return [
+            _Launch(to_device(torch.cat(parts), device), kind[0], *kind[1], *entries[kind])
+            for kind, parts in found.items()
+        ]
+
+
+def _plan(slices: BlockSlices) -> tuple[_Plan, Tensor]:
+    """Return the plan and its table on the device."""
+    if slices.plan is None:
+        slices.plan = _Plan(slices)
+    return slices.plan, slices.plan.table(slices)
+
+
+def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0) -> SentMessages:
+    """Encode first - second plus the owner's error (`subtracts`), or first * factor + second.
+
+    The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains it.
+    """
+    sent = SentMessages.allocate(slices, bool(slices.second))
+    plan, table = _plan(slices)
+    for each in plan.lists(slices):
+        read = each.dtype.itemsize + each.second.itemsize * bool(slices.second) + 4 * bool(slices.owner_error)
+        launching.launch(
+            triton_kernels.encode_kernel,
+            (len(each.tiles),),
+            each.tiles,
+            table,
+            *message_parts(sent.messages, slices.code.scale),
+            each.tiles if sent.error is None else sent.error,
+            *_scalars(slices, sent, factor),
+            warps=_WARPS,
+            moved=read * each.entries,
+            LARGEST=FORMATS[slices.code.name].largest,
+            REPEATS=slices.repeats,
+            HAS_OWNER_ERROR=bool(slices.owner_error),
+            **_constants(slices, plan, each, subtracts),
+        )
+    return sent
+
+
+def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: bool, factor: float = 1.0) -> None:
+    """Write the means and the errors of an exchange that `encode` started with the same arguments.
+
+    With `subtracts`, and if `applied`, bool (): first -= mean, second = first - error, steps += mean. Otherwise first =
+    mean, and if `applied`, second = error. The owner's error, or the error, of the slice of this replica contains that
+    of its mean, times the number of replicas.
+    """
+    plan, table = _plan(slices)
+    for each in plan.lists(slices):
+        moved = 2 * (each.dtype.itemsize + each.second.itemsize) if slices.second else each.dtype.itemsize
+        moved += 8 * bool(slices.owner_error)
+        launching.launch(
+            triton_kernels.apply_kernel,
+            (len(each.tiles),),
+            each.tiles,
+            table,
+            *message_parts(sent.messages, slices.code.scale),
+            *message_parts(sent.means, slices.code.scale),
+            each.tiles if sent.error is None else sent.error,
+            as_flag(applied),
+            *_scalars(slices, sent, factor),
+            warps=_WARPS,
+            moved=moved * each.entries + 8 * each.steps,
+            HAS_OWNER_ERROR=bool(slices.owner_error),
+            HAS_STEPS=any(step is not None for step in slices.steps),
+            **_constants(slices, plan, each, subtracts),
+        )
+
+
+def _scalars(slices: BlockSlices, sent: SentMessages, factor: float) -> tuple[Any, ...]:
+    return slices.blocks, sent.messages.shape[1] // 16, slices.replica, slices.replicas, factor
+
+
+def _constants(slices: BlockSlices, plan: _Plan, each: _Launch, subtracts: bool) -> dict[str, Any]:
+    form = FORMATS[slices.code.name]
+    return {
+        "FORM": form.name,
+        "BITS": form.bits,
+        "SCALES": form.scales,
+        "BLOCK": slices.code.block_size,
+        "ROWS": plan.rows,
+        "DTYPE": DTYPES[each.dtype],
+        "SECOND_DTYPE": DTYPES[each.second],
+        "FULL": each.full,
+        "SUBTRACTS": subtracts,
+        "HAS_SECOND": bool(slices.second),
+    }

@@ -1,0 +1,141 @@
+"""Exchanges without a buffer in Triton's interpreter, bitwise against PyTorch; started like test_interpreted.py."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.kernels.codec.checks import same
+from topology.in_process import SimulatedReplicas
+from torchtitan_scape import AdamS, Muon
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.radius.method import Radius
+from torchtitan_scape.methods.radius.options import RadiusOptions
+from torchtitan_scape.methods.sparta.method import Sparta
+from torchtitan_scape.methods.sparta.options import SpartaOptions
+
+# Several tiles, a short last block, less than a block, nothing, one entry.
+SHAPES = [(20, 130), (129,), (4, 5), (0, 4), (1,)]
+
+
+def parameters(dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
+    """Return parameters of `SHAPES`; the first is not aligned to 16 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    shifted = torch.cat((drawn[0].new_zeros(1), drawn[0].flatten()))[1:].view(SHAPES[0])
+    return [nn.Parameter(tensor) for tensor in (shifted, *drawn[1:], drawn[0].clone())]
+
+
+def all_tensors(methods: list[Any]) -> list[Tensor]:
+    tensors = [shard.parameter.detach() for method in methods for shard in method.context.shards]
+    return tensors + [t for method in methods for state in method.states() for t in state.tensors.values()]
+
+
+def sparta(backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, **options: Any) -> list[Tensor]:
+    """Return parameters and states after a few steps, of which the second one is skipped."""
+    simulated, methods = SimulatedReplicas(replicas), []
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries = 4096
+        named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(dtype, 0))]
+        optimizer = Muon(named, lr=1e-2)
+        shards = collect_shards(optimizer.param_groups)
+        context = MethodContext(shards, endpoint, optimizer, total_steps=20, kernels=backend)
+        methods.append(Sparta(context, SpartaOptions(**options)))
+
+    def work(i: int) -> None:
+        for number in range(1, steps + 1):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            for shard in methods[i].context.shards:
+                moved = shard.parameter.detach()
+                moved += torch.randn(moved.shape, generator=generator).to(dtype)
+            methods[i].exchange(StepInfo(number, torch.tensor(number != 2)))
+
+    with torch.no_grad():
+        simulated.run(work)
+    return all_tensors(methods)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "dtype", "options"),
+    [
+        (3, torch.float32, {"code": "1bit", "warmup_steps": 2}),
+        (5, torch.float32, {"code": "2bit", "warmup_steps": 0, "orthogonalize": True}),
+        (2, torch.bfloat16, {"code": "e2m1", "warmup_steps": 0, "interval": 1, "steps": 1}),
+    ],
+)
+def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    one, other = (sparta(backend, replicas, dtype, **options) for backend in ("torch", "triton"))
+    for a, b in zip(one, other, strict=True):
+        if dtype == torch.float32:
+            assert same(a.contiguous(), b.contiguous())
+        else:  # the interpreter rounds to BF16 toward zero
+            torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-6, atol=2.0**-6)
+
+
+def quantized(backend: str, replicas: int, **options: Any) -> list[Tensor]:
+    """Return the synchronized gradients and the residuals of three steps, of which the second one is skipped."""
+    simulated, methods, found = SimulatedReplicas(replicas), [], []
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries = 1024
+        optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(parameters(torch.float32, 0))])
+        shards = collect_shards(optimizer.param_groups)
+        scale = float(replicas)
+        context = MethodContext(shards, endpoint, optimizer, gradient_scale=scale, kernels=backend)
+        methods.append(Quantized(context, QuantizedOptions(**options)))
+
+    def work(i: int) -> list[Tensor]:
+        results = []
+        for number in range(1, 4):
+            gradients = [p.detach().flatten() for p in parameters(torch.float32, 10 * number + i)]
+            gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
+            results += methods[i].synchronize(gradients, StepInfo(number, torch.tensor(number != 2)))
+        return results
+
+    with torch.no_grad():
+        found = [tensor for each in simulated.run(work) for tensor in each]
+    return found + [t for method in methods for state in method.states() for t in state.tensors.values()]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"), [(3, {"code": "e2m1"}), (2, {"code": "int8", "block": 32, "error_feedback": False})]
+)
+def test_quantized_equals_pytorch(replicas: int, options: dict[str, Any]) -> None:
+    one, other = (quantized(backend, replicas, **options) for backend in ("torch", "triton"))
+    assert one and all(same(a.contiguous(), b.contiguous()) for a, b in zip(one, other, strict=True))
+
+
+def radius(backend: str, chunk_entries: int, **options: Any) -> list[Tensor]:
+    """Return parameters, residuals and masks after five steps, of which the fourth one is skipped."""
+    simulated, own = SimulatedReplicas(2), parameters(torch.float32, 0)
+    optimizer = AdamS([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
+    shards = collect_shards(optimizer.param_groups)
+    methods = []
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries = chunk_entries
+        context = MethodContext(shards, endpoint, optimizer, kernels=backend, max_norm=1.0)
+        methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2, **options)))
+
+    def work(i: int) -> None:
+        for number in range(1, 6):
+            gradients = [p.detach().flatten() for p in parameters(torch.float32, 10 * number + i)]
+            methods[i].step(gradients, StepInfo(number, torch.tensor(number != 4)))
+
+    with torch.no_grad():
+        simulated.run(work)
+    return all_tensors(methods)
+
+
+@pytest.mark.parametrize(("chunk_entries", "options"), [(1 << 20, {}), (256, {"selection": "block"})])
+def test_radius_equals_pytorch(chunk_entries: int, options: dict[str, Any]) -> None:
+    one, other = (radius(backend, chunk_entries, **options) for backend in ("torch", "triton"))
+    assert all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True))
