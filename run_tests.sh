@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and tests, in two streams. Arguments go to pytest: ./run_tests.sh -k resume
 #
-#   ./run_tests.sh --slow    the tests that take minutes each, which are left out otherwise
+#   ./run_tests.sh --slow    what is left out otherwise: tests that take minutes, and further cases of a property
 #   ./run_tests.sh -n 0 ...  one stream, for --pdb and -s
 #
 # The environment rule is run_train.sh's.

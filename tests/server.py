@@ -217,6 +217,8 @@ def _become(request: list[Any], files: list[int]) -> NoReturn:
         os.environ.update(environment)
         os.chdir(folder)
         sys.argv = [module, *arguments]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         warnings.filterwarnings("ignore", message=f"'{module}' found in sys.modules")
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
@@ -240,8 +242,9 @@ def main(arguments: list[str]) -> NoReturn:
         finally:
             traceback.print_exc()
             os._exit(1)
-    if arguments[0] == "-m" and arguments[1].startswith(FORKED):
-        process = Process(arguments[1], arguments[2:], folder=Path.cwd(), at=os.environ[ADDRESS])
+    own = arguments[1:] if arguments[0] == "-u" else arguments  # torchrun adds -u; forks buffer lines
+    if own[0] == "-m" and own[1].startswith(FORKED):
+        process = Process(own[1], own[2:], folder=Path.cwd(), at=os.environ[ADDRESS])
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         for number in numbers:
             signal.signal(number, lambda number, _: os.kill(process.pid, number))

@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from tests import server
 from torchtitan_scape.methods.registry import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,7 +229,8 @@ def test_optimizers_methods_and_sharding_do_not_need_torchtitan() -> None:
 
 def test_the_optimizer_does_not_import_torchtitan() -> None:
     code = "import torchtitan_scape as t, sys; t.Scape; assert 'torchtitan' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    result = server.run("tests.fresh", code)
+    assert result.returncode == 0, result.stderr
 
 
 def definitions() -> Iterator[tuple[str, ast.AST]]:

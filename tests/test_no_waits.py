@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.marks import slow
 from tests.on_a_gpu import TrainingOnAGpu, waits_here
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE, train
@@ -60,7 +61,7 @@ def test_copies_that_wait_are_detected() -> None:
     assert [type(copy) for copy in copies] == [torch.Tensor] * 3 and copies[0].item() == 3
 
 
-@pytest.mark.parametrize(("method", "layout"), [("scape", "1x2"), ("adams", "2x1")])
+@pytest.mark.parametrize(("method", "layout"), [("scape", "1x2"), slow("adams", "2x1")])
 def test_a_training_step_does_not_wait_for_the_gpu(method: str, layout: str, pool2: Pool, tmp_path: Path) -> None:
     """Of two ranks, with the count of tokens and the copies of batches; the parameters are those of a plain run."""
     arguments = [*METHODS[method], *LAYOUTS[layout], *ARGUMENTS]

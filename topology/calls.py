@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from topology.links import Stage, all_gather_stages, all_reduce_stages, reduce_scatter_stages
+from topology.links import Stage, all_gather_stages, all_reduce_stages, pair_mean_stages, reduce_scatter_stages
 from topology.partition import ALIGNED
 from topology.ring_bytes import Levels, LevelSize
 
@@ -28,7 +28,7 @@ class CollectiveCall:
         largest_chunk: FP32 elements of the largest chunk, padding included.
     """
 
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "pair_mean"]
     count: int
     message_bytes: Callable[[int], int] | None = None
     share: float = 1.0
@@ -53,6 +53,8 @@ class CollectiveCall:
                 stages = reduce_scatter_stages(tiers, 4.0 * self.count, self.message_bytes, flat)
             case "all_gather":
                 stages = all_gather_stages(tiers, self.count, flat)
+            case "pair_mean":
+                stages = pair_mean_stages(tiers, 4.0 * self.count, flat)
         if self.chunks > 1:
             stages = [replace(stage, rounds=self.chunks * stage.rounds) for stage in stages]
         return stages if self.share == 1.0 else [stage.of_a_share(self.share) for stage in stages]

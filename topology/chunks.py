@@ -45,14 +45,16 @@ class ConcatSource:
         parts = self._parts(first, chunk.numel())
         torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
 
-    def _parts(self, first: int, length: int) -> list[Tensor]:
-        parts = []
+    def slices(self, first: int, length: int) -> Iterator[tuple[int, slice]]:
+        """Yield (number of a tensor, slice of it) for entries [first, first + length)."""
         for i in range(bisect_right(self._ends, first), len(self._ends)):
             begin = self._ends[i] - self._tensors[i].numel()
             if begin >= first + length:
                 break
-            parts.append(self._tensors[i][max(0, first - begin) : first + length - begin])
-        return parts
+            yield i, slice(max(0, first - begin), first + length - begin)
+
+    def _parts(self, first: int, length: int) -> list[Tensor]:
+        return [self._tensors[i][part] for i, part in self.slices(first, length)]
 
 
 class AddingSource(ConcatSource):
@@ -122,8 +124,16 @@ def all_reduce_chunked(
     collectives: Any, source: Source, mean: bool, chunk_entries: int, codec: Codec | None = None
 ) -> None:
     """All-reduce all entries over the replicas, in place: their mean or sum. Quantization errors are discarded."""
-    if collectives.replicas == 1:
-        return
+    if collectives.replicas > 1:
+        exchange_chunked(
+            collectives, source, chunk_entries, lambda buffer: collectives.all_reduce(buffer, mean, codec=codec), codec
+        )
+
+
+def exchange_chunked(
+    collectives: Any, source: Source, chunk_entries: int, start: Callable[[Tensor], Handle], codec: Codec | None = None
+) -> None:
+    """Exchange all entries, in place, in chunks of `chunk_entries`; `start` begins the exchange of a padded buffer."""
 
     def exchanges() -> Iterator[Exchange]:
         for first in range(0, source.entries, chunk_entries):
@@ -132,7 +142,7 @@ def all_reduce_chunked(
             chunk = buffer[:length]
             source.fill(chunk, first)
             buffer[length:].zero_()
-            yield collectives.all_reduce(buffer, mean, codec=codec), partial(source.store, chunk, first)
+            yield start(buffer), partial(source.store, chunk, first)
 
     double_buffered(exchanges())
 

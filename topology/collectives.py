@@ -10,6 +10,7 @@ the same formulas for all three.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,13 +20,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology import calls
-from topology.chunks import ConcatSource, Source, all_reduce_chunked
+from topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.groups import ReplicaGroups
-from topology.partition import ALIGNED, chunk_limit
+from topology.pairs import partners
+from topology.partition import ALIGNED, CHUNK_ENTRIES, chunk_limit
 from topology.rank_group import RankGroup, replica_index
-from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
+from topology.ring_bytes import MessageBytes, gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
 from topology.torch_version import all_gather_into
 from topology.traffic import REPLICATE, SHARD, TrafficLedger
 
@@ -132,6 +134,38 @@ class ReplicaCollectives(ABC):
         entries = ConcatSource(source) if isinstance(source, Sequence) else source
         all_reduce_chunked(self, entries, mean, self.chunk_limit(entries.entries, codec), codec)
 
+    def pair_mean(self, tensor: Tensor, draw: int, kind: str = "payload") -> Handle:
+        """Start the mean over pairs of replicas that are drawn at random, in place.
+
+        With several levels the replicas of a node, or of another unit of the outermost level, are averaged as well, and
+        units form the pairs. A unit without a partner is averaged alone. The result is bitwise equal on all replicas of
+        a pair.
+
+        Args:
+            tensor: FP32 (n,); n is a multiple of `size_multiple()`.
+            draw: Number that determines the pairs, see `topology.pairs.partners`; equal on all replicas.
+            kind: Kind of message in the ledger.
+        """
+        if self.replicas == 1 or tensor.numel() == 0:
+            return Handle()
+        assert tensor.numel() % self.size_multiple() == 0
+        outermost, partner = self.levels[-1], self.partner(draw)
+        if partner is not None and outermost.link_levels:  # a ring's next rank may be on another link
+            outermost = replace(outermost, level=outermost.link_levels[partner])
+        self._count(kind, pair_bytes(tensor.numel(), (*self.levels[:-1], outermost), float(partner is not None)))
+        return self._pair_mean(tensor, draw)
+
+    def partner(self, draw: int) -> int | None:
+        """Return the position of this replica's partner on the outermost level; None if it rests in this draw."""
+        return partners(self.levels[-1].size, draw)[self.levels[-1].group_rank] if self.levels else None
+
+    def pair_mean_chunked(self, source: Source, draw: int) -> None:
+        """Average FP32 entries over pairs as `pair_mean`, in place, through two buffers of at most 16 MiB.
+
+        A single replica receives its own entries.
+        """
+        exchange_chunked(self, source, self.chunk_entries or CHUNK_ENTRIES, lambda buffer: self.pair_mean(buffer, draw))
+
     def reduce_scatter(
         self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
     ) -> Handle:
@@ -217,6 +251,10 @@ class ReplicaCollectives(ABC):
         """Start this replica's slice of tensor = (sum over replicas) / divisor."""
 
     @abstractmethod
+    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
+        """Start tensor = mean over the replicas of this draw's pair."""
+
+    @abstractmethod
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         """Start output = `input` of all replicas."""
 
@@ -283,6 +321,22 @@ class ReplicaCollectives(ABC):
         for i in range(1, group.size()):
             total = total + values[i]
         return total
+
+    def gather_from_stages(self, item: Any) -> tuple[list[Any], int]:
+        """Return (the `item` of every pipeline stage, from the ranks with this rank's other coordinates; own stage).
+
+        ([item], 0) without a pipeline, and in a dry run. For set-up; not counted.
+        """
+        layout = self.groups.layout
+        if layout is None or layout.pipeline == 1 or self.is_fake:
+            return [item], 0
+        rank, found = dist.get_rank(), dict[int, Any]()
+        own = layout.coordinates(rank)
+        for other, value in gather_lists(self.groups.model, [(rank, item)]):
+            place = layout.coordinates(other)
+            if place | {"pipeline": own["pipeline"]} == own:
+                found[place["pipeline"]] = value
+        return [found[stage] for stage in range(layout.pipeline)], own["pipeline"]
 
     def _true_in_model(self, flag: Tensor) -> Tensor:
         """Return FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""

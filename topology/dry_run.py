@@ -39,6 +39,9 @@ class DryRunCollectives(ReplicaCollectives):
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         return self._all_reduce(tensor, divisor, codec, error, None)
 
+    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
+        return Handle()
+
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         output.view(self.replicas, -1).copy_(input.expand(self.replicas, -1))
         return Handle()

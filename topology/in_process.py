@@ -19,6 +19,7 @@ from topology.collectives import ReplicaCollectives, gather_lists
 from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from topology.groups import ReplicaGroups
+from topology.pairs import partners
 from topology.rank_group import RankGroup
 from topology.traffic import REPLICATE
 
@@ -59,6 +60,10 @@ class InProcessCollectives(ReplicaCollectives):
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         self._exchange((tensor, error), lambda pairs: _reduce_scatter(pairs, divisor, codec))
+        return Handle()
+
+    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
+        self._exchange(tensor, lambda tensors: _pair_means(tensors, draw))
         return Handle()
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
@@ -274,6 +279,14 @@ def _all_reduce(tensors: Sequence[Tensor], divisor: float) -> None:
         total.div_(divisor)
     for other in others:
         other.copy_(total)
+
+
+def _pair_means(tensors: Sequence[Tensor], draw: int) -> None:
+    """Write the mean of the tensors of each pair to both."""
+    for replica, partner in enumerate(partners(len(tensors), draw)):
+        if partner is not None and replica < partner:
+            tensors[replica].add_(tensors[partner]).mul_(0.5)
+            tensors[partner].copy_(tensors[replica])
 
 
 _Pair = tuple[Tensor, Tensor | None]  # (values, quantization error) of a replica

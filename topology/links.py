@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from topology.machines import Machine
-from topology.ring_bytes import LevelSize, MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
+from topology.pairs import paired_share
+from topology.ring_bytes import LevelSize, MessageBytes, gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
 
 SCHEMA = "topology.preflight/1"
 
@@ -157,7 +158,20 @@ def reduce_scatter_stages(
     return _stages(stages, [level.size - 1 for level in levels])
 
 
-def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[int]) -> list[Stage]:
+def pair_mean_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[Stage]:
+    """Return the stages of a mean over random pairs, as in `topology.stages.pair_mean_`, averaged over draws.
+
+    Args as in `all_reduce_stages`.
+    """
+    levels = _levels(tiers, flat)
+    if not levels:
+        return []
+    inside, messages = [level.size - 1 for level in levels[:-1]], paired_share(levels[-1].size)
+    rounds = [*inside, messages, *reversed(inside)]
+    return _stages(pair_bytes(int(nbytes) // 4, levels, messages), rounds)
+
+
+def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[float]) -> list[Stage]:
     return [Stage(level, count, sent) for (level, _, sent), count in zip(stages, rounds, strict=True)]
 
 

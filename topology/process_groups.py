@@ -21,6 +21,8 @@ from topology.stages import (
     all_reduce_,
     all_reduce_encoded,
     all_reduce_or_,
+    exchange_pair,
+    pair_mean_,
     reduce_scatter_,
     reduce_scatter_encoded,
 )
@@ -79,6 +81,14 @@ class ProcessGroupCollectives(ReplicaCollectives):
         parts = torch.empty_like(tensor)  # gloo: an all-to-all moves fewer bytes, see `topology.stages`
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
         return Handle(work.wait, lambda: torch.sum(parts.view(self.replicas, -1), 0, out=own).div_(divisor))
+
+    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
+        partner = self.partner(draw)
+        if len(self.levels) > 1:
+            return self._start(lambda levels: pair_mean_(tensor, levels, partner), tensor.device)
+        level = replace(self.levels[0], process_group=self.groups.replicate)
+        received = exchange_pair(tensor, level, partner)
+        return Handle(received.work.wait, partial(received.add_to, tensor))
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         if len(self.levels) == 1:

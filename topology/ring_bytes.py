@@ -65,6 +65,27 @@ def scatter_bytes(n: int, levels: Levels, coded: MessageBytes | None = None) -> 
         n //= group.size
 
 
+def pair_bytes(n: int, levels: Levels, messages: float) -> StageBytes:
+    """Yield the bytes of a mean of n FP32 entries over pairs of units of the outermost level.
+
+    Its stages are a reduce-scatter on every inner level, one message to the partner on the outermost level, and an
+    all-gather on every inner level in reverse order.
+
+    Args:
+        n: Number of FP32 entries; a multiple of the product of the inner sizes.
+        levels: Innermost first.
+        messages: 1 for a rank with a partner, 0 for one that rests; a fraction for the mean over draws.
+    """
+    *inner, outermost = levels
+    for group in inner:
+        yield group.level, 4 * n, (group.size - 1) / group.size * 4 * n
+        n //= group.size
+    yield outermost.level, 4 * n, messages * 4 * n
+    for group in reversed(inner):
+        yield group.level, 4 * n, (group.size - 1) * 4 * n
+        n *= group.size
+
+
 def gather_bytes(own: int, levels: Levels) -> StageBytes:
     """Yield the bytes of an all-gather of `own` bytes per rank.
 

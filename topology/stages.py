@@ -6,6 +6,7 @@ this rank's group on every level, innermost first, each with a process group.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,54 @@ def all_reduce_encoded(
         messages = gathered
     replicas = x.numel() // mean.numel()
     codec.decode(messages.view(replicas, -1), x.view(replicas, -1))
+
+
+def pair_mean_(x: Tensor, levels: Levels, partner: int | None) -> None:
+    """Average x over all replicas of two units of the outermost level, such as two nodes, in place.
+
+    The result is bitwise equal on these replicas.
+
+    Args:
+        x: FP32 (n,), contiguous; n is a multiple of the product of the sizes of all levels but the outermost.
+        levels: See the module docstring.
+        partner: Position of the other unit on the outermost level; None for the mean over this unit alone.
+    """
+    group, outer = levels[0], levels[1:]
+    if not outer:
+        received = exchange_pair(x, group, partner)
+        received.work.wait()
+        received.add_to(x)
+        return
+    own = x.view(group.size, -1)[group.group_rank]
+    _reduce_scatter(x, own, group.process_group)
+    own.div_(group.size)
+    pair_mean_(own, outer, partner)
+    all_gather_into(x, own, group=group.process_group)
+
+
+class PairExchange(NamedTuple):
+    """An exchange with the partner in flight. values: the partner's, FP32 (n,); () without a partner."""
+
+    work: Any
+    values: Tensor
+
+    def add_to(self, x: Tensor) -> None:
+        """Make x the mean of x and the received values; nothing happens without a partner."""
+        if self.values.numel():
+            x.add_(self.values).mul_(0.5)
+
+
+def exchange_pair(x: Tensor, group: RankGroup, partner: int | None) -> PairExchange:
+    """Start sending x, FP32 (n,), to a partner of the group and receiving its x. All ranks of the group take part.
+
+    It is an all-to-all in which all parts but the partner's are empty. On a GPU it contains one message in each
+    direction. Point-to-point calls would need all ranks at their first use of an NCCL communicator.
+    """
+    sizes = [x.numel() if i == partner else 0 for i in range(group.size)]
+    received = x.new_empty(sum(sizes))
+    sent = x if partner is not None else x[:0]
+    work = dist.all_to_all_single(received, sent, sizes, sizes, group=group.process_group, async_op=True)
+    return PairExchange(work, received)
 
 
 def reduce_scatter_(x: Tensor, levels: Levels, divisor: float) -> None:

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_scape.checkpoint.own_loop import checkpoint_states, load_checkpoint
+    from torchtitan_scape.methods.co2.options import Co2Options
     from torchtitan_scape.methods.demo.options import DemoOptions
     from torchtitan_scape.methods.dense.options import DenseOptions
     from torchtitan_scape.methods.diloco.options import DilocoOptions
+    from torchtitan_scape.methods.noloco.options import NolocoOptions
+    from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
     from torchtitan_scape.methods.powersgd.options import PowersgdOptions
     from torchtitan_scape.methods.quantized.options import QuantizedOptions
     from torchtitan_scape.methods.radius.options import RadiusOptions
@@ -34,11 +37,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdamS",
+    "Co2Options",
     "DemoOptions",
     "DenseOptions",
     "DilocoOptions",
     "Muon",
+    "NolocoOptions",
     "NonFiniteGradientError",
+    "OnebitAdamOptions",
     "PowersgdOptions",
     "QuantizedOptions",
     "RadiusOptions",
@@ -58,11 +64,14 @@ __all__ = [
 
 _MODULES = {
     "AdamS": "optimizers.adams",
+    "Co2Options": "methods.co2.options",
     "DemoOptions": "methods.demo.options",
     "DenseOptions": "methods.dense.options",
     "DilocoOptions": "methods.diloco.options",
     "Muon": "optimizers.muon",
+    "NolocoOptions": "methods.noloco.options",
     "NonFiniteGradientError": "replica.guard",
+    "OnebitAdamOptions": "methods.onebit_adam.options",
     "PowersgdOptions": "methods.powersgd.options",
     "QuantizedOptions": "methods.quantized.options",
     "RadiusOptions": "methods.radius.options",

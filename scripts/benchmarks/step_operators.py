@@ -44,6 +44,7 @@ META = torch.device("meta")
 OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"start": 0},
     "powersgd": {"start": 0},
+    "onebit_adam": {"warmup_steps": 1},
     "radius": {"start": 0, "interval": 1000},
     "sparta": {"warmup_steps": 0},
 }

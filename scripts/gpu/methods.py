@@ -50,7 +50,11 @@ from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 SECONDS = 240.0  # until all ranks have ended
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"AdamS": AdamS, "Muon": Muon}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamS": AdamS,
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "Muon": Muon,
+}
 # Options with which a method compresses from an early step on.
 OPTIONS: dict[str, dict[str, Any]] = {
     "scape": {"density": 0.1, "density_warmup_steps": 2, "wire": "int4"},
@@ -58,10 +62,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tagc": {"density": 0.05},
     "powersgd": {"rank": 4, "start": 1},
     "radius": {"density": 0.25, "interval": 2, "start": 1},
+    "onebit_adam": {"warmup_steps": 2},
     "diloco": {"inner_steps": 2},
     "streaming_diloco": {"inner_steps": 3, "delay": 1, "fragments": 2, "code": "float32"},
     "sparta": {"interval": 2, "warmup_steps": 1},
     "sparseloco": {"inner_steps": 2, "density": 0.1},
+    "co2": {"inner_steps": 2},
+    "noloco": {"inner_steps": 2},
 }
 
 
@@ -100,7 +107,10 @@ class Case:
 
 SPARSE = TagcShardingOptions(min_entries=1024)
 CASES: dict[str, Case] = {
-    **{name: Case(name, OPTIONS.get(name, {})) for name in METHODS},
+    **{
+        name: Case(name, OPTIONS.get(name, {}), "AdamS" if "AdamS" in entry.optimizers else entry.optimizers[0])
+        for name, entry in METHODS.items()
+    },
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
     "Muon": Case(optimizer="Muon"),
     "Muon, sharded": Case(optimizer="Muon", shard=2),

@@ -26,6 +26,11 @@ MORE = {
     "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
     # One group of two shards that simulates three replicas.
     "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
+    "6 alone": [
+        "--parallelism.data_parallel_replicate_degree=1",
+        "--parallelism.data_parallel_shard_degree=1",
+        "--topology.simulate_replicas=6",
+    ],
     "6 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=6"],
 }
 WHERE = LAYOUTS | MORE
@@ -82,6 +87,7 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def pool_of(layout: str, request: pytest.FixtureRequest) -> Pool:
     name = {
+        "6 alone": "pool1",
         "3x1": "pool3",
         "3 shards": "pool3",
         "4x1": "pool4",

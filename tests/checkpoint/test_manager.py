@@ -71,7 +71,9 @@ def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
             assert not good and "ValueError" in text and message in text.splitlines()[-1], text
 
 
-@pytest.mark.parametrize("harm, word", [(truncate, "truncated"), (flip, "checksum"), (half_written, "incomplete")])
+@pytest.mark.parametrize(
+    "harm, word", [(truncate, "truncated"), slow(flip, "checksum"), slow(half_written, "incomplete")]
+)
 def test_the_newest_complete_checkpoint_is_loaded(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
 ) -> None:
@@ -176,7 +178,8 @@ def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, 
         assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
 
 
-@pytest.mark.parametrize("mode", [slow("disabled"), "async"])
+@pytest.mark.slow  # test_storage.py has a full disk in the default run
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_full_disk_fails_the_save_and_keeps_older_checkpoints(mode: str, pool2: Pool, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

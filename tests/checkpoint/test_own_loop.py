@@ -1,6 +1,7 @@
 """Checkpoints of own training loops through `torch.distributed.checkpoint`: exact, or into another layout or method."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.marks import covering, slow
 from tests.pool import Pool
 from tests.replica.own_loop import OPTIONS, loss_of, make_model, make_optimizer, shard, shared, train, weights
 from torchtitan_scape.methods.registry import METHODS
@@ -104,18 +106,21 @@ def test_every_method_resumes_bit_for_bit(pool2: Pool, tmp_path: Path) -> None:
     assert pool2(resume_every_method, str(tmp_path), 1, list(METHODS), timeout=300) == [[], []]
 
 
-def test_shards_resume_bit_for_bit(pool4: Pool, tmp_path: Path) -> None:
-    assert pool4(resume_every_method, str(tmp_path), 2, ["dense", "scape", "topk", "sparta"]) == [[]] * 4
+@pytest.mark.parametrize("methods", [["scape", "sparta"], slow(["dense", "topk"])])
+def test_shards_resume_bit_for_bit(methods: list[str], pool4: Pool, tmp_path: Path) -> None:
+    assert pool4(resume_every_method, str(tmp_path), 2, methods) == [[]] * 4
 
 
 @pytest.mark.parametrize(
     ("method", "into", "expected"),
     [
         ("topk", "topk", "every replica receives the mean of 2 replicas' pending gradients"),
-        ("scape", "scape", "every replica receives the mean of 2 replicas' pending gradients"),
-        ("scape", "dense", "added to the first moment"),
+        slow("scape", "scape", "every replica receives the mean of 2 replicas' pending gradients"),
+        slow("scape", "dense", "added to the first moment"),
         ("sparta", "dense", "the mean of 2 replicas' weights and moments"),
-        ("dense", "diloco", "all replicas start from the model and its moments"),
+        slow("dense", "diloco", "all replicas start from the model and its moments"),
+        ("onebit_adam", "onebit_adam", "every replica receives the mean of 2 replicas' pending gradients"),
+        slow("onebit_adam", "dense", "added to the first moment"),
     ],
 )
 def test_another_layout_and_method(
@@ -132,9 +137,28 @@ def test_another_layout_and_method(
             assert "shard 1 -> 2" in text
         if method != "sparta":
             assert torch.equal(loaded[0]["weights"], saved[0]["weights"])
-        if method in ("topk", "scape") and shards == 1:
+        if method in ("topk", "scape", "onebit_adam") and shards == 1:
             assert loaded[0]["moment"].item() == pytest.approx(saved[0]["moment"].item(), rel=1e-4)
         assert torch.isfinite(loaded[0]["after"]).all()
+
+
+def refused(path: str, method: str, into: str, **options: Any) -> str:
+    from torchtitan_scape import load_checkpoint
+
+    save(path, method, 1, 6)
+    try:
+        load_checkpoint(path, *build(into, 1, **options))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_frozen_variance_must_have_been_saved(pool2: Pool, tmp_path: Path) -> None:
+    """SCAPE has none, and the warm-up of four steps is over; the local AdamW of DiLoCo's replicas has one."""
+    for text in pool2(refused, str(tmp_path / "scape"), "scape", "onebit_adam"):
+        assert "warmup_steps = 4 ends at step 4, and the checkpoint of step 6 has no variance" in text
+        assert "set it to 106 or more" in text
+    assert pool2(refused, str(tmp_path / "diloco"), "diloco", "onebit_adam") == ["", ""]
 
 
 def one_process(folder: str) -> None:
@@ -257,9 +281,8 @@ def resumes(folder: str, kind: str, method: str) -> tuple[bool, str]:
     return torch.equal(shared(model, optimizer), shared(again, resumed)), text
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "simulated"])
-@pytest.mark.parametrize("method", ["topk", "sparta"])
-def test_meshes_without_names_resume(kind: str, method: str, pool2: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method, kind", covering(product(("topk", "sparta"), ("unnamed", "simulated"))))
+def test_meshes_without_names_resume(method: str, kind: str, pool2: Pool, tmp_path: Path) -> None:
     for equal, text in pool2(resumes, str(tmp_path), kind, method):
         assert equal and "as it was saved" in text
 

@@ -119,7 +119,7 @@ def first_half(
     "before, after, method, into",
     [
         ("4x1", "1x2", "scape", "scape"),  # 4 -> 2
-        ("1x2", "4x1", "scape", "scape"),  # 2 -> 4
+        slow("1x2", "4x1", "scape", "scape"),  # 2 -> 4
         slow("4x1", "3x1", "scape", "scape"),
         ("4x1", "3 simulated", "scape", "scape"),
         slow("2x1", "4x1", "scape", "scape"),  # 1 -> 4, and shards 2 -> 1
@@ -127,32 +127,32 @@ def first_half(
         slow("tensor", "2x1", "scape", "scape-gather"),
         slow("nodes", "1x2", "scape-int4", "scape-gather"),
         slow("1x2", "4x1", "scape-gather", "scape-bf16"),
-        ("1x2", "4x1", "scape-int4", "scape-gather-int4"),
-        ("1x2", "2x1", "scape-gather-bf16", "scape"),
+        slow("1x2", "4x1", "scape-int4", "scape-gather-int4"),
+        slow("1x2", "2x1", "scape-gather-bf16", "scape"),
         slow("2x1", "1x2", "scape", "scape-gather-bf16"),
         ("4x1", "1x2", "scape", "adams"),
         slow("1x2", "1x2", "scape-gather", "adamw"),
         ("1x2", "2x1", "adamw", "scape"),
         slow("1x2", "4x1", "topk", "muon"),
         slow("4x1", "1x2", "demo", "topk"),
-        ("1x2", "2x1", "demo", "adamw"),
+        slow("1x2", "2x1", "demo", "adamw"),
         slow("2x1", "1x2", "adams", "scape-offload"),
-        ("4x1", "1x2", "topk", "topk"),
+        slow("4x1", "1x2", "topk", "topk"),
         slow("1x2", "4x1", "topk", "topk"),
         slow("4x1", "3 simulated", "topk", "topk"),
         slow("2x2", "1x2", "topk", "powersgd"),  # shards alone, and the method
-        ("4x1", "1x2", "powersgd", "powersgd"),
+        slow("4x1", "1x2", "powersgd", "powersgd"),
         # 3 shards of 200 rows are uneven, and one of them may be too small to be factored.
         slow("3 shards", "1x2", "powersgd-32", "powersgd"),
         slow("tensor", "2x1", "powersgd", "topk-adams"),
-        ("4x1", "1x2", "radius-adams", "radius"),
+        slow("4x1", "1x2", "radius-adams", "radius"),
         slow("2x2", "1x2", "radius-adams", "topk-adams"),  # shards alone, and the method
         slow("1x2", "4x1", "radius-adams", "radius-adams"),
         slow("1x2", "1x2", "radius-adams", "adamw"),
         slow("1x2", "1x2", "topk", "radius"),
         ("1x2", "1x2", "topk", "adamw"),
         slow("1x2", "2x1", "topk-adams", "scape"),
-        ("1x2", "1x2", "scape-gather", "topk-adams"),
+        slow("1x2", "1x2", "scape-gather", "topk-adams"),
         slow("4x1", "1x2", "scape", "powersgd"),
     ],
 )
@@ -185,8 +185,8 @@ def test_another_layout_or_method_keeps_pending_updates(
     "method, changed, dense",
     [
         ("scape", ["--sync.scape.density=0.05"], False),
-        ("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
-        ("scape", ["--sync.scape.block_size=128"], True),
+        slow("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.keep_moment=1.0"], False),
+        slow("scape", ["--sync.scape.block_size=128"], True),
         slow("scape-tensor", ["--sync.scape.staleness_scaling"], False),
         slow("scape", ["--sync.scape.dense_names=output.weight,layers.0.attention.wq.weight"], True),
         ("scape-gather", ["--sync.scape.dense_names=output.weight", "--sync.scape.selection=tensor"], True),
@@ -221,7 +221,7 @@ def test_residuals_saved_as_a_mean_or_dropped(method: str, residual: str, pool2:
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", "sparta", slow("scape-int4"), slow("scape-gather-int4")])
+@pytest.mark.parametrize("method", ["scape", *map(slow, ("sparta", "scape-int4", "scape-gather-int4"))])
 def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
     """No residual remains, even if that step is skipped, and replicas are equal; otherwise the norm is logged."""
     arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=7"]

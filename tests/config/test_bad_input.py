@@ -12,6 +12,7 @@ from torchtitan_scape.config.checks import check_config, import_custom, remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
+from torchtitan_scape.models.stages import stage_modules
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.specs import register
@@ -115,7 +116,6 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
         (2, ["--parallelism.data_parallel_replicate_degree=0"], "replicate degree is 0"),
         (2, ["--topology.ranks_per_node=4"], "4 ranks per node, but only 2 ranks"),
         (4, ["--topology.ranks_per_node=3"], "4 ranks do not fill whole nodes of 3"),
-        (2, ["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree"),
         (2, ["--parallelism.expert_parallel_degree=2"], "expert_parallel_degree"),
         (2, ["--parallelism.context_parallel_degree=2"], "ring attention has no CPU implementation"),
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
@@ -159,6 +159,78 @@ def test_unsupported_combinations_raise_an_error(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=message):
         check(arguments)
+
+
+STAGES = ["--parallelism.pipeline_parallel_degree=2"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--sync.method=topk"], r"method = 'topk' is not.*; set 'dense' or 'scape' or 'quantized' or 'sparta'$"),
+        (
+            ["--sync.method=diloco"],
+            r"\[sync\] method = 'diloco' is not supported with .*pipeline_parallel_degree = 2; set",
+        ),
+        (["--sync.method=dense", "--sync.overlap"], r"overlap = true is not supported with .*; set it to false"),
+        (["--topology.simulate_replicas=4"], r"simulate_replicas = 4 is not supported with .* start real replicas"),
+        (["--sharding.weights=int8"], r"\[sharding\] is not supported with .*; omit it"),
+        (["--sharding.levels.weights=1", "--sharding.levels.gradients=2"], r"\[sharding\] is not supported with"),
+        (["--observe.enable"], r"\[observe\] enable = true is not supported with"),
+        (["--parallelism.context_parallel_degree=2"], "context_parallel_degree = 2 is not supported with"),
+        (
+            ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+            "'Interleaved1F1B' is not.*; set '1F1B' or 'GPipe'",
+        ),
+        (["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], "schedule = 'ZBVZeroBubble' is not supported"),
+        (["--parallelism.pipeline_parallel_schedule=1f1c"], "schedule = '1f1c' is not supported with"),
+        (["--parallelism.pipeline_parallel_schedule_csv=a.csv"], "schedule_csv = 'a.csv' is not supported with"),
+        (
+            ["--parallelism.pipeline_parallel_microbatch_size=3"],
+            "microbatch_size = 3 and .* = 8 is not.* the size must",
+        ),
+        (["--parallelism.pipeline_parallel_microbatch_size=8"], "local batch into 2 micro-batches or more"),
+        (["--parallelism.pipeline_parallel_microbatch_size=0"], "microbatch_size = 0 and"),
+        (
+            ["--validation.local_batch_size=4"],
+            r"\[validation\] local_batch_size = 4 and \[training\] local_batch_size = 8",
+        ),
+        (["--validation.seq_len=128"], r"\[validation\] seq_len = 128 and \[training\] seq_len = 256 is not supported"),
+        (["--validation.steps=-1"], r"\[validation\] steps = -1 is not supported with"),
+        (["--model.name=gpt2", "--model.flavor=tiny"], r"degree = 2 with \[model\] name = 'gpt2': its output layer is"),
+        (
+            ["--model.flavor=study", "--parallelism.pipeline_parallel_degree=8"],
+            "degree = 8 with 2 layers, of which .*: ",
+        ),
+        (["--parallelism.pipeline_parallel_degree=16"], "microbatch_size = 1 and .* 16 micro-batches or more"),
+        (
+            ["--parallelism.pipeline_parallel_layers_per_stage=3"],
+            "layers_per_stage = 3 does not divide 6 layers into 2",
+        ),
+        (["--parallelism.pipeline_parallel_layers_per_stage=0"], "layers_per_stage = 0 does not divide"),
+    ],
+)
+def test_settings_without_support_for_pipeline_stages_are_refused(arguments: list[str], message: str) -> None:
+    config = parse([RECIPE, *STAGES, *arguments])
+    with pytest.raises(ValueError, match=message):
+        check_config(config, "cpu")
+        register(config, with_data=False)
+
+
+def test_a_division_into_stages_contains_every_module_once() -> None:
+    config = parse([RECIPE, *STAGES])
+    register(config, with_data=False)
+    whole = ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output"]
+    assert stage_modules(config, 6) == [whole[:4], whole[4:]]
+    for given in ([whole[:3], whole[3:]], [whole[:8], whole[8:]]):
+        config.parallelism.module_fqns_per_model_part = given
+        assert stage_modules(config, 6) == given
+    for given in ([whole[:3], whole[4:]], [whole], [whole[3:], whole[:3]], [whole[:4], whole[3:]]):
+        config.parallelism.module_fqns_per_model_part = given
+        with pytest.raises(
+            ValueError, match=rf"part has {len(given)} lists; it must have 2 .*tok_embeddings, layers.0, "
+        ):
+            register(config, with_data=False)
 
 
 def test_the_paper_rule_recipe_changes_only_the_rule() -> None:
@@ -223,12 +295,18 @@ def test_starting_without_a_launcher_names_the_script() -> None:
 
 def test_the_optimizers_do_not_import_torchtitan() -> None:
     code = "import sys; from torchtitan_scape import Scape, AdamS; sys.exit('torchtitan' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert server.run("tests.fresh", code).returncode == 0
 
 
 @pytest.mark.parametrize(
     "method, interval, steps",
-    [("diloco", "inner_steps", 30), ("streaming_diloco", "inner_steps", 31), ("sparta", "interval", 30)],
+    [
+        ("diloco", "inner_steps", 30),
+        ("streaming_diloco", "inner_steps", 31),
+        ("co2", "inner_steps", 60),
+        ("sparta", "interval", 30),
+        ("noloco", "inner_steps", 30),
+    ],
 )
 def test_a_run_shorter_than_one_round_gives_a_warning(method: str, interval: str, steps: int) -> None:
     arguments = [RECIPE, f"--sync.method={method}", f"--sync.{method}.{interval}=30", "--optimizer.name=AdamW"]

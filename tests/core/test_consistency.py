@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kernels.scape.reference import unpack_bits
+from tests.marks import slow
 from tests.methods.scape.test_offload import kept, run
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import draw, flat
@@ -104,7 +105,21 @@ def test_swapped_entries_and_rows_change_the_hash() -> None:
 # ----------------------------------------------------------------------------------------------- the check
 
 
-@pytest.mark.parametrize("form, replicas", [*((form, 4) for form in FORMS), ("local", 2), ("gather bf16", 2)])
+@pytest.mark.parametrize("shared", [[], [ReplicatedTensors("p", []), ReplicatedTensors("q", [])]])
+def test_replicas_that_share_nothing_are_not_compared(shared: list[ReplicatedTensors]) -> None:
+    assert run_replicas(2, lambda collectives: check_replicas_equal(collectives, shared, CPU, 1, False)) == [True] * 2
+
+
+@pytest.mark.parametrize(
+    "form, replicas",
+    [
+        ("local", 4),
+        ("odd blocks", 4),
+        ("gather bf16", 2),
+        *(slow(form, 4) for form in FORMS if form not in ("local", "odd blocks")),
+        slow("local", 2),
+    ],
+)
 def test_a_flipped_bit_is_detected_and_named(form: str, replicas: int) -> None:
     """One bit of some tensors of every kind. No false alarm before, with skipped steps and masks in flight."""
     seen = set()
@@ -148,7 +163,7 @@ def test_a_flipped_bit_is_detected_and_named(form: str, replicas: int) -> None:
     assert ("visit rates" in seen) == (form != "warm-up")
 
 
-@pytest.mark.parametrize("form", ["local", "bf16", "gather bf16"])
+@pytest.mark.parametrize("form", ["local", slow("bf16"), "gather bf16"])
 def test_an_immediate_repair_leaves_no_trace(form: str) -> None:
     """Parameters of all steps and the final state equal those of an undisturbed run, per-replica residuals included."""
 
@@ -192,7 +207,8 @@ def state_on_mask(optimizer: Scape) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "form, hit", [("local", "moment"), ("bf16", "parameter"), ("gather", "parameter"), ("gather bf16", "parameter")]
+    "form, hit",
+    [("local", "moment"), slow("bf16", "parameter"), slow("gather", "parameter"), ("gather bf16", "parameter")],
 )
 def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
     """A bit flips after step 6, and the check runs at step 9. A flipped moment, which is not hashed, is visible in the

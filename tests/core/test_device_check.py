@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import server
+from tests.runtime.test_launch import SHORT
 from torchtitan_scape.core.device_check import TorchBuild, check_device
 
 CPU = TorchBuild("2.13.0+cpu")
@@ -121,7 +122,8 @@ def test_dry_runs_and_simulated_replicas_do_not_need_the_gpu(tmp_path: Path) -> 
     """A dry run trains nothing; simulated replicas of a machine run on any CPU."""
     one = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     visible = {name: value for name, value in os.environ.items() if name not in SHOWN}
-    embedded = ["--job.config_file=train_configs/embedded.toml", "--topology.machine=vista"]
+    embedded = ["--job.config_file=train_configs/embedded.toml", "--topology.machine=vista", *SHORT]
+    embedded.append("--sample.characters=0")
     for arguments, environment, expected in (
         (["--comm.mode=fake_backend", "--training.steps=0"], {**os.environ, **SHOWN}, "Dry run: everything was built"),
         (["--topology.simulate_replicas=2", "--training.steps=1"], visible, "Summary of 1 steps"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.marks import slow
 from tests.pool import Pool
 from tests.replica.test_simulated import ALONE, simulate
 from tests.test_training import LAYOUTS, METHODS, train
@@ -47,7 +48,7 @@ def test_a_run_without_progress_ends_early(pool2: Pool, tmp_path: Path) -> None:
     assert len(pool2(train, str(tmp_path), more)[0]["losses"]) == 2
 
 
-@pytest.mark.parametrize("layout", ["1x2", "2x1"])
+@pytest.mark.parametrize("layout", [slow("1x2"), "2x1"])
 def test_the_end_of_one_rank_ends_all(layout: str, pool2: Pool, tmp_path: Path) -> None:
     """Also between the micro-batches of a step; the last state is saved and can be resumed."""
     arguments = [

@@ -58,7 +58,8 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.parametrize("all_examples", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_kernels_in_the_interpreter(all_examples: str) -> None:
     """Compare every kernel with PyTorch in the interpreter; the output of a failure is part of the message."""
-    tests = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels/interpreted")
+    tests = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels/interpreted"]
+    tests += [] if all_examples == "1" else ["-m", "not slow"]
     assert "skipped" not in run("-m", "pytest", *tests, TRITON_INTERPRET="1", SCAPE_ALL_EXAMPLES=all_examples)
 
 

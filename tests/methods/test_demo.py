@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kernels.scape.blocks import offset_code
 from kernels.topk.cosine import Basis
+from tests.marks import slow
 from tests.methods import test_local_updates as local
 from tests.methods.test_contract import Case, close, mean, play
 from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, trained
@@ -88,7 +89,7 @@ def cosines(size: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("values", ["float32", "sign"])
+@pytest.mark.parametrize("values", [slow("float32"), "sign"])
 def test_equals_the_reference_algorithm(values: str, pool1: Pool, pool2: Pool) -> None:
     """Parameters and momentum of 50 steps, with two simulated replicas and with two gloo ranks."""
     options = OPTIONS | {"values": values}

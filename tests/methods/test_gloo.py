@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 
+from tests.marks import covering
 from tests.pool import Pool
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
 from topology.groups import build_groups
@@ -53,11 +54,13 @@ def train_plain(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "world, selection, update, wire",
-    [
-        *itertools.product((2, 4), ("block", "tensor"), ("replicated", "sharded"), ("float32",)),
-        (2, "block", "sharded", "int4"),
-        (4, "block", "replicated", "2bit"),
-    ],
+    covering(
+        [
+            *itertools.product((2, 4), ("block", "tensor"), ("replicated", "sharded"), ("float32",)),
+            (2, "block", "sharded", "int4"),
+            (4, "block", "replicated", "2bit"),
+        ]
+    ),
 )
 def test_replicas_are_equal_and_follow_the_reference_algorithm(
     world: int, selection: str, update: str, wire: str, request: pytest.FixtureRequest

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.marks import slow
 from tests.pool import Pool
 from topology.groups import build_groups
 from topology.in_process import OneReplica
@@ -140,7 +141,7 @@ def both(shard: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("world, shard", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("world, shard", [(2, 1), slow(4, 2)])
 def test_overlap_does_not_change_a_bit(world: int, shard: int, request: pytest.FixtureRequest) -> None:
     """Two micro-batches, a step with a NaN, a step with a missing gradient, and a step after a failed backward pass.
 

@@ -189,6 +189,32 @@ def test_small_parameters_do_not_share_a_scale_with_large_ones() -> None:
         torch.testing.assert_close(result[1], torch.full((10,), 1e-3), rtol=1e-2, atol=0)
 
 
+def test_a_short_block_has_the_scale_of_its_entries() -> None:
+    """With zeros up to the block's length the mean magnitude of five entries would be 5 / 32 of their own."""
+
+    def work(collectives: ReplicaCollectives) -> list[Tensor]:
+        method = make(collectives, [(5,), (33,)], code="1bit", block=32)
+        signs = [torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0]), torch.ones(33)]
+        return method.synchronize([2.0 * s for s in signs], StepInfo(1, torch.tensor(True)))
+
+    for result in run_replicas(2, work):
+        assert result[0].tolist() == [2.0, -2.0, 2.0, 2.0, -2.0] and result[1].tolist() == [2.0] * 33
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_the_error_of_an_owner_is_a_state_with_few_bits_only(replicas: int) -> None:
+    """A single replica owns nothing that is encoded."""
+
+    def kinds(collectives: ReplicaCollectives) -> dict[str, list[str]]:
+        return {code: [s.kind for s in make(collectives, code=code).states()] for code in ("e2m1", "2bit", "1bit")}
+
+    few = ["residual", "owner_error"] if replicas > 1 else ["residual"]
+    for found in run_replicas(replicas, kinds):
+        assert found == {"e2m1": ["residual"], "2bit": few, "1bit": few}
+        memory = QuantizedOptions(code="1bit").cost().device_memory(LocalModel.of_shapes(SHAPES), replicas)
+        assert ("owner_error" in memory) == (replicas > 1)
+
+
 LARGE = [(700, 300), (1000,), (300, 77), (5,), (1, 1), (4096, 64)]
 
 
@@ -215,20 +241,23 @@ def test_four_bits_send_one_eighth_of_dense() -> None:
     assert method.planned_bytes() / collectives.reduced_bytes(4096**2) == pytest.approx(0.129, abs=1e-4)
 
 
-def over_nodes() -> dict[str, Any]:
+def over_nodes(code: str) -> dict[str, Any]:
     """Descend on two nodes of two ranks; sums within a node are not encoded."""
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("local"), replicate=4, shard=1)
     collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
-    method, rank = make(collectives, block=32), dist.get_rank()
+    method, rank = make(collectives, code=code, block=32), dist.get_rank()
     given = gradients(1, rank, [torch.zeros(prod(shape)) for shape in SHAPES])
     result = method.synchronize([g.clone() for g in given], StepInfo(1, torch.tensor(True)))
     counted = sum(collectives.ledger.sent_by_level().values())
-    residual = [t.view(-1) for t in method.states()[0].tensors.values()]
+    kinds = [[t.view(-1) for t in state.tensors.values()] for state in method.states()]
+    residual = [torch.stack(parts).sum(0) for parts in zip(*kinds, strict=True)]
     return {"given": given, "result": result, "residual": residual, "sent": counted, "planned": method.planned_bytes()}
 
 
-def test_quantization_over_two_nodes_conserves_the_gradients(pool4: Pool) -> None:
-    ranks = pool4(over_nodes)
+@pytest.mark.parametrize("code", ["e2m1", "1bit"])
+def test_quantization_over_two_nodes_conserves_the_gradients(code: str, pool4: Pool) -> None:
+    """With one bit the pending gradients are residuals and errors of owners."""
+    ranks = pool4(over_nodes, code)
     for i in range(len(SHAPES)):
         assert all(torch.equal(rank["result"][i], ranks[0]["result"][i]) for rank in ranks)
         total = sum(rank["given"][i].double() - rank["residual"][i].double() for rank in ranks)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.marks import covering
 from tests.methods.test_local_updates import SHAPES, Literal, far, trained
 from tests.pool import Pool
 from topology.groups import build_groups
@@ -21,7 +23,7 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.sparta import method as sparta
 from torchtitan_scape.methods.sparta.method import Sparta
-from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions
+from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions, count_blocks, slices_of_group
 
 # More than a block, short last ones, less than a block, nothing.
 PARTS = [(5 * BLOCK, 1), (BLOCK + 5, 3), (4, 5), (0, 4), (200,), (9, BLOCK + 1)]
@@ -126,8 +128,12 @@ def test_every_entry_is_averaged_once_per_round(interval: int, chunk: int) -> No
                     assert torch.equal(after[~now], then[~now])
 
 
-@pytest.mark.parametrize("replicas, chunk", [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)])
-@pytest.mark.parametrize("code", ["2bit", "1bit", "e2m1", "int8"])
+CHUNKS = [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)]
+
+
+@pytest.mark.parametrize(
+    "code, replicas, chunk", covering((code, *case) for code, case in product(("2bit", "1bit", "e2m1", "int8"), CHUNKS))
+)
 def test_quantization_errors_stay_in_the_replicas_parameters(code: str, replicas: int, chunk: int) -> None:
     """An encoded exchange preserves the mean of the parameters minus the owners' errors; anchors are bitwise equal.
 
@@ -245,6 +251,17 @@ def test_a_skipped_step_changes_nothing_and_a_full_exchange_equalizes(replicas: 
         for anchor, theta, wanted in zip(*alone.of(i), mean, strict=True):
             assert torch.equal(anchor, theta)
             torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("interval", [1, 3, 4])
+def test_pipeline_stages_have_the_block_groups_of_the_whole_model(interval: int) -> None:
+    sizes, stage = [1000, 128, 5, 4096, 300, 77], 3  # the first stage has 3 shards
+    first_block = count_blocks(sizes[:stage])
+    for group in range(interval):
+        first = slices_of_group(sizes[:stage], interval, group)
+        second = slices_of_group(sizes[stage:], interval, group, first_block)
+        moved = [one._replace(shard=one.shard + stage) for one in second]
+        assert [*first, *moved] == slices_of_group(sizes, interval, group)
 
 
 def test_the_warm_up_averages_more_block_groups() -> None:

@@ -225,7 +225,12 @@ def test_local_updates_have_a_muon_per_replica(pool1: Pool, pool2: Pool) -> None
 
 @pytest.mark.parametrize(
     "method, options",
-    [("quantized", {"block": 32}), ("powersgd", {"rank": 2, "start": 2}), ("topk", {"density": 0.1, "block_size": 32})],
+    [
+        ("quantized", {"block": 32}),
+        ("quantized", {"block": 32, "code": "1bit"}),
+        ("powersgd", {"rank": 2, "start": 2}),
+        ("topk", {"density": 0.1, "block_size": 32}),
+    ],
 )
 def test_with_synchronized_gradients(method: str, options: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
     """Replicas stay bitwise equal, and simulated replicas equal real ones."""

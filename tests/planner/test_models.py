@@ -100,6 +100,16 @@ def test_recipes_of_the_papers_equal_the_named_models(name: str) -> None:
     assert (found.sequence, found.batch) == (named.sequence, named.batch)
 
 
+def test_a_recipe_with_pipeline_stages_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    recipe = tmp_path / "stages.toml"
+    text = (ROOT / "train_configs/llama_1_8b.toml").read_text()
+    recipe.write_text(text.replace("[parallelism]\n", "[parallelism]\npipeline_parallel_degree = 4\n"))
+    assert main([*FRONTIER, "--model", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "pipeline_parallel_degree = 4: the planner has no cost of a pipeline; set it to 1" in error
+    assert error.count("\n") == 1
+
+
 def test_a_recipe_of_the_users_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Sizes of its own, no global batch, and composed of two files."""
     sizes = "dim = 512\nn_layers = 8\nn_heads = 8\nvocab_size = 32000\n"

@@ -18,9 +18,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"start": 3},
     "radius": {"start": 3, "interval": 4},
     "topk": {"density": 0.1},
+    "onebit_adam": {"warmup_steps": 4},
     "diloco": {"inner_steps": 3},
     "streaming_diloco": {"inner_steps": 4, "fragments": 2},
     "sparseloco": {"inner_steps": 3, "density": 0.1},
+    "co2": {"inner_steps": 3},
+    "noloco": {"inner_steps": 3},
 }
 
 

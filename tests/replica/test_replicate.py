@@ -1,7 +1,6 @@
 """`replicate` in training loops of real gloo ranks, against one process, and its refusals."""
 
 import math
-import subprocess
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import server
+from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import (
     batch,
@@ -182,7 +182,7 @@ def shards_and_replicas(name: str) -> tuple[float, bool, bool]:
     return loss_of(model, 100, 0).item(), all(torch.equal(final, row) for row in rows), same
 
 
-@pytest.mark.parametrize("name", ["quantized", "scape", "sparta"])
+@pytest.mark.parametrize("name", [slow("quantized"), "scape", "sparta"])
 def test_fsdp2_resumes_bitwise(name: str, pool4: Pool) -> None:
     for loss, equal, same in pool4(shards_and_replicas, name):
         assert loss < 2.2 and equal and same
@@ -314,7 +314,8 @@ def test_torchtitan_is_not_imported() -> None:
         "optimizer.step()\n"
         "assert 'torchtitan' not in sys.modules\n"
     )
-    subprocess.run([server.python(), "-c", code], check=True, timeout=120)
+    result = server.run("tests.fresh", code)
+    assert result.returncode == 0, result.stderr
 
 
 # ---------------------------------------------------------------------------------- simulated replicas

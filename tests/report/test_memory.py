@@ -99,6 +99,35 @@ def test_a_dry_run_uses_the_machine_preset() -> None:
     assert over <= n / 16 + 2 * report.kinds["payload"] + report.kinds["rates of visits"]
 
 
+def test_the_largest_stage_of_a_pipeline_is_predicted() -> None:
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.models.registry import workload_of
+    from torchtitan_scape.report.forecast import method_of
+    from torchtitan_scape.report.stage_memory import stage_memory
+    from torchtitan_scape.trainer.layout import layout_of
+    from torchtitan_scape.trainer.specs import register
+
+    arguments = [*RECIPE, "--sync.method=dense", "--parallelism.pipeline_parallel_degree=2", "--comm.mode=fake_backend"]
+    with patch.dict(os.environ, {"NGPU": "4"}):
+        config = parse([*arguments, "--training.local_batch_size=8"])
+        register(config, with_data=False)
+        layout, workload = layout_of(config), workload_of(config)
+        part, kinds = stage_memory(config, workload, method_of(config), layout, 1)
+        report = MemoryReport.of(config, layout, None)
+    embedding = 260 * 80  # as many entries as the output, and the stages have one layer each
+    layer = (workload.parameters - 2 * embedding - 80) // 2
+    # The activations of two micro-batches on the first stage, or of one with its logits on the last one.
+    own = replace(workload, layers=1)
+    activations = [2 * own.activation_bytes(1, output=False), own.activation_bytes(1)]
+    entries = [embedding + layer, embedding + layer + 80]
+    totals = [12 * n + kept for n, kept in zip(entries, activations, strict=True)]  # parameters, gradients, moment
+    largest = totals.index(max(totals))
+    assert part.entries == entries[largest]
+    assert kinds["activations"] == activations[largest]
+    assert kinds["parameters"] == kinds["state"] == 4 * part.entries
+    assert report.kinds == kinds
+
+
 def test_dense_names_have_no_residual() -> None:
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.report.forecast import method_of

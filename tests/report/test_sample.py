@@ -24,7 +24,7 @@ def run(folder: str, arguments: list[str]) -> tuple[list[str], Any]:
     more = ["--training.steps=2", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
     trainer = ScapeTrainer(parse([*RECIPE, f"--job.dump_folder={folder}", *more, *arguments]))
     lines: list[str] = []
-    with patch.object(sample.logger, "info", lambda text, *_: lines.append(str(text))):
+    with patch("time.sleep"), patch.object(sample.logger, "info", lambda text, *_: lines.append(str(text))):
         trainer.train()
     parameters = [local(p).detach().clone() for p in trainer.model_parts[0].parameters()]
     assert trainer.model_parts[0].training

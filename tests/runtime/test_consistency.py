@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.core.timing import PhaseTimer
@@ -107,7 +108,7 @@ def test_four_replicas_outvote_one(pool4: Pool, tmp_path: Path) -> None:
     assert re.match(r"ReplicasDifferError: step 4: rank 2's '\S+' differs from ranks 0, 1 and 3: ", error)
 
 
-@pytest.mark.parametrize("where", ["forward", "data"])
+@pytest.mark.parametrize("where", ["forward", slow("data")])
 def test_the_rank_that_the_others_wait_for_is_named(where: str, pool2: Pool, tmp_path: Path) -> None:
     arguments = [*METHODS["scape"], *LAYOUTS["1x2"], *STEPS, "--metrics.log_freq=2"]
     results = pool2(train, str(tmp_path), arguments, late=(1, where))

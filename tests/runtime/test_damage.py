@@ -1,6 +1,7 @@
 """Damaged parameters: they are found, no checkpoint has them, and intact checkpoints are not deleted."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.marks import covering
 from tests.pool import Pool
 from tests.test_training import METHODS, RECIPE
 from torchtitan_scape.core.plausibility import DamagedParametersError, is_plausible
@@ -91,8 +93,7 @@ SAVING = [
 ]
 
 
-@pytest.mark.parametrize("value", [math.nan, 1e30])
-@pytest.mark.parametrize("method", ["sparta", "streaming"])
+@pytest.mark.parametrize("method, value", covering(product(("sparta", "streaming"), (math.nan, 1e30))))
 def test_no_checkpoint_has_damaged_weights(method: str, value: float, pool2: Pool, tmp_path: Path) -> None:
     """With per-replica weights no other replica's weights tell."""
     for error, code in pool2(damaged, str(tmp_path), [*METHODS[method], *SAVING], 4, value):

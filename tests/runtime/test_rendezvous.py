@@ -27,7 +27,7 @@ def port() -> int:
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (
-        ("JOIN_SECONDS", 8.0),
+        ("JOIN_SECONDS", 4.0),
         ("REPORT_SECONDS", 0.5),
         ("SILENT_SECONDS", 1.5),
         ("_ANSWER_SECONDS", 2.0),

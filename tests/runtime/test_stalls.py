@@ -43,6 +43,6 @@ def test_the_place_is_that_of_the_main_thread() -> None:
     store = dist.HashStore()
     work.start()
     with contextlib.suppress(RuntimeError):
-        dist.distributed_c10d._store_based_barrier(0, store, "x", 2, timedelta(seconds=1))
+        dist.distributed_c10d._store_based_barrier(0, store, "x", 2, *(timedelta(seconds=1),) * 2)
     work.join()
     assert place[0].collective and "distributed_c10d.py" in place[0].line

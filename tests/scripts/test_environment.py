@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
 from topology.torch_version import OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,8 +166,11 @@ def would_install(python: Path, index: Path, requirement: str) -> dict[str, str]
 
 
 @pytest.mark.skipif(find_spec("pip") is None, reason="there is no pip")
-def test_pip_keeps_the_installed_torch_and_its_triton(index: Path, tmp_path: Path) -> None:
-    """For every supported release, and the builds of PyTorch, AMD and NVIDIA."""
+@pytest.mark.parametrize("kept", [KEPT[::3], slow(KEPT)], ids=["some", "all"])
+def test_pip_keeps_the_installed_torch_and_its_triton(
+    kept: list[tuple[str, str, str]], index: Path, tmp_path: Path
+) -> None:
+    """For the builds of PyTorch, AMD and NVIDIA; --slow takes every supported release."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"
@@ -176,7 +180,7 @@ def test_pip_keeps_the_installed_torch_and_its_triton(index: Path, tmp_path: Pat
     clean = would_install(python, index, f"{name}[torch]")
     assert (clean["torch"], clean["triton"], clean["torchtitan"]) == ("2.13.0+cpu", "3.9.0", "0.2.2")
     assert set(clean) >= {"torchdata", "tokenizers", "datasets", "numpy"}
-    for version, triton, triton_version in KEPT:
+    for version, triton, triton_version in kept:
         made = []
         for package, release in (("torch", version), (triton, triton_version)):
             made.append(packages / f"{package.replace('-', '_')}-{release}.dist-info")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import server
+from tests.marks import slow
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +42,18 @@ def losses(output: str) -> list[float]:
 
 def test_torchrun_starts_it_and_a_resumed_run_is_equal(pool2: Pool, tmp_path: Path) -> None:
     """The whole run under torchrun; the resumed one starts from its state in the middle."""
-    options = ["--method=sparta", "--steps=20", "--accumulate=2", "--bf16", "--save_every=10"]
+    options = ["--method=sparta", "--steps=6", "--accumulate=2", "--bf16", "--save_every=3"]
     torchrun = [server.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, "-m", "scripts.examples.nanogpt_loop", *options, f"--folder={tmp_path}/whole"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert whole.returncode == 0, whole.stderr
-    assert "step 20 | loss" in whole.stdout and "sent_bytes" in whole.stdout
-    shutil.copytree(tmp_path / "whole" / "step-10", tmp_path / "resumed" / "step-10")
+    assert "step 6 | loss" in whole.stdout and "sent_bytes" in whole.stdout
+    shutil.copytree(tmp_path / "whole" / "step-3", tmp_path / "resumed" / "step-3")
     resumed = pool2(run, "nanogpt_loop", *options, f"--folder={tmp_path}/resumed")[0]
-    assert resumed.startswith("step 20 | loss") and resumed.strip() == whole.stdout.strip().splitlines()[-1]
+    assert resumed.startswith("step 6 | loss") and resumed.strip() == whole.stdout.strip().splitlines()[-1]
     for rank in range(2):
-        first, second = (torch.load(tmp_path / name / f"step-20/rank-{rank}.pt") for name in ("whole", "resumed"))
+        first, second = (torch.load(tmp_path / name / f"step-6/rank-{rank}.pt") for name in ("whole", "resumed"))
         assert all(torch.equal(value, second["model"][key]) for key, value in first["model"].items())
 
 
@@ -62,7 +63,7 @@ def test_a_small_gpt_trains(method: str, pool2: Pool) -> None:
     assert found[-1] < found[0] < 5.5
 
 
-@pytest.mark.parametrize("overlap", [[], ["--overlap"]])
+@pytest.mark.parametrize("overlap", [slow([]), ["--overlap"]])
 def test_shards_and_quantized_gradients(overlap: list[str], pool4: Pool) -> None:
     output = pool4(run, "fsdp_loop", "--steps=20", *overlap)[0]
     first, last = losses(output)

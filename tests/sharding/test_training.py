@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.marks import slow
 from tests.pool import Pool
 from tests.test_training import METHODS, TWELVE, train
 from topology.layout import plan_layout
@@ -68,7 +69,8 @@ def test_tensor_parallelism_recomputation_and_bfloat16(pool4: Pool, tmp_path: Pa
 SIMULATED = "--topology.simulate_replicas=2"
 
 
-def test_muon_exchanges_sharded_matrices(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("local", [False, slow(True)])
+def test_muon_exchanges_sharded_matrices(local: bool, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     """Gradient methods equal ranks that hold whole replicas; local methods equal simulated replicas. The bytes sent
     within and between nodes equal the planned ones.
     """
@@ -79,12 +81,14 @@ def test_muon_exchanges_sharded_matrices(pool2: Pool, pool4: Pool, tmp_path: Pat
         return pool(train, str(tmp_path / name), arguments)[0]["losses"]
 
     nodes = "--topology.ranks_per_node=2"
-    whole = run("whole", pool4, "adams", 1)
-    assert run("four", pool4, "adams", 4, nodes) == pytest.approx(whole, rel=1e-3)
-    assert run("simulated", pool2, "adams", 2, SIMULATED) == pytest.approx(whole, rel=1e-3)
-    alone = run("alone simulated", pool2, "sparta", 2, SIMULATED)
-    assert run("alone", pool4, "sparta", 2, nodes) == pytest.approx(alone, rel=1e-3)
-    for name, levels in (("four", 2), ("simulated", 1), ("alone simulated", 1), ("alone", 1)):
+    if local:
+        alone = run("alone simulated", pool2, "sparta", 2, SIMULATED)
+        assert run("alone", pool4, "sparta", 2, nodes) == pytest.approx(alone, rel=1e-3)
+    else:
+        whole = run("whole", pool4, "adams", 1)
+        assert run("four", pool4, "adams", 4, nodes) == pytest.approx(whole, rel=1e-3)
+        assert run("simulated", pool2, "adams", 2, SIMULATED) == pytest.approx(whole, rel=1e-3)
+    for name, levels in (("alone simulated", 1), ("alone", 1)) if local else (("four", 2), ("simulated", 1)):
         report = summary(tmp_path / name)
         sent, planned = (report[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
         assert sent == pytest.approx(planned, rel=0.02)  # FSDP2 prefetches one unused group after a validation.
@@ -96,7 +100,7 @@ def test_muon_exchanges_sharded_matrices(pool2: Pool, pool4: Pool, tmp_path: Pat
     "method, more, most",
     [
         pytest.param("scape", SIMULATED, 0.35, marks=pytest.mark.slow),  # Weights do not change between replicas.
-        ("diloco", SIMULATED, 0.65),  # Each replica has its own weights.
+        pytest.param("diloco", SIMULATED, 0.65, marks=pytest.mark.slow),  # Each replica has its own weights.
         ("scape", "--sync.scape.weights_dtype=bfloat16", 0.65),
     ],
 )

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.marks import slow
+
 
 def isolated() -> list[str]:
     """Return a command prefix that creates a network namespace, so that no other traffic is counted."""
@@ -19,7 +21,7 @@ def isolated() -> list[str]:
 
 @pytest.mark.parametrize(
     "world, density, update, wire",
-    [(2, 0.1, "replicated", "float32"), (3, 0.05, "sharded", "float32"), (2, 0.2, "replicated", "int4")],
+    [slow(2, 0.1, "replicated", "float32"), (3, 0.05, "sharded", "float32"), (2, 0.2, "replicated", "int4")],
 )
 def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str, wire: str) -> None:
     arguments = [str(world), str(density), update, wire]

@@ -157,12 +157,12 @@ def test_groups_of_a_run_depend_on_its_delay() -> None:
     from torchtitan_scape.config.job_config import JobConfig, group_options
 
     config, found = JobConfig(), {}
-    for method in ("dense", "streaming_diloco", "diloco", "scape"):
+    for method in ("dense", "streaming_diloco", "co2", "diloco", "scape"):
         config.sync.method = method
         found[method] = group_options(config)["in_flight"]
     config.sync.method, config.sync.overlap = "dense", True
     assert group_options(config)["in_flight"]
-    assert found == {"dense": False, "streaming_diloco": True, "diloco": False, "scape": False}
+    assert found == {"dense": False, "streaming_diloco": True, "co2": True, "diloco": False, "scape": False}
 
 
 def test_scalars_do_not_wait_for_chunks(pool4: Pool) -> None:

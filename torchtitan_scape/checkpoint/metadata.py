@@ -11,7 +11,7 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 RUN_METADATA = "run_metadata"
 # With another value of these, state is loaded by the rule for another layout; so it is with some options of a method.
-_LAYOUT = {"replicas", "shard", "context", "tensor", "levels_weights", "levels_block"}
+_LAYOUT = {"replicas", "shard", "context", "tensor", "pipeline", "levels_weights", "levels_block"}
 
 
 class RunMetadata(Stateful):
@@ -60,7 +60,7 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; build the model "
                 "of the checkpoint, or start in another folder (--job.dump_folder of the trainer)"
             )
-        saved = {"levels_weights": 0, "levels_block": 0} | saved
+        saved = {"levels_weights": 0, "levels_block": 0, "pipeline": 1} | saved
         keys = [
             key
             for key in self.values | saved

@@ -7,7 +7,7 @@ The rule:
   stays. A method that keeps no pending gradients receives their mean in its first moment. Pending displacements of
   weights that differ between replicas are kept, or applied to the weights.
 - First moments are copied, second moments if the optimizer has them. With per-replica weights each replica receives
-  its own, or the mean.
+  its own, or the mean. The same holds for further states of single replicas.
 - State that follows the layout (masks, projections, exchanges in flight) is loaded by the same layout only. Without it,
   the next exchange is complete.
 """
@@ -56,7 +56,10 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
             one.finish()
         summary.complete_exchange = not same_layout
         return summary
-    _Receiver(optimizer, reader, shard_residuals, summary).load()
+    receiver = _Receiver(optimizer, reader, shard_residuals, summary)
+    receiver.load()
+    for method in optimizer.methods:
+        method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
     summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
     if summary.complete_exchange:
         optimizer.request_full_exchange()
@@ -75,6 +78,7 @@ class _Receiver:
     Attributes:
         stores: weights and moments: one of each replica of this process if they differ, else a single one.
         same_optimizer: the optimizer's state was saved by the same optimizer, and loaded as it was.
+        second_moments_continue: there were second moments of all parameters.
     """
 
     def __init__(
@@ -96,18 +100,20 @@ class _Receiver:
                 reader.fill(state)
                 load_dense_state(optimizer, state)
         summary.copied = not self.same_optimizer
+        self.second_moments_continue = True
         self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
 
     def load(self) -> None:
         for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader)):
             self.summary.count(shard, imported)
+            self.second_moments_continue &= self.same_optimizer or imported.exp_avg_sq is not None
             for row, states in enumerate(self._states(shard, imported)):
                 if row < len(self.stores):
                     self._put_weights(self.stores[row], index, imported, row, states)
                 keeps_pending = self._put_pending(shard, imported, row, states)
                 if row < len(self.stores) and not (self.same_optimizer and (keeps_pending or imported.pending is None)):
                     self._put_moments(self.stores[row], shard, imported, row, flush=not keeps_pending)
-                _copy(states, shard, imported, self.reader.saved["states"])
+                _copy(states, shard, imported, row, self.reader.saved["states"])
         if not self.same_optimizer:
             # Bias corrections of moments that begin at zero begin anew as well.
             known = self.reader.saved["optimizer"] == type(self.optimizer.inner).__name__
@@ -204,14 +210,22 @@ class _Receiver:
         target_sq.copy_(square)
 
 
-def _copy(states: list[State], shard: Shard, imported: ImportedState, saved: dict[str, dict[str, Any]]) -> None:
-    """Load state that every method of the same kind can continue with."""
-    for state in (s for s in states if s.on_migration == "copy" and not s.per_replica):
+def _copy(
+    states: list[State], shard: Shard, imported: ImportedState, row: int, saved: dict[str, dict[str, Any]]
+) -> None:
+    """Load state that every method of the same kind can continue with; of a replica its own, or the replicas' mean.
+
+    Weights of a replica that are part of the model's mean are loaded as well: the model was loaded before.
+    """
+    for state in (s for s in states if s.on_migration == "copy" or (s.on_migration == "model" and s.per_replica)):
         values, described = imported.kinds.get(state.kind), saved.get(state.kind, {})
-        if values is None or described.get("on_migration") != "copy":
+        if values is None or described.get("on_migration") != state.on_migration:
             continue
-        if values.dtype == state.tensors[shard.name].dtype:
-            state.load_entries(shard.name, values)
+        if values.dtype != state.tensors[shard.name].dtype:
+            continue
+        if state.per_replica and described["per_replica"]:
+            values = imported.replica_copies[state.kind].of_replica(row)
+        state.load_entries(shard.name, values)
 
 
 def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool) -> bool:

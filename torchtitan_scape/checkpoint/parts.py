@@ -39,8 +39,12 @@ class RandomState(Stateful):
 
 
 def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
-    """Return the size of a checkpoint, and its size with other values of `residual`, as one line for the log."""
-    model = 4 * sum(shard.entries for shard in optimizers.shards())
+    """Return the size of a checkpoint, and its size with other values of `residual`, as one line for the log.
+
+    Collective.
+    """
+    stages, _ = optimizers.collectives.gather_from_stages(sum(shard.entries for shard in optimizers.shards()))
+    model = 4 * sum(stages)
 
     def total(choice: str) -> str:
         return size_text(model + sum(sizes(optimizers, choice).values()))

@@ -238,8 +238,10 @@ class StateReader:
         Tensors are flat (n,), or (rows, n) for the replicas whose rows this rank reads if the kind is saved per
         replica. "exp_avg" is a dense optimizer's first moment, "exp_avg_sq" its second, if this run needs it.
         """
-        number = 0
-        for shards in self._batches():
+        number, batches = 0, list(self._batches())
+        # Pipeline stages have different numbers of batches, and reading is collective.
+        most = max(self._optimizers.collectives.gather_objects(len(batches)))
+        for shards in [*batches, *([] for _ in range(most - len(batches)))]:
             for kinds, shard in zip(self._read(shards), shards, strict=True):
                 yield number, shard, kinds
                 number += 1
@@ -266,9 +268,9 @@ class StateReader:
             self._optimizers.sharding.version.changed()
 
     def model(self, shard: LocalShard) -> Tensor:
-        """Return the parameter's saved value, FP32 (n,)."""
+        """Return the parameter's saved value, FP32 (n,). Not collective: pipeline stages have different parameters."""
         room = torch.empty(local(shard.parameter).shape)
-        load_into(self.path, {self._prefix + shard.name: self.layout.whole(shard.parameter, room)})
+        load_into(self.path, {self._prefix + shard.name: self.layout.whole(shard.parameter, room)}, alone=True)
         return room.view(-1)
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
@@ -346,7 +348,7 @@ class StateReader:
         ]
 
     def _batches(self) -> Iterator[list[LocalShard]]:
-        """Yield batches of parameters with about `_AT_A_TIME` bytes of state to read, the same on all ranks."""
+        """Yield batches of parameters with about `_AT_A_TIME` bytes to read, the same on all ranks of a stage."""
         rows = self.layout.share_at_most(self.replicas)
         batch: list[LocalShard] = []
         taken = 0
@@ -360,14 +362,14 @@ class StateReader:
             yield batch
 
 
-def load_into(path: str, state: dict[str, Any]) -> None:
-    """Read the entries of `state` from a checkpoint, in place. Collective.
+def load_into(path: str, state: dict[str, Any], alone: bool = False) -> None:
+    """Read the entries of `state` from a checkpoint, in place. Collective, unless this rank reads `alone`.
 
     Raises:
         ValueError: an entry is missing or has another shape, or the checkpoint cannot be read.
     """
     try:
-        dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())
+        dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner(), no_dist=alone)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:

@@ -66,8 +66,8 @@ def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
 
 
 def _of_replica(optimizer: ReplicaOptimizer, replica: int, residual: str) -> list[State]:
-    """Return the states of one replica, without the shared weights, which are saved as the model."""
-    found = [s for s in optimizer.methods[replica].checkpoint_states(residual) if s.on_migration != "model"]
+    """Return the states of one replica, without weights that are saved as the model."""
+    found = [s for s in optimizer.methods[replica].checkpoint_states(residual) if not s.is_in_model(residual)]
     return [*found, *optimizer.weights[replica].states()] if optimizer.weights else found
 
 
@@ -78,7 +78,7 @@ def _mean(optimizer: ReplicaOptimizer, state: State) -> State:
 
 def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dict[str, Any]]:
     """Return the description of each kind in `states`, for the checkpoint's record. No communication."""
-    declared = [s for s in optimizer.methods[0].declared_states() if s.on_migration != "model"]
+    declared = [s for s in optimizer.methods[0].declared_states() if not s.is_in_model(residual)]
     if optimizer.weights:
         declared += optimizer.weights[0].states()
     found = {}
@@ -90,7 +90,12 @@ def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dic
 
 
 def sizes(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
-    """Return the bytes of the optimizer's and the method's state in a checkpoint, over all ranks, by kind."""
+    """Return the bytes of the optimizer's and the method's state in a checkpoint, of all ranks, by kind. Collective."""
+    stages, _ = optimizer.collectives.gather_from_stages(_sizes_of_stage(optimizer, residual))
+    return {kind: sum(stage.get(kind, 0) for stage in stages) for each in stages for kind in each}
+
+
+def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
     found = dict(optimizer.methods[0].checkpoint_sizes(residual))
     entries = {shard.name: shard.entries for shard in optimizer.shards()}
     if optimizer.weights:

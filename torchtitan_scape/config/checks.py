@@ -4,6 +4,7 @@ from importlib import import_module
 from operator import attrgetter
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.pipeline_checks import check_pipeline
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.methods.registry import METHODS
 
@@ -32,8 +33,9 @@ def check_config(config: JobConfig, device_type: str) -> None:
         )
     _check_levels(config)
     _check_hugging_face(config)
+    if parallelism.pipeline_parallel_degree > 1:
+        check_pipeline(config)
     refused = {
-        "parallelism.pipeline_parallel_degree": parallelism.pipeline_parallel_degree > 1,
         "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
         "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
         "training.enable_cpu_offload": config.training.enable_cpu_offload,

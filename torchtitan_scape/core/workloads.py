@@ -139,9 +139,9 @@ class Workload:
         lookup_rows = self.positions if self.gpt2 else self.vocab
         return 6.0 * (self.parameters - lookup_rows * self.width) + 6.0 * self.layers * self.width * self.sequence
 
-    def activation_bytes(self, micro_batch: int) -> float:
+    def activation_bytes(self, micro_batch: int, output: bool = True) -> float:
         """Return the estimated peak of activations for `micro_batch` sequences in BF16, with every second layer
-        recomputed.
+        recomputed. Without `output`, the logits are on another rank.
 
         A layer that is not recomputed stores the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4
         ffn) bytes per token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer stores its input, and one
@@ -152,7 +152,7 @@ class Workload:
         per_layer = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
         recomputed = self.layers // 2
         layers = (self.layers - recomputed) * per_layer + recomputed * 2 * w + per_layer
-        return micro_batch * self.sequence * (layers + 10.0 * self.vocab)
+        return micro_batch * self.sequence * (layers + (10.0 * self.vocab if output else 0.0))
 
     def working_bytes(self) -> float:
         """Return the estimated memory of FSDP's largest unit (a layer or an embedding), with the next one being

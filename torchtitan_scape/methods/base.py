@@ -108,9 +108,16 @@ class LocalMethod(Method):
         """Return the states while no exchange is running. Call it once before the first step."""
         return self._idle_states
 
+    def model_state(self) -> State:
+        """Return the state with the weights that are validated, exported and saved as the model.
+
+        If it is per replica, the model is the mean over replicas.
+        """
+        return next(state for state in self.declared_states() if state.on_migration == "model")
+
     def anchors(self) -> dict[str, Tensor]:
-        """Return the weights that all replicas share, by name. They are validated, exported and saved as the model."""
-        return next(state.tensors for state in self.declared_states() if state.on_migration == "model")
+        """Return the tensors of `model_state`, by name."""
+        return self.model_state().tensors
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         shared = [state for state in self.states() if not state.per_replica and state.by_parameter]
@@ -122,7 +129,7 @@ class LocalMethod(Method):
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return "density" and "residual_norm", the distance between the anchor and this replica's weights."""
+        """Return "density" and "residual_norm", the distance between this replica's weights and `anchors`."""
         anchors = self.anchors()
         pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
         squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size, replicas_of
-from topology.partition import chunk_limit, chunk_sizes
+from topology.partition import CHUNK_ENTRIES, chunk_limit, chunk_sizes
 from topology.ring_bytes import LevelSize, MessageBytes
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
@@ -23,7 +23,14 @@ class GradientCost:
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
     # Kinds of memory that a process with simulated replicas allocates once per replica.
-    per_replica: ClassVar[tuple[str, ...]] = ("gradients", "residual", "masks", "messages", "chunks in flight")
+    per_replica: ClassVar[tuple[str, ...]] = (
+        "gradients",
+        "residual",
+        "owner_error",
+        "masks",
+        "messages",
+        "chunks in flight",
+    )
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
@@ -74,11 +81,11 @@ class GradientCost:
 
 
 def entries_in_flight(cost: GradientCost, model: LocalModel, replicas: int) -> int:
-    """Return the entries of the largest two chunks that one all-reduce has in flight at once."""
+    """Return the entries of the largest two chunks that one all-reduce or pair exchange has in flight at once."""
     if replicas < 2:
         return 0
     calls = cost.collective_calls(model, [LevelSize("network", replicas)])
-    reductions = [call for call in calls if call.kind == "all_reduce"]
+    reductions = [call for call in calls if call.kind in ("all_reduce", "pair_mean")]
     return max((min(2, c.chunks) * c.largest_chunk if c.chunks else c.count for c in reductions), default=0)
 
 
@@ -97,6 +104,13 @@ def all_reduce_chunked(
     largest = padded_size(min(entries, limit), levels)
     size = chunked_size(entries, levels, limit)
     return CollectiveCall("all_reduce", size, share=share, chunks=chunks, largest_chunk=largest)
+
+
+def pair_mean_chunked(
+    entries: int, levels: Sequence[LevelSize], chunk_entries: int = 0, share: float = 1.0
+) -> CollectiveCall:
+    """Return the call of `ReplicaCollectives.pair_mean_chunked` on FP32 entries."""
+    return replace(all_reduce_chunked(entries, levels, chunk_entries or CHUNK_ENTRIES, share), kind="pair_mean")
 
 
 def all_reduce_stream(

@@ -42,7 +42,8 @@ class State:
         on_migration: the treatment under another layout, replica count or method.
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
             "displacement": pending changes of the weights, anchor minus weight, of a method with per-replica weights.
-            "model": the FP32 weights that replicas share, saved, validated and exported as the model.
+            "model": FP32 weights that are saved, validated and exported as the model: those that replicas share, or if
+                `per_replica` their mean over replicas. As the state of single replicas they are saved besides it.
             "copy": copied if the next run has a state of that kind.
             "rebuild": dropped, and the next exchange is complete.
         by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
@@ -60,6 +61,10 @@ class State:
     def is_pending(self) -> bool:
         """Whether it holds an update that was not delivered yet."""
         return self.on_migration in ("gradient", "displacement")
+
+    def is_in_model(self, residual: str) -> bool:
+        """Whether the model of a checkpoint contains it, for `[checkpoint] residual`."""
+        return self.on_migration == "model" and not (self.per_replica and residual == "exact")
 
     def describe(self) -> dict[str, Any]:
         """Return the description in a checkpoint's record, as plain values."""
@@ -206,7 +211,7 @@ class Method(ABC):
         entries = {shard.name: shard.entries for shard in self.context.shards}
         sizes: dict[str, int] = {}
         for state in self.declared_states():
-            if not state.by_parameter or state.on_migration == "model" or (residual == "drop" and state.is_pending):
+            if not state.by_parameter or state.is_in_model(residual) or (residual == "drop" and state.is_pending):
                 continue
             rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
             sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
@@ -218,6 +223,14 @@ class Method(ABC):
         Every load begins with this call, so that nothing of the present state survives beside the loaded one.
         """
         self._full_exchange_requested = False
+
+    def check_second_moments(self, loaded: bool, step: int) -> None:
+        """Raise ValueError if the next steps need second moments that the loaded checkpoint does not have.
+
+        Args:
+            loaded: the optimizer continues with saved second moments of all parameters.
+            step: attempted steps of the run that saved.
+        """
 
     def allocate(self, kind: str, name: str) -> None:
         """Create a parameter's state that exists only at times, before it is loaded."""

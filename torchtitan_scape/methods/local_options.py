@@ -28,12 +28,15 @@ class FragmentSchedule:
         fragments: Number of fragments, which are exchanged one after the other.
         delay: Steps from the start of an exchange to the use of its result.
         mix: Weight of the replica's own parameter when a result is applied, in [0, 1).
+        restart: Replicas continue from the anchor as soon as their displacements are sent, before results of earlier
+            exchanges are used. `mix` then is 0.
     """
 
     inner_steps: int
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    restart: bool = False
 
     def is_due(self, fragment: int, step: int) -> bool:
         """Return whether the exchange of the fragment starts at this step."""
@@ -83,6 +86,10 @@ class LocalOptions(MethodOptions):
     def averaging(self) -> MethodOptions:
         """Return the options of the gradient method that averages the displacements."""
         raise NotImplementedError
+
+    def stores_momentum(self) -> bool:
+        """Return whether the outer momentum is a state."""
+        return self.outer_momentum > 0.0
 
     def label(self) -> str:
         code = getattr(self, "code", "float32")
@@ -137,27 +144,29 @@ class LocalCost(GradientCost):
 
         Displacement: 12 to read anchor and parameter and write it, 16 to fill and empty chunks, 16 to encode and
         decode. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to write the parameter.
+        Restart: 8 to copy the anchor to the parameter.
         """
         options = self.options
         coded = 16.0 if isinstance(options.averaging(), QuantizedOptions) else 0.0
-        momentum = 8.0 if options.outer_momentum else 0.0
-        return (12.0 + 16.0 + coded + 4.0 + 8.0 + momentum + 4.0) / options.inner_steps
+        momentum = 8.0 if options.stores_momentum() else 0.0
+        restart = 8.0 if options.schedule().restart else 0.0
+        return (12.0 + 16.0 + coded + 4.0 + 8.0 + momentum + 4.0 + restart) / options.inner_steps
 
     def shared_states(self, model: LocalModel) -> dict[str, float]:
         """Return the bytes of anchor and outer momentum, on the device or on the host."""
         n = 4.0 * model.entries
-        return {"anchor": n} | ({"outer momentum": n} if self.options.outer_momentum else {})
+        return {"anchor": n} | ({"outer momentum": n} if self.options.stores_momentum() else {})
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory by kind.
 
-        Displacements exist only during an exchange; with a delay there are also chunks in flight. Fragments are assumed
-        to be of equal size.
+        Displacements exist only during an exchange; with a delay there are also chunks in flight. With a restart an
+        exchange starts while the result of the last one is still needed. Fragments are assumed to be of equal size.
         """
         schedule = self.options.schedule()
         displacements = 4.0 * model.entries / schedule.fragments
         states = {} if self.options.host else self.shared_states(model)
-        states |= {"displacements": (2.0 if schedule.delay else 1.0) * displacements}
+        states |= {"displacements": (1 + (schedule.delay > 0) + schedule.restart) * displacements}
         chunks = 0.0 if schedule.delay else self.chunk_memory(model, replicas)
         return states | ({"chunks in flight": chunks} if chunks else {})
 

@@ -1,12 +1,13 @@
 """Local updates: several local steps, then an exchange of displacements.
 
-Base class of DiLoCo (Douillard et al., arXiv:2311.08105), Streaming DiLoCo (Douillard et al., arXiv:2501.18512) and
-SparseLoCo (Sarfi et al., arXiv:2508.15706). Such a method consists of a schedule, the rates of the outer step, and a
-gradient method that averages displacements instead of gradients.
+Base class of DiLoCo (Douillard et al., arXiv:2311.08105), Streaming DiLoCo (Douillard et al., arXiv:2501.18512),
+SparseLoCo (Sarfi et al., arXiv:2508.15706) and CO2 (Sun et al., arXiv:2401.16265). Such a method consists of a
+schedule, the rates of the outer step, and a gradient method that averages displacements instead of gradients.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class _FragmentInFlight:
 
     def wait(self) -> list[Tensor]:
         if not self.means and self.shards:
-            self.means = self.finish()
+            self.means, self.finish = self.finish(), list  # releases the buffers of the exchange
         return self.means
 
 
@@ -84,22 +85,32 @@ class LocalUpdates(LocalMethod):
     2. `delay` steps later: v = mu v + D, anchor -= rate (D + mu v);
     3. theta_i = mix theta_i + (1 - mix) anchor. The inner optimizer's moments do not change.
 
+    Results that are due are used first. With `restart` the exchange starts first, and theta_i = anchor follows it.
+
     A skipped step starts no exchange and applies no result. A fragment that was due is exchanged in the next round. A
     result that was due is applied by the next step that is not skipped; if the next exchange of its fragment was
     skipped as well, at the earliest `delay` steps after that. Only in such steps does the host wait for the device.
 
     The method of `options.averaging()` averages the displacements. Its residual is a residual of displacements here.
+
+    Class attributes:
+        in_flight_kind: kind of the state with the results of running exchanges.
+        in_flight_on_migration: its `on_migration`.
     """
+
+    in_flight_kind: ClassVar[str] = "in_flight"
+    # Replicas keep their own steps until a result is used, so that a run that drops it loses no step.
+    in_flight_on_migration: ClassVar[Literal["copy", "displacement"]] = "copy"
 
     def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
         schedule, host = options.schedule(), options.host
-        self.schedule, self.outer = schedule, OuterOptimizer(options.outer_lr, options.outer_momentum)
+        self.schedule, self.outer = schedule, self.outer_optimizer(options)
         averaging = options.averaging()
         self._anchors = self._zeros(host)
         for shard in context.shards:
             self._anchors[shard.name].copy_(stored(shard.parameter).detach())
-        self._momenta = self._zeros(host) if self.outer.momentum else {}
+        self._momenta = self._zeros(host) if options.stores_momentum() else {}
         self._fragments: list[_Fragment] = []
         for number in range(schedule.fragments):
             shards = [s for s in context.shards if schedule.fragment_of(s.name) == number]
@@ -108,6 +119,13 @@ class LocalUpdates(LocalMethod):
                 assert isinstance(averaged, GradientMethod)
                 self._fragments.append(_Fragment(number, shards, averaged))
         self._in_flight: list[_FragmentInFlight] = []
+
+    def outer_optimizer(self, options: LocalOptions) -> OuterOptimizer:
+        """Return the optimizer of the anchor."""
+        return OuterOptimizer(options.outer_lr, options.outer_momentum)
+
+    def scale_means(self, means: dict[str, Tensor]) -> None:
+        """Scale mean displacements, FP32 (n,) by name, in place before the outer step uses them. Collective."""
 
     def _zeros(self, host: bool) -> dict[str, Tensor]:
         """Return FP32 zeros of every parameter's shape, in host memory if `host`."""
@@ -132,10 +150,15 @@ class LocalUpdates(LocalMethod):
                 if self.schedule.is_due(exchange.fragment.number, info.number):
                     exchange.due = info.number + self.schedule.delay
             return
+        at_once = full or self.schedule.delay == 0
+        if self.schedule.restart:
+            for exchange in results:
+                exchange.wait()
+            started_now = [self._start(fragment, info, at_once) for fragment in fragments]
         for exchange in results:
             self._apply(exchange, self.schedule.mix)
-        at_once = full or self.schedule.delay == 0
-        started_now = [self._start(fragment, info, at_once) for fragment in fragments]
+        if not self.schedule.restart:
+            started_now = [self._start(fragment, info, at_once) for fragment in fragments]
         for exchange in started_now if at_once else ():
             self._apply(exchange, 0.0 if full else self.schedule.mix)
 
@@ -150,7 +173,7 @@ class LocalUpdates(LocalMethod):
         }
         return [
             *found,
-            State("in_flight", in_flight, per_replica=False, on_migration="copy"),
+            State(self.in_flight_kind, in_flight, per_replica=False, on_migration=self.in_flight_on_migration),
             *self._averaging_states(),
         ]
 
@@ -165,7 +188,7 @@ class LocalUpdates(LocalMethod):
             fragment.averaging.prepare_to_load()
 
     def allocate(self, kind: str, name: str) -> None:
-        if kind != "in_flight":
+        if kind != self.in_flight_kind:
             return
         for fragment in self._fragments:
             for shard in (shard for shard in fragment.shards if shard.name == name):
@@ -191,7 +214,10 @@ class LocalUpdates(LocalMethod):
         displacements = []
         for shard in fragment.shards:
             theta = stored(shard.parameter)
-            displacements.append(torch.sub(self._anchors[shard.name].to(theta.device), theta).view(-1))
+            anchor = self._anchors[shard.name].to(theta.device)
+            displacements.append(torch.sub(anchor, theta).view(-1))
+            if self.schedule.restart:
+                theta.copy_(anchor)
         # Later steps overwrite the optimizer's flag before the exchange finishes.
         info = info._replace(applied=info.applied.clone())
         # Without a delay, the default `start` needs buffers for two chunks only, not for all.
@@ -205,6 +231,7 @@ class LocalUpdates(LocalMethod):
 
     def _apply(self, exchange: _FragmentInFlight, mix: float) -> None:
         """Run the outer step with the result of an exchange, and update this replica's parameters."""
+        self.scale_means({shard.name: mean for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)})
         for shard, mean in zip(exchange.shards, exchange.wait(), strict=True):
             theta, anchor, momentum = stored(shard.parameter), self._anchors[shard.name], self._momenta.get(shard.name)
             # These are copies if the states are in host memory.

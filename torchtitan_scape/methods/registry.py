@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.noloco.options import NolocoOptions
+from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -35,6 +38,7 @@ class MethodEntry:
         optimizers: Values of `[optimizer] name` that it supports.
         is_linear: Stateless and linear in the gradient: simulated gradients may be summed before the method runs.
         supports_flat_slices: It supports parameters that are flat slices of others ([sharding.levels]).
+        supports_pipeline: It supports pipeline stages, where the ranks of a replica have different parameters.
         import_function: A function that reads the method's checkpoints for any other method.
     """
 
@@ -43,6 +47,7 @@ class MethodEntry:
     optimizers: tuple[str, ...] = ANY_OPTIMIZER
     is_linear: bool = False
     supports_flat_slices: bool = False
+    supports_pipeline: bool = False
     import_function: str = "imported.import_state"
 
     @property
@@ -69,24 +74,30 @@ def _import(name: str) -> Any:
 
 
 METHODS: dict[str, MethodEntry] = {
-    "dense": MethodEntry(DenseOptions, "dense.method.Dense", is_linear=True, supports_flat_slices=True),
+    "dense": MethodEntry(
+        DenseOptions, "dense.method.Dense", is_linear=True, supports_flat_slices=True, supports_pipeline=True
+    ),
     "scape": MethodEntry(
         ScapeOptions,
         "scape.method.ScapeMethod",
         ("AdamS",),
         supports_flat_slices=True,
+        supports_pipeline=True,
         import_function="scape.importing.import_scape_state",
     ),
     "topk": MethodEntry(TopkOptions, "topk.method.Topk"),
     "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),
     "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
     "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
-    "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized"),
+    "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized", supports_pipeline=True),
+    "onebit_adam": MethodEntry(OnebitAdamOptions, "onebit_adam.method.OnebitAdam", ("AdamW",)),
     "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),
     "diloco": MethodEntry(DilocoOptions, "diloco.method.Diloco"),
     "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
-    "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta"),
+    "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta", supports_pipeline=True),
     "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
+    "co2": MethodEntry(Co2Options, "co2.method.Co2"),
+    "noloco": MethodEntry(NolocoOptions, "noloco.method.Noloco"),
 }
 
 

@@ -83,5 +83,10 @@ def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:
         files = ",".join(resolved.files)
         raise ValueError(f"{files} has no [model] flavor; add a model: train_configs/models/llama_500m.toml,{files}")
     config = resolved.config
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {degree}: the planner has no cost of a pipeline; set it to 1 for "
+            "the plan"
+        )
     found = workload_of(config)
     return found if found.batch > 0 else replace(found, batch=config.training.local_batch_size * ranks)

@@ -26,7 +26,7 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import agreement, checks, rank_state
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, summable_below
-from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, weights_of_replicas
+from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, shared_model, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
 
@@ -323,11 +323,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Inside, the model contains the weights that replicas share: for evaluation and export."""
+        """Inside, the model contains the weights of `saved_model`: for evaluation and export. Collective."""
         if not self.weights:
             yield
             return
-        anchors = self._local(0).anchors()
+        anchors = self.saved_model()
         kept = [stored(shard.parameter).clone() for shard in self._shards]
         self._put([anchors[shard.name] for shard in self._shards])
         try:
@@ -346,9 +346,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 module.reshard()  # weights gathered for a forward pass without a backward pass are outdated
 
     def saved_model(self) -> dict[str, Tensor]:
-        """Return local tensors that checkpoints and exports store instead of the parameters of these names."""
+        """Return local tensors that checkpoints store instead of the parameters of these names. Collective."""
         if self.weights:
-            return self._local(0).anchors()
+            return shared_model([self._local(i).model_state() for i in range(len(self.weights))], self.collectives)
         return self.levels.model_saved() if self.levels else {}
 
     @torch.no_grad()

@@ -170,3 +170,18 @@ def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
     mean = rows.mean(0)
     collectives.sum_over_replicas(mean)
     return mean.div_(collectives.replicas)
+
+
+@torch.no_grad()
+def shared_model(each: Sequence[State], collectives: ReplicaCollectives) -> dict[str, Tensor]:
+    """Return the weights that replicas share, or the mean over replicas if they share none. Collective.
+
+    The all-reduce of the mean is not counted, like all communication of checkpoints.
+
+    Args:
+        each: The state with `on_migration` = "model" of every replica of this process.
+    """
+    first = each[0]
+    if not first.per_replica:
+        return first.tensors
+    return {name: mean_of_rows(torch.stack([s.tensors[name] for s in each]), collectives) for name in first.tensors}

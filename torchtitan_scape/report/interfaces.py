@@ -68,7 +68,7 @@ class InterfaceCount:
             return None
         local_bytes = RankBytes(self._layout.node(dist.get_rank()), dict(self._counted), dict(self._moved))
         ranks = self._optimizers.collectives.gather_objects(local_bytes)
-        others = {"context": self._layout.context, "tensor": self._layout.tensor}
+        others = {axis: getattr(self._layout, axis) for axis in ("context", "tensor", "pipeline")}
         return {
             "steps": self._steps,
             "sent_per_step": compare(ranks, self._steps),

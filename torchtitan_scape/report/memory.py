@@ -10,6 +10,7 @@ from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
+from torchtitan_scape.report.stage_memory import stage_memory
 from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
 
@@ -50,10 +51,14 @@ class MemoryReport:
         shards = levels.spread if levels else layout.shard * layout.context * layout.tensor
 
         def kinds_of(method: PlannedRun) -> dict[str, float]:
+            if layout.pipeline > 1:
+                return stage_memory(config, workload, method, layout, shards)[1]
             kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size)
             return levels.memory(workload.shapes(), kinds) if levels else kinds
 
         model = workload.local(shards)
+        if layout.pipeline > 1:
+            model, _ = stage_memory(config, workload, method, layout, shards)
         plan, rows = shard_axis_of(config, layout, on_cpu=False)
         kinds = kinds_of(method) | ({} if levels else shard_memory(plan, rows, layout))
         host = method.host_memory(model, layout.replicate)

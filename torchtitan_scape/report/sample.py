@@ -40,6 +40,8 @@ def log_samples(trainer: SampleView) -> None:
     n = trainer.job_config.sample.characters
     if n and trainer.layout.context > 1:
         logger.info("No sample is generated with context parallelism, because each rank has only part of the sequence")
+    elif n and trainer.layout.pipeline > 1:
+        logger.info("No sample is generated with pipeline parallelism, because each rank has only part of the model")
     elif n:
         with trainer._shared_weights():
             texts = _sample(trainer, n)

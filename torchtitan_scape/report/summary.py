@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +62,7 @@ def summarise(trainer: SummaryView) -> None:
     read = trainer.replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
     steps, total = trainer.steps_taken, trainer.step
-    shards = _planned_on_shard_axis(trainer)
+    shards, planned = _planned_on_shard_axis(trainer), _planned_on_replicate_axis(trainer)
     interfaces = trainer.interfaces.summary()
     tokens_per_second = tokens_seen / total * steps / trainer.train_seconds
     validates = trainer.job_config.validation.enable
@@ -85,7 +86,7 @@ def summarise(trainer: SummaryView) -> None:
         "bytes_sent_per_step_and_rank": sent.replicas,
         "shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in sent.shards.items()},
         "payload_parts": trainer.replica_optimizer.methods[0].payload_chunks(),
-        "planned_bytes_per_step_and_rank": trainer.replica_optimizer.planned_bytes(),
+        "planned_bytes_per_step_and_rank": planned,
         "dense_bytes_per_step_and_rank": sent.dense,
         "planned_shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in shards.items()},
         "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
@@ -150,10 +151,28 @@ def report_dry_run(trainer: SummaryView) -> None:
         logger.info(f"{name}: {value}")
 
 
+def _planned_on_replicate_axis(trainer: SummaryView) -> float:
+    """Return the planned bytes per step and rank: of rank 0, or with a pipeline the mean over ranks. Collective."""
+    planned, collectives = trainer.replica_optimizer.planned_bytes(), trainer.replica_optimizer.collectives
+    if trainer.layout.pipeline == 1:
+        return planned
+    device = trainer.replica_optimizer.grad_norm.device
+    total = collectives.sum_over_all(torch.tensor(planned, dtype=torch.float64, device=device))
+    return float(total) / trainer.layout.world_size
+
+
 def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]:
-    """Return the planned bytes per step and rank, by level and kind."""
+    """Return the planned bytes per step and rank, by level and kind.
+
+    With a pipeline it is the mean over stages, which gather their weights once per local batch; nothing is planned if
+    FSDP gathers them again for every micro-batch.
+    """
     on_cpu = trainer.device.type == "cpu" and trainer.job_config.comm.mode != "fake_backend"
     plan, rows = shard_axis_of(trainer.job_config, trainer.layout, on_cpu)
+    if (stages := trainer.layout.pipeline) > 1:
+        if trainer.job_config.parallelism.fsdp_reshard_after_forward == "always":
+            return {}
+        rows = tuple(replace(row, gathers=1) for row in rows)
     micro_batches = trainer.gradient_accumulation_steps // trainer.simulated
     if levels := levels_of(trainer.job_config, trainer.layout):
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
@@ -163,7 +182,7 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
     times = 1.0 + options_of(trainer.job_config.sync).cost().extra_orthogonalizations(trainer.layout.replicate)
     for stage in matrix_stages(optimizer, shapes, trainer.layout, times):
         sent[stage.level, UPDATE] = stage.sent
-    return sent
+    return {pair: value / stages for pair, value in sent.items()}
 
 
 def _to_export(config: JobConfig, folder: Path) -> list[tuple[str, str]]:

@@ -66,6 +66,16 @@ def gradient_norm(norm: Callable[[], Any]) -> AbstractContextManager[None]:
     return replaced(utils, "clip_grad_norm_", lambda *args, **kwargs: norm())
 
 
+def pipeline_loss_is_visible() -> AbstractContextManager[None]:
+    """Make the trainer log no warning that only the ranks of the last pipeline stage see the loss.
+
+    Reason: `ReplicaMetrics` sends the loss to all stages.
+    """
+    import torchtitan.train
+
+    return replaced(torchtitan.train, "ensure_pp_loss_visible", lambda *args: None)
+
+
 def profiler_activities() -> AbstractContextManager[None]:
     """Make PyTorch's profiler ignore an activity that is None.
 

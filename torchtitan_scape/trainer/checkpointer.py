@@ -47,7 +47,7 @@ from torchtitan_scape.titan.components import (
 
 logger = logging.getLogger(__name__)
 
-_AXES = ("ranks", "replicate", "shard", "context", "tensor", "simulate_replicas")
+_AXES = ("ranks", "replicate", "shard", "context", "tensor", "pipeline", "simulate_replicas")
 
 
 class ReplicaCheckpointer(CheckpointManager):

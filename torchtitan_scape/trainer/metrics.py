@@ -18,6 +18,7 @@ from torchtitan_scape.sharding.base import KINDS
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
+from torchtitan_scape.trainer.pipeline import from_last_stage
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ SPARSE = {
     "density": ("density", ".4f"),
     "mask_overlap": ("mask overlap", ".3f"),
     "residual_norm": ("residual norm", ".3g"),
+    "replica_spread": ("replica spread", ".3g"),
 }
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
 
@@ -72,6 +74,9 @@ class ReplicaMetrics(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         steps, self.steps_since_log = max(1, self.steps_since_log), 0
+        device = self.optimizers.replica.grad_norm.device
+        losses = [float(global_avg_loss), float(global_max_loss)]
+        global_avg_loss, global_max_loss = from_last_stage(self.parallel_dims, losses, device)
         self.last_loss = global_avg_loss
         self.take_peak()  # before the parent's `log` resets it
         figures = self.optimizers.replica.metrics()
@@ -91,7 +96,7 @@ class ReplicaMetrics(MetricsProcessor):
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         # Replicas with weights of their own have gradient norms of their own.
-        zero = torch.tensor(float(grad_norm == 0.0), device=self.optimizers.replica.grad_norm.device)
+        zero = torch.tensor(float(grad_norm == 0.0), device=device)
         self.zero_gradient = bool(self.optimizers.replica.collectives.sum_over_all(zero).item())
         fields = _sync_fields(step, figures, sent, seconds)
         if len(waits) > 1:

@@ -68,7 +68,7 @@ def build_optimizers(
 ) -> TitanOptimizers:
     """Build the optimizers for TorchTitan's TrainSpec. The configuration was checked before."""
     assert isinstance(parallel_dims, ReplicaParallelDims) and parallel_dims.groups is not None
-    assert len(model_parts) == 1, "check_config refuses pipeline parallelism"
+    assert len(model_parts) == 1, "check_config refuses schedules with several stages per rank"
     model, sync, entry = model_parts[0], job_config.sync, METHODS[job_config.sync.method]
     groups, simulated = parallel_dims.groups, job_config.topology.simulate_replicas
     if (level_groups := parallel_dims.level_groups) is not None and entry.is_linear:

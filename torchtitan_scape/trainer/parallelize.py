@@ -60,7 +60,7 @@ def parallelize(
     if (
         not dry
         and not job_config.sharding.levels.active
-        and parallel_dims.non_data_parallel_size * parallel_dims.dp_shard * parallel_dims.cp == 1
+        and parallel_dims.tp * parallel_dims.dp_shard * parallel_dims.cp == 1
         and (training.mixed_precision_param == training.mixed_precision_reduce == training.dtype == "float32")
     ):
         parallel_dims = copy.copy(parallel_dims)

@@ -18,6 +18,7 @@ def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -
         "shard": layout.shard,
         "context": layout.context,
         "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
         "simulate_replicas": simulated,
         "replicas": layout.replicate * simulated,
         "model": config.model.title,

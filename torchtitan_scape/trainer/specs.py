@@ -15,7 +15,9 @@ from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.registry import MODEL_FAMILIES, model_args
+from torchtitan_scape.models.stages import stage_modules
 from torchtitan_scape.titan.components import build_cross_entropy_loss
+from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
     TrainSpec,
@@ -24,10 +26,12 @@ from torchtitan_scape.titan.models import (
     parallelize_llama,
     train_spec,
 )
+from torchtitan_scape.titan.pipelining import LossFunction
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.metrics import build_metrics_processor
 from torchtitan_scape.trainer.optimizers import build_optimizers
 from torchtitan_scape.trainer.parallelize import parallelize
+from torchtitan_scape.trainer.pipeline import LossPerToken, build_pipeline
 from torchtitan_scape.trainer.schedule import build_schedulers
 from torchtitan_scape.trainer.validator import build_validator
 
@@ -37,6 +41,7 @@ def _llama(builders: dict[str, Any]) -> TrainSpec:
     return replace(
         llama3_train_spec(),
         parallelize_fn=partial(parallelize, family=parallelize_llama),
+        pipelining_fn=build_pipeline,
         **builders,
     )
 
@@ -44,7 +49,7 @@ def _llama(builders: dict[str, Any]) -> TrainSpec:
 def _gpt2(builders: dict[str, Any]) -> TrainSpec:
     return TrainSpec(
         parallelize_fn=partial(parallelize, family=parallelize_gpt2),
-        build_loss_fn=build_cross_entropy_loss,
+        pipelining_fn=None,  # the output is the token embedding, which only the first stage would have
         state_dict_adapter=GPT2StateDictAdapter,
         **builders,
     )
@@ -73,7 +78,7 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
     builders = {
         "model_cls": MODEL_FAMILIES[name].model_cls,
         "model_args": {flavor: args},
-        "pipelining_fn": None,
+        "build_loss_fn": _build_loss,
         "build_optimizers_fn": partial(build_optimizers, job_config=job_config),
         "build_lr_schedulers_fn": build_schedulers,
         "build_dataloader_fn": partial(_build_dataloader, simulated=simulated) if with_data else None,
@@ -82,6 +87,7 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         "build_metrics_processor_fn": build_metrics_processor,
     }
     spec = FAMILIES[name](builders)
+    _check_pipeline(job_config, spec, args)
     train_spec._extra_train_specs.pop(name, None)
     train_spec.register_train_spec(name, spec)
     attention = getattr(args, "attn_type", "sdpa")
@@ -90,6 +96,23 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
             f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
             "flavor, or run on GPUs"
         )
+
+
+def _check_pipeline(config: JobConfig, spec: TrainSpec, args: Any) -> None:
+    """Raise ValueError if the model cannot be divided into the configured number of stages."""
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1 and spec.pipelining_fn is None:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {degree} with [model] name = {config.model.name!r}: its output "
+            "layer is the token embedding, which only the first stage would have; set it to 1, or use a Llama"
+        )
+    if degree > 1:
+        stage_modules(config, args.n_layers)
+
+
+def _build_loss(job_config: JobConfig, parallel_dims: ParallelDims, **others: Any) -> LossFunction:
+    loss: LossFunction = build_cross_entropy_loss(job_config, parallel_dims=parallel_dims, **others)
+    return LossPerToken(loss) if parallel_dims.pp_enabled else loss
 
 
 def _build_dataloader(**options: Any) -> ReadAheadLoader:

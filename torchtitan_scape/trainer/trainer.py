@@ -50,6 +50,7 @@ from torchtitan_scape.trainer.layout import is_dry_run, layout_of
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+from torchtitan_scape.trainer.pipeline import LossPerToken
 from torchtitan_scape.trainer.run_record import run_record
 from torchtitan_scape.trainer.specs import register
 
@@ -101,7 +102,12 @@ class ScapeTrainer(Trainer):
                 logger.info(line)
             if job_config.comm.mode != "fake_backend":
                 self.memory.check()
-        with ExitStack() as self._dry_run, patches.checkpoint_manager(ReplicaCheckpointer), patches.optional_lspci():
+        with (
+            ExitStack() as self._dry_run,
+            patches.checkpoint_manager(ReplicaCheckpointer),
+            patches.optional_lspci(),
+            patches.pipeline_loss_is_visible(),
+        ):
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
@@ -241,13 +247,24 @@ class ScapeTrainer(Trainer):
         if last:
             self.replica_optimizer.prepare_last_backward()
         with self.replica_optimizer.timer.phase("forward_backward"):
-            loss = super().forward_backward_step(**kwargs)
+            if isinstance(self.loss_fn, LossPerToken):
+                loss = self._forward_backward_stage(self.loss_fn, **kwargs)
+            else:
+                loss = super().forward_backward_step(**kwargs)
         if last and self.step < self.job_config.training.steps:
             self._data_end.start()  # for the next step, while the device computes
         # The micro-batches of a simulated replica are consecutive.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
             self.replica_optimizer.stash_replica_gradients()
         return loss
+
+    def _forward_backward_stage(self, loss: LossPerToken, **kwargs: Any) -> torch.Tensor:
+        """Run the schedule of a pipeline, with the loss divided by the global number of tokens before its gradient."""
+        loss.tokens, kwargs["global_valid_tokens"] = kwargs["global_valid_tokens"], 1.0
+        try:
+            return super().forward_backward_step(**kwargs)
+        finally:
+            loss.tokens = 1.0
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run TorchTitan's step, with clipping replaced by `patches.gradient_norm`.

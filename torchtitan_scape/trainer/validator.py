@@ -8,13 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.validation_batches import by_rows, validation_batches
 from torchtitan_scape.titan.components import MetricsProcessor, Validator
 from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
+from torchtitan_scape.titan.distributed import ParallelDims, device_type
 from torchtitan_scape.titan.patches import no_validation_loader
+from torchtitan_scape.trainer.pipeline import from_last_stage
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +41,8 @@ class _ValidationMetrics:
     from the trainer's clock.
     """
 
-    def __init__(self, processor: MetricsProcessor, bytes_per_token: float | None) -> None:
-        self.processor, self.bytes_per_token = processor, bytes_per_token
+    def __init__(self, processor: MetricsProcessor, parallel_dims: ParallelDims, bytes_per_token: float | None) -> None:
+        self.processor, self.parallel_dims, self.bytes_per_token = processor, parallel_dims, bytes_per_token
         self.last_loss: float | None = None
         self.last_step = 0
         self.figures: dict[str, float] = {}
@@ -50,7 +53,8 @@ class _ValidationMetrics:
         self._started = time.perf_counter()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        self.last_loss, self.last_step = float(loss), step
+        (loss,) = from_last_stage(self.parallel_dims, [float(loss)], torch.device(device_type))
+        self.last_loss, self.last_step = loss, step
         self.figures = figures_of(self.last_loss, self.bytes_per_token)
         processor = self.processor
         n_tokens, last_log = processor.ntokens_since_last_log, processor.time_last_log
@@ -91,12 +95,13 @@ class FixedValidator(Validator):
         dp_rank: int,
         tokenizer: BaseTokenizer,
         *,
+        parallel_dims: ParallelDims,
         metrics_processor: MetricsProcessor,
         simulated: int = 1,
         **kwargs: Any,
     ) -> None:
         batches = validation_batches(job_config, dp_world_size, dp_rank, tokenizer, simulated)
-        self._metrics = _ValidationMetrics(metrics_processor, batches.bytes_per_token)
+        self._metrics = _ValidationMetrics(metrics_processor, parallel_dims, batches.bytes_per_token)
         # The parent reads the number of batches from the config.
         counted: Any = replace(
             cast(Any, job_config), validation=replace(cast(Any, job_config.validation), steps=len(batches))
@@ -107,6 +112,7 @@ class FixedValidator(Validator):
                 dp_world_size=dp_world_size,
                 dp_rank=dp_rank,
                 tokenizer=tokenizer,
+                parallel_dims=parallel_dims,
                 metrics_processor=cast(MetricsProcessor, self._metrics),
                 **kwargs,
             )

@@ -1,6 +1,7 @@
 """Block codes in Triton's interpreter, bitwise against PyTorch; started like test_interpreted.py."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -10,23 +11,25 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from kernels.codec.formats import FORMATS
 from tests.kernels.codec.checks import check_follows, check_rounding_follows
+from tests.marks import covering
 
 # NumPy warns about sums of the largest numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 
+SIZES = [
+    (32, torch.float32, 2, 66),  # more than one tile
+    (32, torch.bfloat16, 3, 5),
+    (128, torch.bfloat16, 2, 17),
+    (1024, torch.bfloat16, 1, 13),
+    (64, torch.float32, 0, 3),
+    (64, torch.bfloat16, 2, 0),
+]
+
+
 @pytest.mark.parametrize(
-    ("block", "scale", "rows", "blocks"),
-    [
-        (32, torch.float32, 2, 66),  # more than one tile
-        (32, torch.bfloat16, 3, 5),
-        (128, torch.bfloat16, 2, 17),
-        (1024, torch.bfloat16, 1, 13),
-        (64, torch.float32, 0, 3),
-        (64, torch.bfloat16, 2, 0),
-    ],
+    ("name", "block", "scale", "rows", "blocks"), covering((name, *sizes) for name, sizes in product(FORMATS, SIZES))
 )
-@pytest.mark.parametrize("name", FORMATS)
 def test_kernels_equal_pytorch(name: str, block: int, scale: torch.dtype, rows: int, blocks: int) -> None:
     check_follows(name, block, scale, rows, blocks)
 

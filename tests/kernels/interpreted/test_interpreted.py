@@ -3,6 +3,7 @@
 import os
 import threading
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.kernels.checks import (
     check_wires,
     check_written,
 )
+from tests.marks import covering, slow
 from tests.methods.scape import test_simulated
 from tests.methods.scape.test_observed import Seen
 from tests.replicas import run_replicas
@@ -82,8 +84,8 @@ def cases(draw: Any, **fixed: Any) -> Case:
 
 
 def examples(count: int) -> int:
-    """Return `count` with --slow, and a third of it otherwise."""
-    return count if ALL_EXAMPLES else max(4, count // 3)
+    """Return `count` with --slow, and a sixth of it otherwise."""
+    return count if ALL_EXAMPLES else max(2, count // 6)
 
 
 @settings(max_examples=examples(18))
@@ -126,9 +128,8 @@ def test_all_equal_values(values: tuple[float, ...]) -> None:
     check_selection(Case((100, 7), values=values, beta1=0.0, in_use=1.0, density=1.0), 0.1)
 
 
-@pytest.mark.parametrize("block_size", [1024, 2048, 40])
-@pytest.mark.parametrize("density", [0.1, 0.01])
-def test_blocks_of_real_sizes(block_size: int, density: float) -> None:
+@pytest.mark.parametrize("density, block_size", covering(product((0.1, 0.01), (1024, 2048, 40))))
+def test_blocks_of_real_sizes(density: float, block_size: int) -> None:
     """Several tiles, complete and partial, owned and not owned."""
     check_step(
         Case(
@@ -176,12 +177,12 @@ def test_masks_are_decoded(case: Case, density: float) -> None:
     ("block_size", "k", "replicas"),
     [
         (16, 2, 3),
-        (24, 1, 2),
-        (64, 12, 2),
+        slow(24, 1, 2),
+        slow(64, 12, 2),
         (128, 6, 2),
-        (1024, 10, 3),
-        (1024, 250, 2),
-        (32768, 1, 2),
+        slow(1024, 10, 3),
+        slow(1024, 250, 2),
+        slow(32768, 1, 2),
     ],
 )
 def test_encoded_offsets_are_decoded(block_size: int, k: int, replicas: int) -> None:
@@ -226,14 +227,16 @@ def test_finite_identifies_the_tensors(data: st.DataObject, sizes: list[int], dt
     check_finite(sizes, bad, dtype, data.draw(st.sampled_from([0, 1])), "cpu")
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["values", "changes"])
-@pytest.mark.parametrize(("in_use", "offset"), [(0.1, 0), (0.1, 1), (0.5, 0), (1.0, 0)])
-def test_values_of_owners_are_written_everywhere(in_use: float, offset: int, changes: bool) -> None:
+@pytest.mark.parametrize(
+    "changes, in_use, offset",
+    covering((changes, *case) for changes, case in product((False, True), [(0.1, 0), (0.1, 1), (0.5, 0), (1.0, 0)])),
+)
+def test_values_of_owners_are_written_everywhere(changes: bool, in_use: float, offset: int) -> None:
     """Complete tiles with wide stores, and others; the same bits as PyTorch, on the mask and off it."""
     check_written(Case((8300, 90), (40,), 1024, 2, in_use=in_use, next=1.0, parameter_offset=offset), changes)
 
 
-MORE_TRAINING = [
+MORE_TRAINING: list[tuple[int, dict[str, Any]]] = [
     (2, dict(density=0.3, density_warmup_steps=2)),
     (2, dict(density=0.3, density_warmup_steps=2, bf16_weights=True, offload=OFFLOAD)),
     (2, dict(density=0.3, update="sharded", density_warmup_steps=2, clip_mode="literal")),
@@ -246,14 +249,14 @@ MORE_TRAINING = [
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
-        (1, dict(density=0.1)),
+        slow(1, dict(density=0.1)),
         (2, dict(density=0.1, staleness_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
         (2, dict(density=0.3, update="sharded", density_warmup_steps=2, bf16_weights=True, offload=OFFLOAD)),
-        *(MORE_TRAINING if ALL_EXAMPLES else ()),
+        *(slow(*case) for case in MORE_TRAINING),
     ],
 )
 def test_training_equals_pytorch(replicas: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five steps of the optimizer; only the update rounds differently.
+    """Five steps of the optimizer, three in the default run; only the update rounds differently.
 
     The interpreter rounds to BF16 towards zero, so that the bound is tighter for master weights than for weights.
     """
@@ -272,7 +275,7 @@ def test_training_equals_pytorch(replicas: int, options: dict[str, Any], monkeyp
             if collectives.replica == 0 and optimizer.method.passes.masters:
                 masters[kernels].append(torch.cat(optimizer.method.passes.kept("master")))
 
-        return train(collectives, 5, probe=probe, kernels=kernels, **options)
+        return train(collectives, 5 if ALL_EXAMPLES else 3, probe=probe, kernels=kernels, **options)
 
     twin, kernel = (run_replicas(replicas, lambda c, k=k: work(c, k)) for k in ("torch", "triton"))
     bound = 2.0**-7 if "bf16_weights" in options else 1e-6
@@ -313,9 +316,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(density=0.1, density_warmup_steps=2, wire="bfloat16"),
-    ],
+    [slow(dict(density=0.1, density_warmup_steps=2, wire="bfloat16"))],
 )
 def test_simulated_replicas_equal_real_ones(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps of two replicas; the third is skipped because of a NaN of the second replica."""

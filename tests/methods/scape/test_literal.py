@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kernels.codec.formats import FORMATS
+from tests.marks import covering, slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, train
 from torchtitan_scape import AdamS, Scape
 
-GRID = [
-    {"replicas": n, "density": d, "staleness_scaling": w, **extra}
+GRID = [  # replicas, density, staleness scaling, other options
+    (n, d, w, extra)
     for (n, d, w), extra in zip(
         itertools.product((1, 2, 3, 4), (1.0, 0.5, 0.1, 0.01), (True, False)),
         itertools.cycle(
@@ -36,11 +37,12 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_equals_the_reference_algorithm_for_50_steps(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("replicas, density, scaling, more", covering(GRID))
+def test_equals_the_reference_algorithm_for_50_steps(
+    replicas: int, density: float, scaling: bool, more: dict[str, Any]
+) -> None:
     """Properties 3 and 4: within 1e-6 of the two-buffer algorithm, and bitwise equal on all replicas."""
-    options = dict(options)
-    replicas = options.pop("replicas")
+    options: dict[str, Any] = {"density": density, "staleness_scaling": scaling, **more}
     expected = literal(replicas, 50, **options)
     results = run_replicas(replicas, lambda c: train(c, 50, **options))
     for step, want in enumerate(expected):
@@ -123,8 +125,8 @@ def test_sum_reduction_equals_the_mean_of_scaled_gradients() -> None:
 BFLOAT16 = [{}, {"selection": "tensor"}, {"density_warmup_steps": 8}, {"max_norm": None}]
 # At 0.5 there are several blocks per replica.
 CODED = [
-    (1, {"wire": "int4"}),
-    (2, {"wire": "int4", "density_warmup_steps": 8}),
+    slow(1, {"wire": "int4"}),
+    slow(2, {"wire": "int4", "density_warmup_steps": 8}),
     (3, {"wire": "int4", "density": 0.5}),
     (3, {"wire": "2bit", "density": 0.5, "density_warmup_steps": 6, "selection": "tensor"}),
     (2, {"wire": "int8", "density": 0.5, "max_norm": None}),
@@ -133,7 +135,7 @@ CODED = [
 ]
 
 
-@pytest.mark.parametrize("replicas, options", [*itertools.product((1, 2, 3), BFLOAT16), *CODED])
+@pytest.mark.parametrize("replicas, options", [*covering(itertools.product((1, 2, 3), BFLOAT16)), *CODED])
 def test_an_encoded_payload_follows_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
     """Properties 3 and 4 with quantization.
 
@@ -153,7 +155,7 @@ def test_an_encoded_payload_follows_the_reference_algorithm(replicas: int, optio
 
 @pytest.mark.parametrize(
     "wire, selection, max_norm",
-    [*itertools.product(("float32", "bfloat16"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)],
+    covering([*itertools.product(("float32", "bfloat16"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)]),
 )
 def test_the_chunk_size_does_not_change_the_result(wire: str, selection: str, max_norm: float | None) -> None:
     """One chunk, several, and one per tensor. With quantization, the owner of the last error depends on the chunks."""

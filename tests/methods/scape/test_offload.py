@@ -1,7 +1,7 @@
 """State and master in host memory, and weights in BF16, with replicas as threads."""
 
 import io
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer, walk
+from tests.marks import covering, slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
@@ -73,8 +74,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "default")
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), OPTIONS)))
 def test_offload_does_not_change_a_bit(replicas: int, options: dict[str, Any]) -> None:
     """Property 5: parameters, state and metrics are bitwise equal to those without offloading."""
     master = options.get("bf16_weights") or ("values" in options and replicas > 1)
@@ -253,7 +253,7 @@ def test_wrong_options_are_refused() -> None:
 # ------------------------------------------------------------------------------------ weights in BF16
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [slow(1), 3])
 def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None:
     """The master is bitwise equal to FP32 weights, and the model's weights equal their cast to BF16."""
 
@@ -269,7 +269,7 @@ def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None
     run_replicas(replicas, work)
 
 
-@pytest.mark.parametrize("replicas, warmup", [(1, 0), (2, 5), (3, 0)])
+@pytest.mark.parametrize("replicas, warmup", [slow(1, 0), (2, 5), slow(3, 0)])
 def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, warmup: int) -> None:
     """A weight differs from its master by one rounding to BF16, however long it was outside the mask.
 
@@ -278,7 +278,7 @@ def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, war
     """
     rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
     rates |= {"density_warmup_steps": warmup, "values": "bfloat16"}
-    steps = 40
+    steps = 20
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         masters: list[list[Tensor]] = []
@@ -334,7 +334,9 @@ def test_another_optimizer_continues_with_the_bf16_weights() -> None:
     torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
 
 
-@pytest.mark.parametrize("options", OPTIONS[2:], ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    "options", [OPTIONS[3], OPTIONS[6], *map(slow, (OPTIONS[2], OPTIONS[4], OPTIONS[5], OPTIONS[7]))]
+)
 def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
     """Property 8, with other states offloaded in the resumed run.
 

@@ -1,5 +1,6 @@
 """SCAPE with a sharded update, with replicas as threads: equality with Algorithm 1, bytes and memory."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from kernels.codec.formats import FORMATS
 from kernels.scape.ownership import assign_owners
 from kernels.scape.reference import unpack_bits
+from tests.marks import covering
 from tests.methods.scape.test_literal import GRID
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions, resume, train
@@ -41,15 +43,15 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
         assert all(torch.equal(flat(other[step]), got) for other in results[1:]), step
 
 
-@pytest.mark.parametrize("options", GRID[::3], ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_equals_the_reference_algorithm_for_50_steps(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("replicas, density, scaling, more", covering(GRID[::3]))
+def test_equals_the_reference_algorithm_for_50_steps(
+    replicas: int, density: float, scaling: bool, more: dict[str, Any]
+) -> None:
     """Properties 3, 4 and 5: parameters within 1e-6 of Algorithm 1, and bitwise equal on all replicas."""
-    options = dict(options)
-    check(options.pop("replicas"), 50, 1e-6, SPARSE + DENSE, **options)
+    check(replicas, 50, 1e-6, SPARSE + DENSE, density=density, staleness_scaling=scaling, **more)
 
 
-@pytest.mark.parametrize("options", ROUNDED)
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), ROUNDED)))
 def test_quantized_exchanges_follow_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
     """Senders store the payload's quantization errors; owners store masters of quantized values."""
     check(replicas, 20, 1e-5, SPARSE + DENSE, **{"density": 0.1, **options})
@@ -166,16 +168,15 @@ def test_applied_and_pending_updates_are_conserved(selection: str) -> None:
     run_replicas(3, work)
 
 
-@pytest.mark.parametrize(
-    "options, most",
-    [
-        ({}, 1.02),
-        ({"values": "bfloat16"}, 0.77),
-        ({"wire": "bfloat16", "values": "bfloat16"}, 0.52),
-        ({"wire": "int4", "values": "int4"}, 0.165),
-    ],
-)
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+BYTES: list[tuple[dict[str, Any], float]] = [
+    ({}, 1.02),
+    ({"values": "bfloat16"}, 0.77),
+    ({"wire": "bfloat16", "values": "bfloat16"}, 0.52),
+    ({"wire": "int4", "values": "int4"}, 0.165),
+]
+
+
+@pytest.mark.parametrize("replicas, options, most", covering((n, *case) for n, case in product((2, 3, 4), BYTES)))
 def test_bytes_of_the_sharded_update_relative_to_an_all_reduce(
     replicas: int, options: dict[str, Any], most: float
 ) -> None:
@@ -238,8 +239,7 @@ def lasting(optimizer: Scape) -> list[Tensor]:
     return [*passes.storage.flat.values(), passes.updater.common, passes.wire_residual]
 
 
-@pytest.mark.parametrize("options", [{}, *ROUNDED])
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("at, options", covering(product((1, 2, 5), [{}, *ROUNDED])))
 def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
     """Property 8."""
 

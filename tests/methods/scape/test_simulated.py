@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marks import slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, gradient, make_scape
 from topology.in_process import SimulatedReplicas
@@ -112,20 +113,20 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
 @pytest.mark.parametrize(
     "replicas, nan_at, options",
     [
-        (2, None, {"density": 1.0}),
-        (3, None, {"density": 0.1}),
+        slow(2, None, {"density": 1.0}),
+        slow(3, None, {"density": 0.1}),
         (3, 8, {"density": 0.1, "density_warmup_steps": 5}),
-        (2, 8, {"density": 0.1, "density_warmup_steps": 5}),
+        slow(2, 8, {"density": 0.1, "density_warmup_steps": 5}),
         (3, 3, {"density": 0.1, "density_warmup_steps": 5, "selection": "tensor", "chunk_bytes": 400}),
         (3, None, {"density": 0.03, "staleness_scaling": False, "clip_mode": "literal", "reduction": "sum"}),
         (2, 5, {"density": 0.1, "max_norm": None, "chunk_bytes": 200, "dense_names": ["p1"]}),
-        (3, 6, {"density": 0.1, "wire": "bfloat16", "chunk_bytes": 200}),
+        slow(3, 6, {"density": 0.1, "wire": "bfloat16", "chunk_bytes": 200}),
         (3, 6, {"density": 0.5, "wire": "int4", "chunk_bytes": 600, "density_warmup_steps": 3}),
         (4, None, {"density": 0.1, "wire": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
         (3, 6, {"density": 0.5, "update": "sharded", "wire": "2bit", "values": "int4", "density_warmup_steps": 3}),
-        (3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
+        slow(3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
         (2, None, {"density": 0.1, "update": "sharded", "values": "bfloat16", "offload": ["state"]}),
-        (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
+        slow(3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
         (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "update": "sharded", "density_warmup_steps": 3}),
     ],
 )
@@ -147,7 +148,9 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
         assert ours[2] == pytest.approx(theirs[2]) and ours[4] == theirs[4]
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "int4", "density_warmup_steps": 3}, {"weights_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [slow({}), {"wire": "int4", "density_warmup_steps": 3}, slow({"weights_dtype": "bfloat16"})]
+)
 def test_simulated_state_resumes_bitwise(options: dict[str, Any]) -> None:
     whole = simulated(3, None, density=0.1, **options)
     begun, run = Simulated(3, density=0.1, **options), Simulated(3, density=0.1, **options)

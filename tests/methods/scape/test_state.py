@@ -1,11 +1,13 @@
 """`state_dict` and `load_state_dict` of the optimizer without the checkpoint package."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.marks import covering
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import copied, make_scape, resume, train
 from torchtitan_scape import NonFiniteGradientError
@@ -18,9 +20,10 @@ def test_a_state_dict_without_residuals_is_refused() -> None:
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("rule", [{}, {"staleness_scaling": False, "selection": "tensor"}])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "2bit"])
-@pytest.mark.parametrize("at", [1, 2, 5])
+RULES: list[dict[str, Any]] = [{}, {"staleness_scaling": False, "selection": "tensor"}]
+
+
+@pytest.mark.parametrize("at, wire, rule", covering(product((1, 2, 5), ("float32", "bfloat16", "2bit"), RULES)))
 def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
     """Property 8 for the optimizer alone: saved while a mask is in flight, loaded into a new optimizer."""
 

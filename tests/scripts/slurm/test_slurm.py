@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from scripts.faults.fault_runs import TINY
+from tests.marks import slow
 from tests.runtime.test_launch import SHORT
 from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
 
 
-@pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 2)])
+@pytest.mark.parametrize("machine, per_node", [slow("vista", 1), ("frontier", 2)])
 def test_a_job_on_two_nodes_trains(machine: str, per_node: int, tmp_path: Path) -> None:
     environment = {"CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": str(per_node)}
-    if machine == "vista":
-        environment["PYTHON"] = sys.executable  # one with real starts
     result, _ = submit(machine, tmp_path, environment, *SHORT, f"--job.dump_folder={tmp_path}/out")
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

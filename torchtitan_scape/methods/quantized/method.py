@@ -1,4 +1,4 @@
-"""Gradients in 4-bit and 8-bit block codes, in both directions.
+"""Gradients in block codes of 1 to 8 bits, in both directions.
 
 An all-to-all of encoded slices; each owner sums its slice in FP32 and sends the encoded mean to all replicas. This is
 qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:2410.15526), with the error feedback of
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import block_code, choose_backend
+from kernels.codec.formats import FORMATS
 from topology.comm_stream import Handle
 from topology.partition import Chunk
 from torchtitan_scape.core.tensors import masked_copy_
@@ -28,6 +29,9 @@ class Quantized(ChunkedMethod):
     4. All replicas decode these messages. The residual is the quantization error of x, and for the owner also N times
        that of the mean, so that the sum over replicas of (x - residual) is N times the result.
 
+    With one or two bits, N times the error of the mean is a state of its own, "owner_error". The owner adds the error
+    to its next mean, before it encodes that (Tang et al., arXiv:1905.05957, "DoubleSqueeze").
+
     Within a node sums are sent in FP32, and the encoded means are forwarded unchanged. With a single replica nothing is
     encoded.
     """
@@ -35,7 +39,10 @@ class Quantized(ChunkedMethod):
     def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
         backend = choose_backend(context.kernels, context.shards[0].device)
         super().__init__(context, options, block_code(backend, options.code, options.block))
+        self._fills_blocks = FORMATS[options.code].largest is None
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
+        keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
+        self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
         self._uncompressed = False  # in this step
 
     def begin(self) -> None:
@@ -43,32 +50,79 @@ class Quantized(ChunkedMethod):
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
         self.scale_to_mean([values])
-        residuals = self._residuals_of(chunk)
+        return self.send_with_feedback(chunk, values)
+
+    def send_with_feedback(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
+        """Start the exchange of values in mean units, with the pending errors added. As `send`."""
+        residuals, owner_errors = self._parts(self._pending, chunk), self._parts(self._owner_error, chunk)
+        views = [values[s.at : s.at + s.length] for s in chunk.slices]
         if residuals:
-            torch._foreach_add_([values[s.at : s.at + s.length] for s in chunk.slices], residuals)
+            torch._foreach_add_(views, residuals)
         quantization_error = torch.empty_like(values) if residuals and not self._uncompressed else None
+        carried_error, owner_error = self._add_owner_error(chunk, values, owner_errors)
+        self._fill_short_blocks(chunk, values)
         codec = None if self._uncompressed else self.codec
-        handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error)
+        handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error, carried_error=carried_error)
 
         def finish(info: StepInfo) -> None:
             if quantization_error is not None and quantization_error.is_cuda:
                 quantization_error.record_stream(torch.cuda.current_stream(quantization_error.device))
-            for s, residual in zip(chunk.slices, residuals, strict=False):
-                masked_copy_(
-                    residual,
-                    0.0 if quantization_error is None else quantization_error[s.at : s.at + s.length],
-                    info.applied,
-                )
+            if carried_error is not None and owner_error is not None:
+                if owner_error.is_cuda:
+                    owner_error.record_stream(torch.cuda.current_stream(owner_error.device))
+                    carried_error.record_stream(torch.cuda.current_stream(carried_error.device))
+                owner_error.zero_()
+                torch.mul(carried_error, self.collectives.replicas, out=self._owned(owner_error))
+            for kinds, error in ((residuals, quantization_error), (owner_errors, owner_error)):
+                for s, state in zip(chunk.slices, kinds, strict=False):
+                    masked_copy_(state, 0.0 if error is None else error[s.at : s.at + s.length], info.applied)
 
         return handle, finish
 
-    def _residuals_of(self, chunk: Chunk) -> list[Tensor]:
-        """Return the residuals of the chunk's slices, FP32 (n,) each; [] without error feedback."""
-        if not self.options.error_feedback:
+    def _add_owner_error(
+        self, chunk: Chunk, values: Tensor, owner_errors: list[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Add the owner's errors to `values`, apart from those of this replica's own slice.
+
+        Returns:
+            The error of this replica's slice in units of the mean, FP32 (n / replicas,), and a buffer for the new
+            errors of the chunk, FP32 (n,); None if there are none or if nothing is encoded.
+        """
+        if not owner_errors:
+            return None, None
+        buffer = torch.zeros_like(values)
+        torch._foreach_copy_([buffer[s.at : s.at + s.length] for s in chunk.slices], owner_errors)
+        self._fill_short_blocks(chunk, buffer)
+        if self._uncompressed:
+            values.add_(buffer)
+            return None, None
+        carried_error = self._owned(buffer) / self.collectives.replicas
+        self._owned(buffer).zero_()
+        values.add_(buffer)  # not zero if the owners were others before: a checkpoint of another layout
+        return carried_error, buffer
+
+    def _owned(self, buffer: Tensor) -> Tensor:
+        """Return the slice of a chunk's buffer that this replica reduces."""
+        return buffer.view(self.collectives.replicas, -1)[self.collectives.replica]
+
+    def _fill_short_blocks(self, chunk: Chunk, values: Tensor) -> None:
+        """Repeat the entries of a shorter last block. Zeros would reduce its scale, the mean magnitude."""
+        if self.codec is None or self._uncompressed or not self._fills_blocks:
+            return
+        block = self.codec.block_size
+        for s in chunk.slices:
+            if short := s.length % block:
+                end = s.at + s.length
+                repeated = values[end - short : end].repeat(-(-block // short))
+                values[end : end + block - short] = repeated[short:block]
+
+    def _parts(self, states: ErrorFeedback, chunk: Chunk) -> list[Tensor]:
+        """Return the states of the chunk's slices, FP32 (n,) each; [] if the states do not exist."""
+        if not states.tensors:
             return []
-        names = [self.context.shards[s.tensor].name for s in chunk.slices]
-        flat = [self._pending.tensors[name].view(-1) for name in names]
-        return [residual[s.first : s.first + s.length] for s, residual in zip(chunk.slices, flat, strict=True)]
+        flat = [states.tensors[self.context.shards[s.tensor].name].view(-1) for s in chunk.slices]
+        return [state[s.first : s.first + s.length] for s, state in zip(chunk.slices, flat, strict=True)]
 
     def states(self) -> list[State]:
-        return [self._pending.state()] if self.options.error_feedback else []
+        kinds = (("residual", self._pending), ("owner_error", self._owner_error))
+        return [State(kind, each.tensors, True, "gradient") for kind, each in kinds if each.tensors]

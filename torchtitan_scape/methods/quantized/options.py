@@ -1,9 +1,10 @@
-"""Options and cost of gradients in 4-bit and 8-bit block codes."""
+"""Options and cost of gradients in block codes of 1 to 8 bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
@@ -12,17 +13,19 @@ from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
 
+Code = Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
+
 
 @dataclass
 class QuantizedOptions(MethodOptions):
-    """[sync.quantized]: gradients in a code of 4 or 8 bits."""
+    """[sync.quantized]: gradients in a code of 1 to 8 bits."""
 
     section: ClassVar[str] = "sync.quantized"
     main_options = ("code",)
 
-    code: Literal["int8", "int4", "e2m1", "e3m0"] = "e2m1"
-    """Encoding of the gradients on the outermost level, in both directions, with one BF16 scale per block: 8-bit or
-    4-bit integers, or 4-bit floats with a mantissa of one bit or none"""
+    code: Code = "e2m1"
+    """Encoding of the gradients on the outermost level, in both directions, with BF16 scales per block: 8-bit or 4-bit
+    integers, 4-bit floats with a mantissa of one bit or none, or signs and one or two mean magnitudes"""
 
     block: int = 128
     """Entries that share a scale, a power of two from 32 to 1024; every parameter starts a new block"""
@@ -33,6 +36,13 @@ class QuantizedOptions(MethodOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
+
+    def keeps_owner_error(self, replicas: int) -> bool:
+        """Return whether an owner stores the quantization error of its mean as a separate state.
+
+        With few bits N times that error is so large that it would determine the scales of the owner's own message.
+        """
+        return self.error_feedback and FORMATS[self.code].largest is None and replicas > 1
 
     def needs_comm_streams(self) -> bool:
         return True
@@ -61,15 +71,22 @@ class QuantizedCost(GradientCost):
         """Return the bytes per parameter.
 
         16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with error feedback 12 to add the residual and
-        16 to store the error. The share that an owner reduces is 1/N of the entries and neglected.
+        16 to store the error; for a separate owner's error 28 to gather, add and store it. The share that an owner
+        reduces is 1/N of the entries and neglected.
         """
-        return 60.0 if self.options.error_feedback else 32.0
+        feedback = 28.0 if self.options.error_feedback else 0.0
+        return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
 
     @property
     def chunk_bytes(self) -> float:
-        """Values, the sent and the received message, and the quantization error."""
+        """Values, the sent and the received message, the quantization error, and a copy of the owner's error."""
         coded = 2.0 * encoded_bytes(self.options.code, self.options.block)
-        return 4.0 + coded + (4.0 if self.options.error_feedback else 0.0)
+        errors = (4.0 if self.options.error_feedback else 0.0) + (4.0 if self.options.keeps_owner_error(2) else 0.0)
+        return 4.0 + coded + errors
 
     def residual_entries(self, model: LocalModel) -> int:
         return model.entries if self.options.error_feedback else 0
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        owner_error = {"owner_error": 4.0 * model.entries} if self.options.keeps_owner_error(replicas) else {}
+        return super().device_memory(model, replicas) | owner_error

@@ -26,6 +26,7 @@ from torchtitan_scape.methods.sparta.options import (
     MANY_REPLICAS,
     GroupSlice,
     SpartaOptions,
+    count_blocks,
     slices_of_group,
 )
 from torchtitan_scape.methods.sparta.round_steps import RoundSteps
@@ -91,6 +92,9 @@ class Sparta(LocalMethod):
         # Number of groups in each step of the warm-up, and the first group of each step.
         self._group_counts = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
         self._first_groups = list(accumulate(self._group_counts, initial=1))
+        # Blocks have the numbers that they have without a pipeline.
+        blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
+        self._first_block = sum(blocks[:stage])
         self._chunks: dict[int, list[_GroupChunk]] = {}  # by group; made once, as this takes milliseconds
 
     def block_groups(self, number: int) -> range:
@@ -158,7 +162,7 @@ class Sparta(LocalMethod):
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
         """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
         sizes = [shard.size for shard in self.context.shards]
-        slices = slices_of_group(sizes, self.options.interval, group)
+        slices = slices_of_group(sizes, self.options.interval, group, self._first_block)
         limit = self.collectives.chunk_limit(sum(sizes), self._codec)
         return slices, chunks_of([one.entries for one in slices], limit, BLOCK)
 

@@ -70,12 +70,18 @@ class GroupSlice(NamedTuple):
     entries: int
 
 
-def slices_of_group(sizes: Sequence[int], interval: int, group: int) -> list[GroupSlice]:
+def count_blocks(sizes: Sequence[int]) -> int:
+    """Return the number of blocks of shards with these sizes."""
+    return sum(-(-size // BLOCK) for size in sizes)
+
+
+def slices_of_group(sizes: Sequence[int], interval: int, group: int, first_block: int = 0) -> list[GroupSlice]:
     """Return the slice of each shard that a block group contains.
 
-    The blocks of all shards are numbered consecutively. Block i belongs to group i modulo `interval`.
+    The blocks of all shards are numbered consecutively from `first_block`. Block i belongs to group i modulo
+    `interval`.
     """
-    found, begin = [], 0
+    found, begin = [], first_block
     for shard, size in enumerate(sizes):
         blocks = -(-size // BLOCK)
         first = (group - begin) % interval

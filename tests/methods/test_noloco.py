@@ -1,0 +1,205 @@
+"""NoLoCo compared with the equations of its paper; skipped steps, full exchanges, the model and the spread."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.methods.test_local_updates import SHAPES, Literal, build, far, parameters, start, step, trained
+from tests.pool import Pool
+from topology.pairs import partners
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.noloco.options import NolocoOptions
+
+NOLOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.5, "averaging_rate": 0.9}
+
+
+class LiteralNoloco(Literal):
+    """Equations 1 to 3 of arXiv:2506.10911 for N replicas in one process, with the sign of Equation 32 before beta.
+
+    Both means are formed, of Delta and of phi, where the method exchanges one tensor.
+    """
+
+    def __init__(
+        self, replicas: int, inner_steps: int, outer_lr: float, outer_momentum: float, averaging_rate: float
+    ) -> None:
+        super().__init__(replicas, inner_steps=10**9, outer_lr=1.0, outer_momentum=0.0)
+        self.alpha, self.beta, self.gamma, self.m = outer_momentum, outer_lr, averaging_rate, inner_steps
+        self.phi = [start() for _ in range(replicas)]
+        self.delta = [{n: torch.zeros(shape) for n, shape in SHAPES.items()} for _ in range(replicas)]
+
+    def step(self) -> None:
+        super().step()
+        if self.t % self.m:
+            return
+        pairs = partners(self.replicas, self.t // self.m)
+        phi = [dict(own) for own in self.phi]
+        for i, partner in enumerate(pairs):
+            group = [i] if partner is None else sorted((i, partner))
+            for n in SHAPES:
+                outer_gradient = sum(self.theta[j][n] - phi[j][n] for j in group) / len(group)
+                mean = sum(phi[j][n] for j in group) / len(group)
+                self.delta[i][n] = (
+                    self.alpha * self.delta[i][n] + self.beta * outer_gradient - self.gamma * (phi[i][n] - mean)
+                )
+                self.phi[i][n] = phi[i][n] + self.delta[i][n]
+        self.theta = [dict(own) for own in self.phi]
+
+
+@pytest.mark.parametrize("gamma", [0.9, 0.7])
+def test_equals_the_reference_algorithm(gamma: float, pool1: Pool, pool2: Pool) -> None:
+    """Parameters, slow weights and momenta of 50 steps: five simulated replicas, of which one rests, two gloo ranks."""
+    options = NOLOCO | {"averaging_rate": gamma}
+    for replicas in (5, 2):
+        literal = LiteralNoloco(replicas, **options)  # type: ignore[arg-type]
+        for _ in range(50):
+            literal.step()
+        if replicas == 5:
+            ((own, states),) = (run[-1] for run in pool1(trained, 50, "noloco", options, 5))
+        else:
+            ranks = [run[-1] for run in pool2(trained, 50, "noloco", options, 1)]
+            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
+        for i in range(replicas):
+            assert far(own[i], literal.theta[i]) < 1e-6
+            assert far({n: states[i][f"slow_weights.{n}"] for n in SHAPES}, literal.phi[i]) < 1e-6
+            assert far({n: states[i][f"slow_momentum.{n}"] for n in SHAPES}, literal.delta[i]) < 1e-5
+        assert far(own[0], own[1]) > 1e-3  # replicas differ
+
+
+def test_a_single_replica_takes_the_outer_step_alone(pool1: Pool) -> None:
+    """As DiLoCo without Nesterov's look-ahead; with outer_lr = 1 and no momentum, as its inner optimizer."""
+    literal = LiteralNoloco(1, **NOLOCO)  # type: ignore[arg-type]
+    for _ in range(12):
+        literal.step()
+    (local,) = pool1(trained, 12, "noloco", NOLOCO, 1)
+    assert far(local[-1][0][0], literal.theta[0]) < 1e-6
+    plain = {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0}
+    (alone,), (local,) = pool1(trained, 12, "dense", {}, 1), pool1(trained, 12, "noloco", plain, 1)
+    assert far(local[-1][0][0], alone[-1][0][0]) < 1e-6
+    assert not any(key.startswith("slow_momentum") for key in local[-1][1][0])
+
+
+def test_a_skipped_step_exchanges_nothing_and_its_displacement_waits(pool1: Pool) -> None:
+    (history,) = pool1(trained, 14, "noloco", NOLOCO, 3, nan_at=6)
+    for a, b in zip([*history[4][0], *history[4][1]], [*history[5][0], *history[5][1]], strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    slow = [states[0]["slow_weights.embed"] for _, states in history]
+    assert [i + 2 for i in range(13) if not torch.equal(slow[i], slow[i + 1])] == [12]
+    (clean,) = pool1(trained, 14, "noloco", NOLOCO, 3)
+    slow = [states[0]["slow_weights.embed"] for _, states in clean]
+    assert [i + 2 for i in range(13) if not torch.equal(slow[i], slow[i + 1])] == [6, 12]
+
+
+def flushed(replicas: int) -> tuple[list[Any], list[Any], dict[str, float]]:
+    """Return (parameters, states) of every replica before and after `flush`, and the metrics."""
+    optimizers, found = build("noloco", NOLOCO, replicas), []
+    for number in range(1, 9):
+        step(optimizers, number)
+    for flush in (False, True):
+        if flush:
+            optimizers.flush()
+        states = optimizers.replicas.run(lambda i: optimizers.methods[i].states())
+        found.append(
+            [
+                (own, {s.kind: {n: t.clone() for n, t in s.tensors.items()} for s in each})
+                for own, each in zip(parameters(optimizers), states, strict=True)
+            ]
+        )
+    return found[0], found[1], optimizers.metrics()
+
+
+def test_a_full_exchange_takes_the_outer_step_with_the_means_over_all_replicas(pool1: Pool) -> None:
+    ((before, after, metrics),) = pool1(flushed, 4)
+    assert metrics["residual_norm"] == 0.0
+
+    def mean(of: Any, n: str) -> Tensor:
+        return torch.stack([of(own, states)[n] for own, states in before]).mean(0)
+
+    for n in SHAPES:
+        phi, theta = mean(lambda _, s: s["slow_weights"], n), mean(lambda own, _: own, n)
+        delta = 0.5 * mean(lambda _, s: s["slow_momentum"], n) + 0.7 * (theta - phi)
+        for own, states in after:
+            assert torch.equal(own[n], after[0][0][n]) and torch.equal(own[n], states["slow_weights"][n])
+            torch.testing.assert_close(states["slow_momentum"][n], delta, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(own[n], phi + delta, rtol=1e-5, atol=1e-6)
+
+
+def shown(simulated: int) -> tuple[bool, bool, int]:
+    """Return whether the model is the mean of the slow weights inside `shared_weights`, and as before outside; and the
+    number of counted exchanges."""
+    optimizers = build("noloco", NOLOCO, simulated)
+    for number in range(1, 21):
+        step(optimizers, number)
+        assert ("replica_spread" in optimizers.metrics()) == (number >= 6)
+    before, means = parameters(optimizers)[0], {}
+    for n in SHAPES:
+        means[n] = torch.stack([method.anchors()[n].double() for method in optimizers.methods]).mean(0)
+        optimizers.collectives.sum_over_replicas(means[n])
+        means[n] /= optimizers.collectives.replicas
+    with optimizers.shared_weights():
+        shown, saved = parameters(optimizers)[0], optimizers.saved_model()
+    inside = all(
+        torch.allclose(shown[n].double(), means[n], rtol=1e-6) and torch.equal(shown[n], saved[n]) for n in means
+    )
+    outside = all(torch.equal(before[n], after) for n, after in parameters(optimizers)[0].items())
+    calls = sum(n for (_, _, kind), n in optimizers.collectives.ledger.calls.items() if kind == "payload")
+    return inside, outside, calls
+
+
+def test_the_model_is_the_mean_of_the_slow_weights(pool1: Pool, pool2: Pool) -> None:
+    """With simulated and with real replicas; evaluating it counts no bytes."""
+    assert pool1(shown, 3) == [(True, True, 3)]
+    assert pool2(shown, 1) == [(True, True, 3)] * 2
+
+
+def spreads(replicas: int, rounds: int) -> list[tuple[float, float]]:
+    """Return the reported and the true spread of every exchange, directly before it."""
+    from torchtitan_scape.methods.noloco.method import Noloco
+
+    optimizers, found = build("noloco", {"inner_steps": 1, "averaging_rate": 0.7}, replicas), []
+    plain, thetas = Noloco.exchange, []
+
+    def exchange(self: Noloco, info: Any) -> None:
+        thetas.append(torch.cat([p.double() for p in self._parameters()]))
+        plain(self, info)
+
+    with patch.object(Noloco, "exchange", exchange):
+        for number in range(1, rounds + 1):
+            thetas.clear()
+            step(optimizers, number)
+            each = torch.stack(thetas)
+            true = float((each - each.mean(0)).square().sum(1).mean().sqrt())
+            found.append((optimizers.metrics()["replica_spread"], true))
+    return found
+
+
+def test_the_spread_is_that_of_the_weights_before_the_exchange(pool1: Pool) -> None:
+    """Exact with two replicas; with more an estimate from pairs, without bias."""
+    (two,) = pool1(spreads, 2, 6)
+    assert all(reported == pytest.approx(true, rel=1e-5) for reported, true in two)
+    for replicas in (4, 5):
+        (found,) = pool1(spreads, replicas, 40)
+        ratios = [(reported / true) ** 2 for reported, true in found]
+        assert 0.9 < sum(ratios) / len(ratios) < 1.1
+
+
+def test_options_outside_of_the_range_are_refused() -> None:
+    """Equation 74 of the paper with groups of two: beyond 2 + alpha^2 the variance of the replicas grows."""
+    assert NolocoOptions(outer_momentum=0.5, averaging_rate=2.2).averaging_rate == 2.2
+    with pytest.raises(ValueError, match=r"averaging_rate = 2.25; .*below 2 \+ outer_momentum\^2 = 2.25"):
+        NolocoOptions(outer_momentum=0.5, averaging_rate=2.25)
+    for key, value in (("averaging_rate", 0.0), ("outer_lr", 0.0), ("inner_steps", 0), ("outer_momentum", 1.0)):
+        with pytest.raises(ValueError, match=rf"\[sync.noloco\] {key} = {value}"):
+            NolocoOptions(**{key: value})
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_planned_memory_is_that_of_the_states(momentum: float, pool1: Pool) -> None:
+    options = NolocoOptions(outer_momentum=momentum, inner_steps=3)
+    (history,) = pool1(trained, 1, "noloco", {"outer_momentum": momentum, "inner_steps": 3}, 2)
+    model = LocalModel(tuple(SHAPES), tuple(SHAPES.values()))
+    kinds = options.cost().device_memory(model, 2)
+    assert kinds.pop("chunks in flight") > 0
+    assert sum(kinds.values()) == sum(values.nbytes for values in history[0][1][0].values())

@@ -1,0 +1,87 @@
+"""CO2: local steps, with an average of the replicas that overlaps with the whole next round.
+
+Sun et al., "CO2: Efficient Distributed Training with Full Communication-Computation Overlap", ICLR 2024,
+arXiv:2401.16265, Algorithm 1. Names of the paper: x_{t,k} are a replica's parameters after k local steps of round t,
+tau is `inner_steps`, alpha `outer_lr`, beta `outer_momentum`, phi `momentum_clip`. The anchor is x_{t,0}.
+
+What the sources leave open, and the choice here:
+
+- Staleness gap. The published code (github.com/weigao266/fairscale-CO2) divides by a constant. Here the gap compares
+  the distance that the anchor has moved since the stale round began, |x_{t,0} - x_{t-1,0}|, with the stale mean
+  displacement, |x_{t-1,0} - x_{t-1,tau}|, over the whole model. The form 1 + distance / reference is that of Barkai et
+  al., "Gap-Aware Mitigation of Gradient Staleness", arXiv:1909.10802. It was not compared with equation 3 of the paper.
+- Clipping. The published code limits every entry and then discards the result. Here it limits every entry of the stored
+  momentum.
+- First round. There is no stale result at its end: the momentum stays zero, and replicas return to x_{0,0}.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan_scape.methods.co2.options import Co2Options
+from torchtitan_scape.methods.local_options import LocalOptions
+from torchtitan_scape.methods.local_updates import LocalUpdates, OuterOptimizer
+from torchtitan_scape.methods.update import norm_over_model
+
+
+@dataclass(frozen=True)
+class ClippedMomentum(OuterOptimizer):
+    """The outer step: SGD with heavy-ball momentum, whose entries are limited to [-clip, clip]."""
+
+    clip: float = 0.0
+
+    def step(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
+        moved = mean if momentum is None else momentum.mul_(self.momentum).add_(mean)
+        if self.clip:
+            moved.clamp_(-self.clip, self.clip)
+        anchor.sub_(moved, alpha=self.rate)
+
+
+def staleness_gap(last_step: Tensor, displacement: Tensor) -> Tensor:
+    """Return 1 + last_step / displacement, FP32 (), at least 1.
+
+    Args:
+        last_step: norm of the last outer step, FP32 ().
+        displacement: norm of the mean displacement, FP32 (); it may be 0.
+    """
+    return 1.0 + last_step / displacement.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+class Co2(LocalUpdates):
+    """Exchanges all parameters at the end of a round, and uses the result at the end of the next one.
+
+    At the end of round t:
+
+    1. D = x_{t-1,0} - the mean of x_{t-1,tau}, from the exchange that round t overlapped with.
+    2. Start averaging x_{t,0} - x_{t,tau}.
+    3. D = D / gap, with gap = 1 + |alpha m| / |D|.
+    4. m = clip(beta m + D); x_{t+1,0} = x_{t,0} - alpha m, on all replicas.
+
+    |alpha m| before step 4 is |x_{t,0} - x_{t-1,0}|. A result in flight contains a round of steps that no replica has
+    in its parameters any more, so a run that cannot continue it applies it to the weights.
+    """
+
+    in_flight_kind: ClassVar[str] = "displacement_in_flight"
+    in_flight_on_migration: ClassVar[Literal["copy", "displacement"]] = "displacement"
+
+    def outer_optimizer(self, options: LocalOptions) -> OuterOptimizer:
+        assert isinstance(options, Co2Options)
+        return ClippedMomentum(options.outer_lr, options.outer_momentum, options.momentum_clip)
+
+    def scale_means(self, means: dict[str, Tensor]) -> None:
+        if not self.options.gap_penalty:
+            return
+        # The order of the shards is that of the run, whatever the order in a checkpoint.
+        names = [shard.name for shard in self.context.shards]
+        stale = [means[name] for name in names]
+        last = [self._momenta[name].to(mean.device).view(-1) for name, mean in zip(names, stale, strict=True)]
+        gap = staleness_gap(self._norm(last) * self.outer.rate, self._norm(stale))
+        torch._foreach_div_(stale, gap)
+
+    def _norm(self, tensors: list[Tensor]) -> Tensor:
+        """Return the norm over the whole model, FP32 (). Collective."""
+        norms = torch._foreach_norm(tensors, 2, torch.float64)
+        return norm_over_model(self.context.shards, norms, self.collectives, self.context.grad_norm.device)

@@ -1,0 +1,153 @@
+"""1-bit Adam: momentum in one bit, preconditioned by a variance that does not change any more.
+
+Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (ICML 2021),
+arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam"
+(ICLR 2023), arXiv:2202.06009, for the schedule of variance updates.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from topology.comm_stream import Handle
+from topology.partition import Chunk
+from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.update import clip, norm_over_model
+
+
+class OnebitAdam(Quantized):
+    """One step t (m: the momentum that all replicas share, v: the variance, g_i: the gradient of replica i).
+
+    Steps that update the variance are dense AdamW: the mean of g_i, clipped by its norm. Every other step:
+
+    1. Each replica clips g_i by its own norm, because the norm of the mean is not known yet.
+    2. m_i = beta1 m + (1 - beta1) g_i, and m becomes the mean of m_i in the code of the exchange, with the errors of
+       the replica and of the owner added before each of the two encodings.
+    3. theta -= lr (m / (sqrt(v / (1 - beta2^u)) + eps) + weight_decay theta), where u counts the updates of v.
+
+    The exchange is that of `Quantized` in units of the gradient: it sends m_i / (1 - beta1), and `synchronize` returns
+    the gradient g with beta1 m + (1 - beta1) g equal to the new momentum. Moments are the state of AdamW. Its counter
+    "step" counts the updates of v, so that another run continues with the right bias correction.
+
+    An entry with v = 0 had no gradient during the warm-up. It keeps its value apart from weight decay, because its
+    quotient would be unbounded.
+    """
+
+    supports_overlap = False
+
+    def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
+        for group in context.optimizer.param_groups:
+            _check(group, type(context.optimizer).__name__)
+        super().__init__(context, options.exchange())
+        self.options = options
+        self._last_update = options.last_update(context.total_steps)
+        self._updates_variance = True  # in this step
+        self._keeps_errors = False  # in this step: pending errors wait for a step that sends the momentum
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        if self._is_dense(info.number):
+            super().step(gradients, info)
+            return
+        context, phase = self.context, self.context.timer.phase
+        with phase("clip"):
+            norms = list(torch._foreach_norm(gradients, 2, torch.float64))
+            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
+            norm = norm * context.gradient_scale
+            if context.max_norm is not None:
+                context.clip_factor.copy_(clip(gradients, norm, context.max_norm))
+            context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
+        with phase("exchange"):
+            gradients = self.synchronize(gradients, info)
+        if self.collectives.is_writer:
+            self._observe(gradients, info)
+            with phase("update"):
+                for shard, gradient in zip(context.shards, gradients, strict=True):
+                    self._update(shard, gradient, info.applied)
+
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        self._updates_variance = self._is_dense(info.number)
+        return super().synchronize(gradients, info)
+
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        self._updates_variance = self._is_dense(info.number)
+        return super().start(gradients, info)
+
+    def begin(self) -> None:
+        full = self.take_full_exchange_request()
+        self._keeps_errors = self._updates_variance and self.options.variance_updates > 0 and not full
+        self._uncompressed = self._updates_variance or full or self.collectives.replicas == 1
+
+    def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
+        self.scale_to_mean([values])
+        if self._keeps_errors:
+            return self.collectives.all_reduce(values), lambda info: None
+        if self._updates_variance:
+            return self.send_with_feedback(chunk, values)
+        # A copy, because simulated replicas share the momentum, and one of them updates it.
+        momentum = torch.zeros_like(values)
+        for s in chunk.slices:
+            shard = self.context.shards[s.tensor]
+            if (own := self._state(shard).get("exp_avg")) is not None:
+                beta1 = self._group(shard)["betas"][0]
+                part = local(own).view(-1)[s.first : s.first + s.length]
+                torch.mul(part, beta1 / (1.0 - beta1), out=momentum[s.at : s.at + s.length])
+        values.add_(momentum)
+        handle, finish_exchange = self.send_with_feedback(chunk, values)
+
+        def finish(info: StepInfo) -> None:
+            finish_exchange(info)
+            values.sub_(momentum)
+
+        return handle, finish
+
+    def check_second_moments(self, loaded: bool, step: int) -> None:
+        if not loaded and step >= self._last_update:
+            raise ValueError(
+                f"[sync.onebit_adam] warmup_steps = {self.options.warmup_steps} ends at step {self._last_update}, and "
+                f"the checkpoint of step {step} has no variance that could be frozen; set it to {step + 100} or more"
+            )
+
+    def _update(self, shard: Shard, gradient: Tensor, applied: Tensor) -> None:
+        """Step 3 of the class's docstring."""
+        group, state = self._group(shard), self._state(shard)
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        moment, variance = (local(state[kind]).view(-1) for kind in ("exp_avg", "exp_avg_sq"))
+        theta = local(shard.parameter).detach().view(-1)
+        new_moment = torch.lerp(moment, gradient.to(moment.dtype), 1.0 - beta1)
+        corrected = variance / (1.0 - beta2 ** local(state["step"]).double())
+        change = new_moment / corrected.sqrt_().add_(group["eps"])
+        change = torch.where(variance > 0.0, change, 0.0).add_(theta, alpha=group["weight_decay"])
+        masked_copy_(theta, theta - lr * change, applied)
+        masked_copy_(moment, new_moment, applied)
+
+    def _is_dense(self, number: int) -> bool:
+        """Return whether a step updates the variance: by the schedule, or because AdamW has made no step yet."""
+        if self.options.updates_variance(number, self._last_update):
+            return True
+        return not any("exp_avg" in self._state(shard) for shard in self.context.shards)
+
+    def _state(self, shard: Shard) -> dict[str, Any]:
+        state: dict[str, Any] = self.context.optimizer.state.get(
+            shard.parameter, {}
+        )  # `[]` would insert an empty state
+        return state
+
+    def _group(self, shard: Shard) -> dict[str, Any]:
+        return self.context.optimizer.param_groups[shard.group]
+
+
+def _check(group: dict[str, Any], optimizer: str) -> None:
+    """Raise ValueError for an optimizer whose step is not that of AdamW."""
+    coupled = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay", True)
+    if "betas" not in group or coupled or group.get("amsgrad") or group.get("maximize"):
+        raise ValueError(
+            f"method 'onebit_adam' needs AdamW without amsgrad and maximize, and not {optimizer} with these settings"
+        )
