@@ -36,14 +36,17 @@ def runs_of(grid: Grid, store: Store, one: BudgetSet) -> Runs:
 def runs_in(folders: Sequence[Path]) -> Runs:
     """Return the runs of dump folders, by name. Raises ValueError for a folder without a finished run."""
     found = Runs()
+    if len({folder.name for folder in folders}) < len(folders):
+        raise ValueError(f"two of the folders {', '.join(map(str, folders))} have one name; rename one")
     for folder in folders:
         try:
             summary = json.loads((folder / "summary.json").read_text())
         except (OSError, ValueError):
             raise ValueError(f"{folder}/summary.json cannot be read; give dump folders of finished runs") from None
-        found[folder.name] = summary | {"curves": losses(folder)}
-    if len(found) < len(folders):
-        raise ValueError(f"two of the folders {', '.join(map(str, folders))} have one name; rename one")
+        try:
+            found[folder.name] = summary | {"curves": losses(folder)}
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]}; train with --metrics.enable_tensorboard") from None
     return found
 
 
@@ -52,6 +55,8 @@ def loss_table(runs: Runs) -> str:
     rows, base = [], next(iter(runs.values()))
     for label, run in runs.items():
         gap = smooth(gaps(base["curves"], run["curves"]), MEAN_OF)
+        if not gap:
+            raise ValueError(f"{label} and {next(iter(runs))} logged no common step; compare runs of one log_freq")
         row = {"run": label, "steps": str(run["steps"]), "training loss": _last(run["curves"]["training"])}
         at, most = max(gap[MEAN_OF - 1 :] or gap, key=lambda point: point[1])
         none = run is base

@@ -77,10 +77,11 @@ def test_report_of_the_radius_figures(tmp_path: Path) -> None:
 
 def test_finished_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, gap in (("adamw", 0.0), ("scape", -0.1)):
-        writer = SummaryWriter(str(tmp_path / name / "tb"))
-        for step, loss in curve(gap):
-            writer.add_scalar("loss_metrics/global_avg_loss", loss, int(step))
-        writer.close()
+        for start, wrong in ((1, 1.0), (15, 0.0)):  # resumed after step 14, whose log goes on to the end
+            writer = SummaryWriter(str(tmp_path / name / "tb" / str(start)), filename_suffix=f".{start}")
+            for step, loss in curve(gap)[start - 1 :]:
+                writer.add_scalar("loss_metrics/global_avg_loss", loss + wrong * (step > 14), int(step))
+            writer.close()
         (tmp_path / name / "summary.json").write_text(json.dumps(summary(gap, 1e6)))
     folders = [str(tmp_path / name) for name in ("adamw", "scape")]
     assert main(["compare", *folders, "--plot", str(tmp_path / "losses.png")]) == 0
@@ -89,8 +90,11 @@ def test_finished_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "| scape | 30 | 4.6250 | -0.1000 |" in shown and (tmp_path / "losses.png").stat().st_size > 5000
     assert main(["compare", *folders, str(tmp_path / "none")]) == 2
     assert "none/summary.json cannot be read; give dump folders" in capsys.readouterr().err
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "summary.json").write_text(json.dumps(summary(0.0, 1e6)))
+    assert main(["compare", str(tmp_path / "bare")]) == 2
+    assert "global_avg_loss is in no TensorBoard log" in capsys.readouterr().err
     (tmp_path / "other" / "scape").mkdir(parents=True)
-    (tmp_path / "other" / "scape" / "summary.json").write_text(json.dumps(summary(0.0, 1e6)))
     assert main(["compare", folders[1], str(tmp_path / "other" / "scape")]) == 2
     assert "have one name; rename one" in capsys.readouterr().err
 
