@@ -163,16 +163,29 @@ def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str
         )
 
 
-def scalars(folder: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """Return (step, value) of each of `tags` from the only TensorBoard log under `folder`."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def scalars(folder: Path, tags: Mapping[str, str], optional: Sequence[str] = ()) -> dict[str, Curve]:
+    """Return (step, value) of each of `tags` from the TensorBoard logs under `folder`.
 
-    (events,) = folder.rglob("events.out*")
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    return {name: [(e.step, e.value) for e in accumulator.Scalars(tag)] for name, tag in tags.items()}
+    A run that was resumed has a log of each start; the last value of a step counts.
+
+    Raises:
+        KeyError: No log has a tag that is not among the names of `optional`.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    found: dict[str, dict[int, float]] = {name: {} for name in tags}
+    for events in sorted(folder.rglob("events.out*"), key=lambda path: path.name):  # the name has the time
+        accumulator = EventAccumulator(str(events), size_guidance={SCALARS: 0})
+        accumulator.Reload()
+        for name in (name for name, tag in tags.items() if tag in accumulator.Tags()[SCALARS]):
+            found[name] |= {event.step: event.value for event in accumulator.Scalars(tags[name])}
+    for name, curve in found.items():
+        if not curve and name not in optional:
+            raise KeyError(f"{tags[name]} is in no TensorBoard log under {folder}")
+    return {name: sorted(curve.items()) for name, curve in found.items()}
 
 
 def losses(folder: Path, **more: str) -> dict[str, Curve]:
-    """Return the curves of training and validation, and of further tags."""
-    return scalars(folder, {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"} | more)
+    """Return the curves of training and, if there was one, of validation, and of further tags."""
+    tags = {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"}
+    return scalars(folder, tags | more, optional=("validation",))

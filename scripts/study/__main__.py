@@ -3,6 +3,7 @@
     python -m scripts.study run comparison --jobs 2
     python -m scripts.study list quality_study --sets 20-large,20-small
     python -m scripts.study report comparison
+    python -m scripts.study compare outputs/adamw outputs/scape --plot losses.png
 
 STUDY is the name of a grid in scripts/study/grids, or the path of another one.
 
@@ -12,6 +13,7 @@ run     runs everything that results/STUDY/runs.jsonl does not have. The same co
         has made obsolete. A failed run is reported, does not stop the others, and is tried again by the next command.
 list    prints the missing runs and the estimated time.
 report  writes report.md and the figures, from the store alone.
+compare prints final losses and times of finished runs of the trainer, of any machine, and their gaps to the first one.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from pathlib import Path
 
 from scripts.common import OUTPUTS, RESULTS, guarded, names, numbers, parser, with_value
 from scripts.study import emulated, slurm
+from scripts.study.curves import compare
 from scripts.study.grid import GRIDS, BudgetSet, Grid
 from scripts.study.launchers import predicted_set
 from scripts.study.queue import Queue
@@ -47,11 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
             one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')
             one.add_argument("--poll", type=float, default=30.0, help="seconds between two looks at Slurm's queue")
+    compared = commands.add_parser("compare")
+    compared.add_argument("folders", type=Path, nargs="+", help="dump folders; the first is the baseline")
+    compared.add_argument("--plot", type=Path, help="file for the curves, such as losses.png")
     args = own.parse_args(with_value(sys.argv[1:] if arguments is None else arguments, "--sbatch"))
     return guarded(lambda: command(args))
 
 
 def command(args: argparse.Namespace) -> int:
+    if args.command == "compare":
+        compare(args.folders, args.plot)
+        return 0
     path = Path(args.study) if args.study.endswith(".toml") else GRIDS / f"{args.study}.toml"
     grid = Grid(path)
     output = (args.output or RESULTS / path.stem).resolve()

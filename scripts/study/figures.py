@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save, subplots
-from scripts.study import costs, observations
+from scripts.study import costs, curves, observations
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
 from scripts.study.store import Store
@@ -257,4 +257,5 @@ FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
     "loss": loss,
     "figure_10": figure_10,
     "observations": observations.draw,
+    "curves": curves.draw,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import markdown, number, spread, write
-from scripts.study import costs, observations, special_tables, sweep_tables
+from scripts.study import costs, curves, observations, special_tables, sweep_tables
 from scripts.study.entries import Budget, at, best_below, budgets_of, reached, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
@@ -146,6 +146,7 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
 TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
     "budgets": budget_parts,
     "observations": observations.parts,
+    "curves": curves.parts,
     **sweep_tables.TABLES,
     **special_tables.TABLES,
 }

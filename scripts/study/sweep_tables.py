@@ -124,6 +124,8 @@ def step_times(panel: list[Cell]) -> str:
         row["quartiles, ms"] = " to ".join(map(ms, cell.get("quartiles") or [None]))
         row |= {f"{name}, ms": ms(cell["phases"].get(phase)) for phase, name in PHASES.items()}
         row["tokens/s"] = number(cell["tokens_per_second"], ",.0f")
+        if any(other.get("flops_per_token") for other in panel):
+            row["TFLOP/s per rank"] = _tflops(cell)
         start = f" (from {cell['smallest_size']})" if cell["smallest_size"] > smallest else ""
         row["efficiency, %"] = number(cell["efficiency"], ".1f", 100) + start
         row[f"speed-up over {dense}"] = number(cell["speedup"], ".2f")
@@ -132,6 +134,12 @@ def step_times(panel: list[Cell]) -> str:
             row[f"sent per step and rank, MB: {level}"] = _sent(cell, level)
         rows.append(row)
     return f"{describe(panel)}\n\n{markdown(rows)}"
+
+
+def _tflops(cell: Cell) -> str:
+    """Return the rate of a rank, with attention counted as not causal, like TorchTitan's MFU."""
+    flops = cell.get("flops_per_token")
+    return number(cell["tokens_per_second"] * flops / cell["size"] if flops else None, ".1f", 1e-12)
 
 
 def _sent(cell: Cell, level: str) -> str:

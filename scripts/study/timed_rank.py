@@ -194,7 +194,8 @@ class TimedTrainer(ScapeTrainer):
         }
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
-        self.measured = {**_joined(ranks, self._middle), "memory_kind": kind}
+        flops = self.metrics_processor.num_flops_per_token
+        self.measured = {**_joined(ranks, self._middle), "memory_kind": kind, "flops_per_token": flops}
         if dist.get_rank() == 0 and "calibrate" not in self.wanted:
             summary = json.loads((Path(self.job_config.job.dump_folder) / "summary.json").read_text())
             write(Path(self.wanted["output"]), {**self.measured, "summary": summary})

@@ -117,7 +117,7 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
         (2, ["--topology.ranks_per_node=4"], "4 ranks per node, but only 2 ranks"),
         (4, ["--topology.ranks_per_node=3"], "4 ranks do not fill whole nodes of 3"),
         (2, ["--parallelism.expert_parallel_degree=2"], "expert_parallel_degree"),
-        (2, ["--parallelism.context_parallel_degree=2"], "ring attention has no CPU implementation"),
+        (2, ["--parallelism.context_parallel_degree=2"], "ring attention does not call the CPU's kernels"),
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
         (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
         (2, ["--training.max_norm=0"], "max_norm = 0"),

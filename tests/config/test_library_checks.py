@@ -43,7 +43,6 @@ def test_wrong_values_name_key_and_fix(arguments: list[str], message: str) -> No
         [],
         ["--compile.enable", "--activation_checkpoint.mode=memory_budget"],
         ["--compile.backend=nonsense"],  # not used
-        ["--model.converters=quantize.linear.float8"],
         ["--experimental.custom_import=json.decoder"],
         ["--training.seq_len=128", "--validation.no-enable"],
         ["--profiling.enable_profiling"],
@@ -51,3 +50,68 @@ def test_wrong_values_name_key_and_fix(arguments: list[str], message: str) -> No
 )
 def test_valid_values_pass(arguments: list[str]) -> None:
     check_library_keys(parse([*RECIPE, *arguments]), "cpu", converters)
+
+
+FP8, EMULATED = "--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"
+GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([FP8], "float8', needs a GPU of compute capability 8.9 .* remove it, or set --quantize.linear.float8.emulate"),
+        ([FP8, EMULATED, "--compile.enable"], "float8', with .*emulate and a compiled model; set --compile.no-enable"),
+        (["--model.converters=quantize.linear.mx"], "linear.mx', needs a GPU of compute capability 10.0"),
+        (["--model.converters=quantize.grouped_mm.mx"], "grouped_mm.mx', is for MoE layers"),
+        ([f"{FP8},quantize.linear.mx", EMULATED], "float8', and 1 more quantization: select one"),
+        (
+            [FP8, EMULATED, GATHERED, "--quantize.linear.float8.recipe_name=rowwise"],
+            "all_gather = true and recipe_name",
+        ),
+        ([FP8, EMULATED, GATHERED, "--sharding.weights=int8"], r"all_gather = true and \[sharding\]"),
+        (
+            [FP8, EMULATED, GATHERED, "--sharding.levels.weights=1", "--sharding.levels.gradients=2"],
+            r"all_gather = true and \[sharding\]",
+        ),
+    ],
+)
+def test_quantization_is_refused_with_the_fix(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_scape.config.library_checks.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=message):
+        check_library_keys(parse([*RECIPE, *arguments]), "cpu", converters)
+
+
+def test_float8_needs_torchao_and_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI250X reports the capability 9.0, which on CUDA is a Hopper GPU, and has no FP8."""
+    config = parse([*RECIPE, FP8])
+    monkeypatch.setattr("torchtitan_scape.config.library_checks.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs torchao: python -m pip install -e '.\[float8\]'"):
+        check_library_keys(config, "cpu", converters)
+    monkeypatch.setattr("torchtitan_scape.config.library_checks.find_spec", lambda name: name)
+    check_library_keys(parse([*RECIPE, FP8, EMULATED]), "cpu", converters)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    check_library_keys(config, "cuda", converters)
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    with pytest.raises(ValueError, match="needs a GPU of compute capability"):
+        check_library_keys(config, "cuda", converters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.flavor=debugmodel_varlen_attn"], "its varlen attention has no context parallelism"),
+        (["--parallelism.context_parallel_load_balancer=ptrr"], "'ptrr' with sdpa attention; .* 'headtail' or None"),
+        (["--model.flavor=debugmodel_flex_attn", "--parallelism.context_parallel_load_balancer=x"], "= 'x' with flex"),
+    ],
+)
+def test_context_parallelism_is_refused_before_the_model_is_built(arguments: list[str], message: str) -> None:
+    from torchtitan_scape.trainer.specs import register
+
+    config = parse([*RECIPE, "--parallelism.context_parallel_degree=2", *arguments])
+    with pytest.raises(ValueError, match=message):
+        register(config, with_data=False)
+    config.parallelism.context_parallel_degree = 1
+    register(config, with_data=False)

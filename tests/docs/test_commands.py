@@ -81,7 +81,7 @@ def check_module(module: str, arguments: list[str]) -> None:
     if spec.submodule_search_locations:
         check_module(f"{module}.__main__", arguments)
         return
-    if module == "scripts.study.__main__":
+    if module == "scripts.study.__main__" and arguments[0] != "compare":
         sets = arguments[arguments.index("--sets") + 1].split(",") if "--sets" in arguments else []
         Grid(GRIDS / f"{arguments[1]}.toml").choose(sets)
     source = (ROOT / spec.origin).read_text()

@@ -13,6 +13,7 @@ from torchtitan_scape.observe.figures import (
     LINEAR,
     LOWEST,
     PER_OCTAVE,
+    IndexFrequency,
     ShadowResidual,
     distribution,
     largest,
@@ -94,3 +95,11 @@ def test_sent_and_residual_add_up_to_the_input(steps: list[list[float]]) -> None
 
 def test_norms_are_added_in_fp64() -> None:
     assert norm(torch.full((3,), 1e-30)) == pytest.approx(3**0.5 * 1e-30, rel=1e-6)
+
+
+def test_index_frequencies_count_the_steps_of_each_entry() -> None:
+    counted = IndexFrequency(torch.zeros(10))
+    for values in ([5.0, 4, 0, 0, 0, 0, 0, 0, 0, 0], [5.0, 0, -4, 0, 0, 0, 0, 0, 0, 0], [0.0] * 10):
+        counted.add(torch.tensor(values), 0.2)
+    assert counted.counts.tolist() == [2, 1, 1, 0, 0, 0, 0, 0, 0, 0]  # zeros are never selected
+    assert counted.histogram().tolist() == [7, 2, 1, 0] and counted.steps == 3

@@ -18,7 +18,7 @@ from tests.sharding.test_levels_training import on
 from tests.sharding.test_tagc_training import TAGC
 from tests.test_training import LAYOUTS, METHODS, train
 from torchtitan_scape.observe.observation import Observation
-from torchtitan_scape.observe.record import FILE, Record, Row, read
+from torchtitan_scape.observe.record import FILE, Record, Row, read, read_frequencies
 from torchtitan_scape.observe.tensors import Observed
 
 WO, EMBEDDING = "layers.1.attention.wo", "tok_embeddings"
@@ -71,6 +71,11 @@ def test_a_window_whose_first_step_is_skipped_has_a_shadow_residual(pool1: Pool,
     pool1(train, str(tmp_path), [*arguments, "--observe.windows=[[2,3]]"], nan_at=2)
     rows = seen(tmp_path)
     assert math.isnan(rows[2, WO].sent) and all(rows[step, WO].residual > 0 for step in (3, 4))
+    for one in read_frequencies(tmp_path / FILE):  # without the skipped step
+        entries = int(one.entries.sum())
+        assert (one.first, one.steps, len(one.entries)) == (2, 2, 3) and one.entries[2] > 0
+        if one.tensor == WO:  # of a table, only rows of the batch have gradients
+            assert (range(3) * one.entries).sum() == 2 * round(one.density * entries)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if device_type == "cpu" and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
-            "attention has no CPU implementation; set it to 1, or run on GPUs"
+            "attention does not call the CPU's kernels; set it to 1, or run on GPUs"
         )
     if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
         raise ValueError(

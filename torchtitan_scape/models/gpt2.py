@@ -136,6 +136,9 @@ class GPT2(ModelProtocol):
     square root of their number, 2 * n_layers. Biases are 0.
     """
 
+    # TorchTitan's validator reads this attribute of rotary models under context parallelism, and does not use it.
+    freqs_cis: None = None
+
     def __init__(self, model_args: GPT2Args) -> None:
         super().__init__(model_args)
         self.model_args = model_args

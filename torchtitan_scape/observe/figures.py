@@ -125,3 +125,23 @@ class ShadowResidual:
         total = self.residual + gradient
         mask = largest(total, density)
         self.sent, self.residual = torch.where(mask, total, 0.0), torch.where(mask, 0.0, total)
+
+
+class IndexFrequency:
+    """Number of steps in which each entry was among the largest |x| (Radius paper, Figure 1).
+
+    Attributes:
+        steps: Number of steps added.
+        counts: int32 (n,), steps in which the entry was selected.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.steps, self.counts = 0, torch.zeros(like.numel(), dtype=torch.int32, device=like.device)
+
+    def add(self, values: Tensor, density: float) -> None:
+        self.counts += largest(values, density)
+        self.steps += 1
+
+    def histogram(self) -> Tensor:
+        """Return int64 (steps + 1,): number of entries that were selected in 0, 1, ... steps."""
+        return torch.bincount(self.counts, minlength=self.steps + 1)

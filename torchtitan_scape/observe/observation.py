@@ -14,7 +14,7 @@ from torchtitan_scape.checkpoint.state import describe_states
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.observe import figures
-from torchtitan_scape.observe.record import Record, Row
+from torchtitan_scape.observe.record import Frequency, Record, Row
 from torchtitan_scape.observe.tensors import Observed, chosen, whole
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -69,6 +69,7 @@ class Observation:
         ]
         self._before: dict[str, Tensor] = {}  # Masks of the largest first moments of the last step.
         self._shadow: dict[str, figures.ShadowResidual] = {}
+        self._frequencies: dict[str, figures.IndexFrequency] = {}
         self._rows: dict[str, Row] = {}  # Rows of this step.
         self._last: int | None = None  # Last step of this process.
         self._window: list[int] | None = None
@@ -103,11 +104,11 @@ class Observation:
         self._rows, resumed, self._last = {}, self._last is None, step
         self.optimizers.observe(self if window or self._takes_histograms else None)
         if window is None:
-            self._before, self._shadow = {}, {}
+            self._before, self._shadow, self._frequencies = {}, {}, {}
         elif window is not previous:
             with self.optimizers.timer.phase("observe"):
                 self._before = self._largest()
-            self._shadow, self._from_first = {}, step == window[0]
+            self._shadow, self._frequencies, self._from_first = {}, {}, step == window[0]
             if resumed and step > window[0] and self._shadows:
                 logger.warning(
                     f"The shadow residual of the window from step {window[0]} was not saved: its norms are omitted "
@@ -134,6 +135,9 @@ class Observation:
             values = values if bool(valid.all()) else values[valid]
             if self._window is not None:
                 self._rows[observed.label] = self._row(observed, values)
+                if self._from_first and bool(valid.all()):
+                    counted = self._frequencies.setdefault(observed.label, figures.IndexFrequency(values))
+                    counted.add(values, self.options.density)
             if self._takes_histograms:
                 histogram = figures.distribution(values)
                 self.record.add_histogram(self._step, observed.label, histogram)
@@ -160,6 +164,8 @@ class Observation:
         with self.optimizers.timer.phase("observe"):
             if self._window is not None:
                 self._record_step()
+                if self._step + 1 == sum(self._window):
+                    self._record_frequencies(self._window[0])
             if self._takes_histograms or self._window is None or self._step + 1 == sum(self._window):
                 self.record.write()
 
@@ -179,6 +185,11 @@ class Observation:
             self.record.add(row)
             self._scalars(observed, {key: getattr(row, key) for key in ("overlap", "gradient", "sent", "residual")})
         self._before = largest
+
+    def _record_frequencies(self, first: int) -> None:
+        for label, one in self._frequencies.items():
+            found = Frequency(first, one.steps, label, self.options.density, one.histogram().cpu().numpy())
+            self.record.add_frequency(found)
 
     def _scalars(self, observed: Observed, values: dict[str, float]) -> None:
         tags = {f"observe/{observed.label}/{key}": value for key, value in values.items() if math.isfinite(value)}

@@ -45,12 +45,30 @@ class Row:
     shadow: bool = False
 
 
+@dataclass
+class Frequency:
+    """In how many steps of a window entries were among the largest of the synchronized gradient.
+
+    Attributes:
+        first, steps: First step of the window, and number of counted steps, without skipped ones.
+        tensor, density: Label of the tensor, and share of entries that counts as the largest.
+        entries: int64 (steps + 1,), number of entries that were selected in 0, 1, ... steps.
+    """
+
+    first: int
+    steps: int
+    tensor: str
+    density: float
+    entries: Any
+
+
 class Record:
     """Records of the writing rank.
 
     Attributes:
         rows: All `Row`s.
         histograms: (step, tensor, distribution of the synchronized gradient) each.
+        frequencies: `Frequency` of each tensor and window.
         facts: Properties of the run, as text.
     """
 
@@ -58,6 +76,7 @@ class Record:
         self.path, self.facts = folder / FILE, dict(facts)
         self.rows: list[Row] = []
         self.histograms: list[tuple[int, str, dict[str, Any]]] = []
+        self.frequencies: list[Frequency] = []
         self._changed = False
 
     def begin(self, after: int) -> None:
@@ -66,10 +85,12 @@ class Record:
             return
         try:
             self.rows, self.histograms = read(self.path)
+            self.frequencies = read_frequencies(self.path)
         except (OSError, ValueError, KeyError) as error:
             logger.warning(f"{self.path} cannot be read ({' '.join(str(error).split())}), and is overwritten")
         self.rows = [row for row in self.rows if row.step <= after]
         self.histograms = [one for one in self.histograms if one[0] <= after]
+        self.frequencies = [one for one in self.frequencies if one.first + one.steps - 1 <= after]
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -78,6 +99,10 @@ class Record:
     def add_histogram(self, step: int, tensor: str, found: Distribution) -> None:
         figures = {k: v if isinstance(v, int | float) else v.cpu().numpy() for k, v in vars(found).items()}
         self.histograms.append((step, tensor, figures))
+        self._changed = True
+
+    def add_frequency(self, found: Frequency) -> None:
+        self.frequencies.append(found)
         self._changed = True
 
     def write(self) -> None:
@@ -94,6 +119,14 @@ class Record:
             )
             for key in self.histograms[0][2]:
                 arrays[f"histogram.{key}"] = np.array([figures[key] for *_, figures in self.histograms])
+        if self.frequencies:
+            longest = max(one.steps for one in self.frequencies)
+            for key in Frequency.__dataclass_fields__:
+                values = [getattr(one, key) for one in self.frequencies]
+                padded = (
+                    [np.pad(np.asarray(v), (0, longest + 1 - len(v))) for v in values] if key == "entries" else values
+                )
+                arrays[f"frequency.{key}"] = np.array(padded)
         content = io.BytesIO()
         np.savez_compressed(content, **arrays)
         try:
@@ -109,11 +142,7 @@ def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
     Raises:
         OSError, ValueError, KeyError: The file cannot be read or has another format.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:  # None of them is a subclass of the documented errors.
-        raise ValueError(str(error)) from None
+    arrays = _load(path)
     columns = {key: arrays[f"series.{key}"].tolist() for key in Row.__dataclass_fields__ if "series.step" in arrays}
     rows = [Row(*values) for values in zip(*columns.values(), strict=True)]
     keys = [key for key in Distribution.__dataclass_fields__ if "histogram.step" in arrays]
@@ -127,6 +156,24 @@ def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
         )
         for i in range(count)
     ]
+
+
+def read_frequencies(path: Path) -> list[Frequency]:
+    """Return the index frequencies of a file; see `read` for what is raised."""
+    arrays = _load(path)
+    columns = [arrays[f"frequency.{key}"] for key in Frequency.__dataclass_fields__ if "frequency.first" in arrays]
+    return [
+        Frequency(int(first), int(steps), str(tensor), float(density), entries[: int(steps) + 1])
+        for first, steps, tensor, density, entries in zip(*columns, strict=True)
+    ]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:  # None of them is a subclass of the documented errors.
+        raise ValueError(str(error)) from None
 
 
 def _plain(value: Any) -> Any:

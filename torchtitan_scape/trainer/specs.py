@@ -70,7 +70,7 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         device_type: refuse models that cannot be trained on this device.
 
     Raises:
-        ValueError: The name or the flavor is unknown, or the device does not support it.
+        ValueError: The name or the flavor is unknown, or the device or context parallelism does not support it.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
     args = model_args(job_config.model)
@@ -95,6 +95,20 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         raise ValueError(
             f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
             "flavor, or run on GPUs"
+        )
+    context, balancer = (
+        getattr(job_config.parallelism, f"context_parallel_{key}") for key in ("degree", "load_balancer")
+    )
+    if context > 1 and attention == "varlen":
+        raise ValueError(
+            f"[model] flavor = {flavor!r} with parallelism.context_parallel_degree = {context}: its varlen attention "
+            "has no context parallelism; set the degree to 1, or select another flavor"
+        )
+    known = ("headtail", "ptrr", None) if attention == "flex" else ("headtail", None)
+    if context > 1 and balancer not in known:
+        raise ValueError(
+            f"parallelism.context_parallel_load_balancer = {balancer!r} with {attention} attention; it must be "
+            f"{' or '.join(map(repr, known))}"
         )
 
 

@@ -118,6 +118,10 @@ class FixedValidator(Validator):
             )
         self.validation_dataloader = cast(BaseDataLoader, batches)  # validate() only iterates over it
         self.loss_fn: Any = by_rows(self.loss_fn, batches.rows)
+        if (context := self.parallel_dims.cp) > 1:
+            # The parent divides the loss of all ranks by the tokens of one part of each sequence.
+            sum_of_parts = self.loss_fn
+            self.loss_fn = lambda *arguments: sum_of_parts(*arguments) / context
 
     @property
     def last_loss(self) -> float | None:
