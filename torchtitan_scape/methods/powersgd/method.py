@@ -111,7 +111,9 @@ class Powersgd(GradientMethod):
         two factors: a short last block is filled by repeating the factor.
         """
         unit = [(f * (len(f) ** 0.5 / n)).T.reshape(-1) for f, n in zip(factors, lengths, strict=True)]
-        flat = torch.cat([u.repeat(1 + BLOCK // len(u))[: whole_blocks(len(u))] if len(u) % BLOCK else u for u in unit])
+        flat = torch.cat(
+            [u.repeat(1 + -(-BLOCK // len(u)))[: whole_blocks(len(u))] if len(u) % BLOCK else u for u in unit]
+        )
         self._all_reduce(flat, self._codec)
         parts = flat.split([whole_blocks(len(u)) for u in unit])
         means = [part[: f.numel()].view(f.T.shape).T for part, f in zip(parts, factors, strict=True)]
