@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.codec.checks import same
+from tests.marks import slow
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Muon
 from torchtitan_scape.core.parameters import collect_shards
@@ -69,8 +70,8 @@ def sparta(backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, **op
     ("replicas", "dtype", "options"),
     [
         (3, torch.float32, {"code": "1bit", "warmup_steps": 2}),
-        (5, torch.float32, {"code": "2bit", "warmup_steps": 0, "orthogonalize": True}),
-        (2, torch.bfloat16, {"code": "e2m1", "warmup_steps": 0, "interval": 1, "steps": 1}),
+        slow(5, torch.float32, {"code": "2bit", "warmup_steps": 0, "orthogonalize": True}),
+        slow(2, torch.bfloat16, {"code": "e2m1", "warmup_steps": 0, "interval": 1, "steps": 1}),
     ],
 )
 def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -107,7 +108,7 @@ def quantized(backend: str, replicas: int, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "options"), [(3, {"code": "e2m1"}), (2, {"code": "int8", "block": 32, "error_feedback": False})]
+    ("replicas", "options"), [(3, {"code": "e2m1"}), slow(2, {"code": "int8", "block": 32, "error_feedback": False})]
 )
 def test_quantized_equals_pytorch(replicas: int, options: dict[str, Any]) -> None:
     one, other = (quantized(backend, replicas, **options) for backend in ("torch", "triton"))
@@ -135,7 +136,7 @@ def radius(backend: str, chunk_entries: int, **options: Any) -> list[Tensor]:
     return all_tensors(methods)
 
 
-@pytest.mark.parametrize(("chunk_entries", "options"), [(1 << 20, {}), (256, {"selection": "block"})])
+@pytest.mark.parametrize(("chunk_entries", "options"), [(1 << 20, {}), slow(256, {"selection": "block"})])
 def test_radius_equals_pytorch(chunk_entries: int, options: dict[str, Any]) -> None:
     one, other = (radius(backend, chunk_entries, **options) for backend in ("torch", "triton"))
     assert all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True))
