@@ -37,6 +37,9 @@ CASES = {
     "streaming_diloco": (METHODS["streaming"], EXACT),
     "sparta": (METHODS["sparta"], SHARDWISE),
     "sparseloco": (METHODS["sparseloco"], SHARDWISE),
+    "co2": (METHODS["co2"], EXACT),
+    "noloco": (METHODS["noloco"], EXACT),
+    "onebit_adam": (METHODS["onebit"], SHARDWISE),
     "tagc": (["--sync.method=tagc", "--optimizer.name=AdamW"], SHARDWISE),
 }
 aten = torch.ops.aten

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.codec import triton_kernels
 from kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
 from kernels.codec.rounding import row_keys
+from kernels.codec.triton_hadamard import hadamard_kernel
 from kernels.common import launching
 from kernels.common.launching import aligned
 
@@ -96,7 +97,7 @@ def hadamard_(x: Tensor) -> None:
     rows, per_tile = x.numel() // HADAMARD_SIZE, _TILE // HADAMARD_SIZE
     grid, factor = (-(-rows // per_tile),), float(torch.tensor(HADAMARD_SIZE**-0.5, dtype=torch.float32))
     launching.launch(
-        triton_kernels.hadamard_kernel,
+        hadamard_kernel,
         grid,
         x,
         rows,

@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.torch_version import TorchVersion as Version
 
 from kernels import choose_backend
+from kernels.codec import triton_hadamard
 from kernels.codec import triton_kernels as codec_kernels
 from kernels.common import launching
 from kernels.common.rates import Rates
 from kernels.dense import triton_kernels as dense_kernels
+from kernels.exchange import triton_kernels as exchange_kernels
+from kernels.exchange import triton_masked, triton_outer
 from kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
 from kernels.scape.blocks import BlockLayout, Mask, density_at
 from kernels.scape.passes import pack_all, squares_all, update_all
@@ -74,11 +77,15 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     device_code = [
         codec_kernels,
         dense_kernels,
+        exchange_kernels,
         tagc_kernels,
         topk_kernels,
         triton_cosine,
+        triton_hadamard,
         triton_kernels,
+        triton_masked,
         triton_masks,
+        triton_outer,
         triton_owner,
         triton_select,
     ]

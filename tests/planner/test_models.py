@@ -102,8 +102,8 @@ def test_recipes_of_the_papers_equal_the_named_models(name: str) -> None:
 
 def test_a_recipe_with_pipeline_stages_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "stages.toml"
-    text = (ROOT / "train_configs/llama_1_8b.toml").read_text()
-    recipe.write_text(text.replace("[parallelism]\n", "[parallelism]\npipeline_parallel_degree = 4\n"))
+    base = ROOT / "train_configs/llama_1_8b.toml"
+    recipe.write_text(f'extends = "{base}"\n[parallelism]\npipeline_parallel_degree = 4\n')
     assert main([*FRONTIER, "--model", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert "pipeline_parallel_degree = 4: the planner has no cost of a pipeline; set it to 1" in error

@@ -39,6 +39,7 @@ class Quantized(ChunkedMethod):
     def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
         backend = choose_backend(context.kernels, context.shards[0].device)
         self._code = block_code(backend, options.code, options.block)
+        self._fills_blocks = options.fills_blocks
         super().__init__(context, options, self._code)
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
@@ -137,7 +138,7 @@ class Quantized(ChunkedMethod):
 
     def _fill_short_blocks(self, chunk: Chunk, values: Tensor) -> None:
         """Repeat the entries of a shorter last block. Zeros would reduce its scale, the mean magnitude."""
-        if self.codec is None or self._uncompressed or not self.options.fills_blocks:
+        if self.codec is None or self._uncompressed or not self._fills_blocks:
             return
         block = self.codec.block_size
         for s in chunk.slices:
