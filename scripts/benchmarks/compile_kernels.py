@@ -26,6 +26,7 @@ from kernels import (
     cosine_passes,
     exchange_passes,
     masked_payload,
+    outer_step,
     tagc_passes,
     topk_passes,
 )
@@ -134,6 +135,9 @@ def _take_steps(quick: bool) -> None:
     for name, block, dtype in exchanged:
         _exchange_step(name, block, dtype)
     _masked_step()
+    for velocity in (None, torch.zeros(4100)):
+        for mix in (0.0, 0.5):
+            outer_step("triton")(*(torch.zeros(4100) for _ in range(2)), velocity, torch.zeros(4100), 0.7, 0.9, mix)
     _tagc_step()
     for form in ("float32",) if quick else ("float32", "2bit", "1bit"):
         _topk_step(BlockGrid(1, 4096, 1, 1024), 10, form)

@@ -23,8 +23,13 @@ from torchtitan_scape.methods.registry import implementation_of
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """The outer step: SGD on the mean displacement, with Nesterov momentum as in `torch.optim.SGD`."""
+    """The outer step: SGD on the mean displacement, with Nesterov momentum as in `torch.optim.SGD`.
 
+    Class attributes:
+        has_kernel: `kernels.exchange.triton_outer.step` is this step.
+    """
+
+    has_kernel: ClassVar[bool] = True
     rate: float
     momentum: float = 0.0
 
@@ -109,7 +114,9 @@ class LocalUpdates(LocalMethod):
         self.schedule, self.outer = schedule, self.outer_optimizer(options)
         averaging = options.averaging()
         backend = choose_backend(context.kernels, context.shards[0].device) if context.shards else "torch"
-        self._outer_step = None if host else outer_step(backend)  # a kernel with all of `_apply`
+        self._outer_step = (
+            outer_step(backend) if self.outer.has_kernel and not host else None
+        )  # a kernel with all of `_apply`
         self._anchors = self._zeros(host)
         for shard in context.shards:
             self._anchors[shard.name].copy_(stored(shard.parameter).detach())

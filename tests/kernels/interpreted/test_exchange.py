@@ -17,13 +17,21 @@ from tests.marks import slow
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Muon
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.co2.method import Co2
+from torchtitan_scape.methods.co2.options import Co2Options
+from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.local_options import LocalOptions
+from torchtitan_scape.methods.local_updates import LocalUpdates
+from torchtitan_scape.methods.onebit_adam.method import OnebitAdam
+from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.sparta.method import Sparta
 from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 
 # Several tiles, a short last block, less than a block, nothing, one entry.
 SHAPES = [(20, 130), (129,), (4, 5), (0, 4), (1,)]
@@ -134,6 +142,70 @@ def radius(backend: str, chunk_entries: int, **options: Any) -> list[Tensor]:
     with torch.no_grad():
         simulated.run(work)
     return all_tensors(methods)
+
+
+def local(backend: str, cls: type[LocalUpdates], options: LocalOptions) -> list[Tensor]:
+    """Return parameters and states after four steps of two replicas, of which the second one is skipped."""
+    simulated, methods = SimulatedReplicas(2), []
+    for endpoint in simulated.endpoints:
+        named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(torch.float32, 0))]
+        optimizer = AdamS(named, lr=1e-2)
+        methods.append(
+            cls(MethodContext(collect_shards(optimizer.param_groups), endpoint, optimizer, kernels=backend), options)
+        )
+
+    def work(i: int) -> None:
+        for number in range(1, 5):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            for shard in methods[i].context.shards:
+                moved = shard.parameter.detach()
+                moved += torch.randn(moved.shape, generator=generator)
+            methods[i].exchange(StepInfo(number, torch.tensor(number != 2)))
+
+    with torch.no_grad():
+        simulated.run(work)
+    return all_tensors(methods)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (LocalUpdates, DilocoOptions(inner_steps=1)),
+        slow(LocalUpdates, StreamingDilocoOptions(inner_steps=1, fragments=1, delay=0, mix=0.5, code="float32")),
+        (Co2, Co2Options(inner_steps=1, momentum_clip=0.1)),  # its outer step has no kernel
+    ],
+)
+def test_local_updates_equal_pytorch(cls: type[LocalUpdates], options: LocalOptions) -> None:
+    """To FP32 rounding: the interpreter rounds a product before its sum."""
+    one, other = (local(backend, cls, options) for backend in ("torch", "triton"))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def adam(backend: str) -> list[Tensor]:
+    """Return parameters, moments and errors after three steps; the last two send the momentum."""
+    simulated, own = SimulatedReplicas(2), parameters(torch.float32, 0)
+    optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
+    shards = collect_shards(optimizer.param_groups)
+    methods = []
+    for endpoint in simulated.endpoints:
+        context = MethodContext(shards, endpoint, optimizer, kernels=backend, total_steps=3)
+        methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
+
+    def work(i: int) -> None:
+        for number in range(1, 4):
+            gradients = [p.detach().flatten() for p in parameters(torch.float32, 10 * number + i)]
+            methods[i].step(gradients, StepInfo(number, torch.tensor(True)))
+
+    with torch.no_grad():
+        simulated.run(work)
+    return all_tensors(methods)
+
+
+def test_onebit_adam_equals_pytorch() -> None:
+    """Its exchange is that of quantized, and its messages contain the momentum."""
+    one, other = (adam(backend) for backend in ("torch", "triton"))
+    assert all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(("chunk_entries", "options"), [(1 << 20, {}), slow(256, {"selection": "block"})])

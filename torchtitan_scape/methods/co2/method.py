@@ -31,6 +31,7 @@ from torchtitan_scape.methods.update import norm_over_model
 class ClippedMomentum(OuterOptimizer):
     """The outer step: SGD with heavy-ball momentum, whose entries are limited to [-clip, clip]."""
 
+    has_kernel: ClassVar[bool] = False
     clip: float = 0.0
 
     def step(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:

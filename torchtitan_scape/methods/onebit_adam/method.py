@@ -45,6 +45,7 @@ class OnebitAdam(Quantized):
         for group in context.optimizer.param_groups:
             _check(group, type(context.optimizer).__name__)
         super().__init__(context, options.exchange())
+        self._passes = None  # they send the gradients, and `send` the momentum
         self.options = options
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step
