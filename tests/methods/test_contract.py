@@ -76,7 +76,6 @@ CASES = [
     Case("demo", {"chunk": 6, "k": 4, "values": "sign"}, {"k": 64, "values": "float32"}, conserves=False),
     Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
     Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
-    Case("powersgd", {"rank": 2, "start": 0, "code": "2bit"}, dense={"start": STEPS}),
     Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),
     Case(
         "radius",

@@ -1,7 +1,7 @@
 """PowerSGD: low-rank approximation of gradients.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(NeurIPS 2019), arXiv:1905.13727. The factors may be sent in a block code (`sync.powersgd.code`).
+(NeurIPS 2019), arXiv:1905.13727.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend
-from kernels.codec.formats import BLOCK
-from topology.codecs import Codec
 from torchtitan_scape.core.tensors import indices_by_key, masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_rank, whole_blocks
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_rank
 
 
 class Powersgd(GradientMethod):
@@ -32,11 +29,6 @@ class Powersgd(GradientMethod):
 
     Both sums are linear in M. The result therefore depends on the sum of the gradients and residuals only, and not on
     their distribution over the replicas.
-
-    With a code, the factors are encoded in both directions, and the uncompressed parameters travel in a third
-    all-reduce. The columns are divided by the lengths of those of the previous Q, which all replicas know, so that the
-    entries of a block have similar magnitudes. Step 3 uses the decoded mean: the residual contains the error of Q.
-    That of P only turns the subspace.
     """
 
     def __init__(self, context: MethodContext, options: PowersgdOptions) -> None:
@@ -52,9 +44,6 @@ class Powersgd(GradientMethod):
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _initial_q(q, i).to(shard.device)
         self._start = options.start if options.start >= 0 else context.total_steps // 10
-        self._codec: Codec | None = None
-        if options.code != "float32":
-            self._codec = block_code(choose_backend(context.kernels, context.shards[0].device), options.code)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self.scale_to_mean(gradients)
@@ -70,23 +59,16 @@ class Powersgd(GradientMethod):
         stored_qs = list(self._q.values())
         qs = stored_qs if self.options.warm_start else [_initial_q(q, i, info.number) for i, q in enumerate(stored_qs)]
 
-        lengths = [_lengths(q) for q in qs] if self._codec else []
         ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
-        others = torch.cat([gradients[i] for i in self._uncompressed] or [gradients[0][:0]])
-        if self._codec:
-            ps = self._coded_mean(ps, [n.square() for n in lengths])
-            (means,) = self._mean([others])
-        else:
-            *ps, means = self._mean([*ps, others])
-        sizes = [gradients[i].numel() for i in self._uncompressed]
-        for i, values in zip(self._uncompressed, means.split(sizes), strict=True):
+        others = [gradients[i] for i in self._uncompressed]
+        *ps, means = self._mean([*ps, torch.cat(others or [gradients[0][:0]])])
+        for i, values in zip(self._uncompressed, means.split([other.numel() for other in others]), strict=True):
             gradients[i].copy_(values)
             if (residual := self._pending.tensors.get(self.context.shards[i].name)) is not None:
                 masked_copy_(residual, 0.0, info.applied)
         ps = orthonormalize_all(ps, info.applied)
 
-        qs = [m.T @ p for m, p in zip(matrices, ps, strict=True)]
-        qs = self._coded_mean(qs, lengths) if self._codec else self._mean(qs)
+        qs = self._mean([m.T @ p for m, p in zip(matrices, ps, strict=True)])
         for matrix, p, q, residual in zip(matrices, ps, qs, self._residuals, strict=True):
             product = p @ q.T
             masked_copy_(residual, matrix - product, info.applied)
@@ -100,31 +82,11 @@ class Powersgd(GradientMethod):
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the means over replicas. One all-reduce."""
         flat = torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
-        self._all_reduce(flat)
-        parts = flat.split([t.numel() for t in tensors])
-        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-    def _coded_mean(self, factors: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
-        """Return the means over replicas of factors whose columns have about these lengths. One all-reduce.
-
-        The message contains column after column, with entries of a mean square of about 1. No block contains entries of
-        two factors: a short last block is filled by repeating the factor.
-        """
-        unit = [(f * (len(f) ** 0.5 / n)).T.reshape(-1) for f, n in zip(factors, lengths, strict=True)]
-        flat = torch.cat(
-            [u.repeat(1 + -(-BLOCK // len(u)))[: whole_blocks(len(u))] if len(u) % BLOCK else u for u in unit]
-        )
-        self._all_reduce(flat, self._codec)
-        parts = flat.split([whole_blocks(len(u)) for u in unit])
-        means = [part[: f.numel()].view(f.T.shape).T for part, f in zip(parts, factors, strict=True)]
-        return [mean * (n / len(mean) ** 0.5) for mean, n in zip(means, lengths, strict=True)]
-
-    def _all_reduce(self, flat: Tensor, codec: Codec | None = None) -> None:
-        """Replace FP32 (n,) by the mean over replicas."""
         length = flat.numel()
-        padded = torch.nn.functional.pad(flat, (0, self.collectives.padded_size(length, codec) - length))
-        self.collectives.all_reduce(padded, codec=codec).wait()
-        flat.copy_(padded[:length])
+        flat = torch.nn.functional.pad(flat, (0, self.collectives.padded_size(length) - length))
+        self.collectives.all_reduce(flat).wait()
+        parts = flat[:length].split([t.numel() for t in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
@@ -143,12 +105,6 @@ def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
     """Return random orthonormal columns of the shape of `like`, equal on all replicas."""
     generator = torch.Generator(like.device).manual_seed(number + (step << 20))
     return orthonormalize(torch.randn(like.shape, generator=generator, device=like.device))
-
-
-def _lengths(q: Tensor) -> Tensor:
-    """Return the lengths of the columns of FP32 (n, r), FP32 (r,); 1 for a column of zeros."""
-    lengths = q.norm(dim=0)
-    return torch.where(lengths > 0, lengths, 1.0)
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:
