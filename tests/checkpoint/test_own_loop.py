@@ -157,7 +157,7 @@ def test_a_frozen_variance_must_have_been_saved(pool2: Pool, tmp_path: Path) -> 
     """SCAPE has none, and the warm-up of four steps is over; the local AdamW of DiLoCo's replicas has one."""
     for text in pool2(refused, str(tmp_path / "scape"), "scape", "onebit_adam"):
         assert "warmup_steps = 4 ends at step 4, and the checkpoint of step 6 has no variance" in text
-        assert "set it to 106 or more" in text
+        assert "after 0 updates it would be frozen; set warmup_steps to 106 or more" in text
     assert pool2(refused, str(tmp_path / "diloco"), "diloco", "onebit_adam") == ["", ""]
 
 

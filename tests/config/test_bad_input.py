@@ -118,6 +118,11 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
         (4, ["--topology.ranks_per_node=3"], "4 ranks do not fill whole nodes of 3"),
         (2, ["--parallelism.expert_parallel_degree=2"], "expert_parallel_degree"),
         (2, ["--parallelism.context_parallel_degree=2"], "ring attention does not call the CPU's kernels"),
+        (
+            2,
+            ["--parallelism.context_parallel_degree=2", "--sharding.weights=int8"],
+            r"degree = 2 with \[sharding\], which",
+        ),
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
         (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
         (2, ["--training.max_norm=0"], "max_norm = 0"),
@@ -184,6 +189,16 @@ STAGES = ["--parallelism.pipeline_parallel_degree=2"]
         ),
         (["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], "schedule = 'ZBVZeroBubble' is not supported"),
         (["--parallelism.pipeline_parallel_schedule=1f1c"], "schedule = '1f1c' is not supported with"),
+        (["--model.converters=quantize.linear.float8"], r"converters = .* is not supported with .*; omit it"),
+        (
+            [
+                "--parallelism.pipeline_parallel_degree=8",
+                "--optimizer.name=Muon",
+                "--training.local_batch_size=8",
+                "--sync.method=dense",
+            ],
+            "'Muon': stage 0 has no layer",
+        ),
         (["--parallelism.pipeline_parallel_schedule_csv=a.csv"], "schedule_csv = 'a.csv' is not supported with"),
         (
             ["--parallelism.pipeline_parallel_microbatch_size=3"],
@@ -225,7 +240,7 @@ def test_a_division_into_stages_contains_every_module_once() -> None:
     for given in ([whole[:3], whole[3:]], [whole[:8], whole[8:]]):
         config.parallelism.module_fqns_per_model_part = given
         assert stage_modules(config, 6) == given
-    for given in ([whole[:3], whole[4:]], [whole], [whole[3:], whole[:3]], [whole[:4], whole[3:]]):
+    for given in ([whole[:3], whole[4:]], [whole], [whole, []], [whole[3:], whole[:3]], [whole[:4], whole[3:]]):
         config.parallelism.module_fqns_per_model_part = given
         with pytest.raises(
             ValueError, match=rf"part has {len(given)} lists; it must have 2 .*tok_embeddings, layers.0, "

@@ -73,6 +73,8 @@ def test_the_table_of_the_methods() -> None:
         (sent4, held4), (sent16, held16) = (sent_and_held(METHODS[name].options(**given), n) for n in (4, 16))
         assert cells[2:] == [sent4, sent16, held4, held16], cells
     assert with_defaults == list(METHODS)
+    for name in ("README.md", METHODS_PAGE):  # both have the number of methods as a word
+        assert "fifteen " in read(name) and len(METHODS) == 15, name
 
 
 def test_every_method_has_a_page_and_its_optimizers() -> None:

@@ -1,7 +1,11 @@
 """`replicate` in training loops of real gloo ranks, against one process, and its refusals."""
 
 import math
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests import server
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import (
@@ -305,6 +308,7 @@ def test_errors_of_replicate_name_the_cause_in_one_line(pool2: Pool) -> None:
 
 
 def test_torchtitan_is_not_imported() -> None:
+    """In a new interpreter, so that no module is there because another one imported it."""
     code = (
         "import sys, torch\n"
         "from torchtitan_scape import replicate\n"
@@ -314,7 +318,8 @@ def test_torchtitan_is_not_imported() -> None:
         "optimizer.step()\n"
         "assert 'torchtitan' not in sys.modules\n"
     )
-    result = server.run("tests.fresh", code)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
 
 

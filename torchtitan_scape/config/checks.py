@@ -44,6 +44,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
     for key, on in refused.items():
         if on:
             raise ValueError(f"{key} is not supported together with [sync]; set it to its default")
+    if config.sharding.active and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} with [sharding], which was "
+            "not tested with it; set it to 1, or omit [sharding]"
+        )
     if device_type == "cpu" and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "

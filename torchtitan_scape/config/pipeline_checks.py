@@ -31,6 +31,7 @@ def check_pipeline(config: JobConfig) -> None:
         ("[sharding]", sharding.active or sharding.levels.active, "omit it: FSDP's own collectives are supported"),
         ("[observe] enable = true", config.observe.enable, "set it to false"),
         (f"parallelism.context_parallel_degree = {context}", context > 1, "set it to 1"),
+        (f"[model] converters = {config.model.converters}", bool(config.model.converters), "omit it"),
         (
             f"parallelism.pipeline_parallel_schedule = {schedule!r}",
             schedule.lower() not in [name.lower() for name in SCHEDULES],

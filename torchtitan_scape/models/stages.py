@@ -32,10 +32,10 @@ def stage_modules(config: JobConfig, layers: int) -> list[list[str]]:
                 f"as {last}: {error}"
             ) from None
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
-    if len(given) != stages or [name for names in given for name in names] != expected:
+    if len(given) != stages or not all(given) or [name for names in given for name in names] != expected:
         raise ValueError(
-            f"parallelism.module_fqns_per_model_part has {len(given)} lists; it must have {stages} ({_DEGREE}), which "
-            f"contain all modules once, in the order of the model: {', '.join(expected[:2])}, ..., "
+            f"parallelism.module_fqns_per_model_part has {len(given)} lists; it must have {stages} ({_DEGREE}), none "
+            f"empty, which contain all modules once, in the order of the model: {', '.join(expected[:2])}, ..., "
             f"{', '.join(expected[-3:])}"
         )
     return given

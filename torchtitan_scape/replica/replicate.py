@@ -61,7 +61,8 @@ def replicate(
         reduction: "mean" if each replica averages the loss over its own batch; "sum" if the loss is divided by the
             global number of tokens.
         total_steps: of the run, for methods with a schedule; 0 if unknown.
-        overlap: start the exchange during the backward pass, if the method supports it.
+        overlap: start the exchange during the backward pass, if the method supports it. Gradients must not be changed
+            between the backward pass and `step`.
         max_skipped_steps: raise `NonFiniteGradientError` after so many steps in a row with a non-finite gradient.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
 

@@ -121,7 +121,13 @@ def _check_pipeline(config: JobConfig, spec: TrainSpec, args: Any) -> None:
             "layer is the token embedding, which only the first stage would have; set it to 1, or use a Llama"
         )
     if degree > 1:
-        stage_modules(config, args.n_layers)
+        stages = stage_modules(config, args.n_layers)
+        bare = [number for number, names in enumerate(stages) if not any(name.startswith("layers.") for name in names)]
+        if bare and config.optimizer.name == "Muon":
+            raise ValueError(
+                f"parallelism.pipeline_parallel_degree = {degree} with [optimizer] name = 'Muon': stage {bare[0]} has "
+                "no layer, whose matrices Muon updates; reduce the degree, or set [optimizer] name = 'AdamW'"
+            )
 
 
 def _build_loss(job_config: JobConfig, parallel_dims: ParallelDims, **others: Any) -> LossFunction:

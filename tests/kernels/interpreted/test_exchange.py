@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.kernels.codec.checks import same
 from tests.marks import slow
 from topology.in_process import SimulatedReplicas
+from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape import AdamS, Muon
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.co2.method import Co2
@@ -123,13 +124,13 @@ def test_quantized_equals_pytorch(replicas: int, options: dict[str, Any]) -> Non
     assert one and all(same(a.contiguous(), b.contiguous()) for a, b in zip(one, other, strict=True))
 
 
-def radius(backend: str, chunk_entries: int, **options: Any) -> list[Tensor]:
+def radius(backend: str, replicas: int, chunk_entries: int, **options: Any) -> list[Tensor]:
     """Return parameters, residuals and masks after five steps, of which the fourth one is skipped."""
-    simulated, own = SimulatedReplicas(2), parameters(torch.float32, 0)
+    simulated, own = SimulatedReplicas(replicas) if replicas > 1 else None, parameters(torch.float32, 0)
     optimizer = AdamS([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
-    for endpoint in simulated.endpoints:
+    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         endpoint.chunk_entries = chunk_entries
         context = MethodContext(shards, endpoint, optimizer, kernels=backend, max_norm=1.0)
         methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2, **options)))
@@ -140,14 +141,14 @@ def radius(backend: str, chunk_entries: int, **options: Any) -> list[Tensor]:
             methods[i].step(gradients, StepInfo(number, torch.tensor(number != 4)))
 
     with torch.no_grad():
-        simulated.run(work)
+        simulated.run(work) if simulated else work(0)
     return all_tensors(methods)
 
 
 def local(backend: str, cls: type[LocalUpdates], options: LocalOptions) -> list[Tensor]:
     """Return parameters and states after four steps of two replicas, of which the second one is skipped."""
     simulated, methods = SimulatedReplicas(2), []
-    for endpoint in simulated.endpoints:
+    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(torch.float32, 0))]
         optimizer = AdamS(named, lr=1e-2)
         methods.append(
@@ -163,7 +164,7 @@ def local(backend: str, cls: type[LocalUpdates], options: LocalOptions) -> list[
             methods[i].exchange(StepInfo(number, torch.tensor(number != 2)))
 
     with torch.no_grad():
-        simulated.run(work)
+        simulated.run(work) if simulated else work(0)
     return all_tensors(methods)
 
 
@@ -188,7 +189,7 @@ def adam(backend: str) -> list[Tensor]:
     optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
-    for endpoint in simulated.endpoints:
+    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         context = MethodContext(shards, endpoint, optimizer, kernels=backend, total_steps=3)
         methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
 
@@ -198,7 +199,7 @@ def adam(backend: str) -> list[Tensor]:
             methods[i].step(gradients, StepInfo(number, torch.tensor(True)))
 
     with torch.no_grad():
-        simulated.run(work)
+        simulated.run(work) if simulated else work(0)
     return all_tensors(methods)
 
 
@@ -208,7 +209,10 @@ def test_onebit_adam_equals_pytorch() -> None:
     assert all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(("chunk_entries", "options"), [(1 << 20, {}), slow(256, {"selection": "block"})])
-def test_radius_equals_pytorch(chunk_entries: int, options: dict[str, Any]) -> None:
-    one, other = (radius(backend, chunk_entries, **options) for backend in ("torch", "triton"))
+@pytest.mark.parametrize(
+    ("replicas", "chunk_entries", "options"),
+    [(2, 1 << 20, {}), (1, 1 << 20, {}), slow(2, 256, {"selection": "block"})],
+)
+def test_radius_equals_pytorch(replicas: int, chunk_entries: int, options: dict[str, Any]) -> None:
+    one, other = (radius(backend, replicas, chunk_entries, **options) for backend in ("torch", "triton"))
     assert all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True))

@@ -51,6 +51,11 @@ def staleness_gap(last_step: Tensor, displacement: Tensor) -> Tensor:
     return 1.0 + last_step / displacement.clamp(min=torch.finfo(torch.float32).tiny)
 
 
+def norm_of(tensor: Tensor) -> Tensor:
+    """Return the norm, FP64 ()."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+
+
 class Co2(LocalUpdates):
     """Exchanges all parameters at the end of a round, and uses the result at the end of the next one.
 
@@ -78,11 +83,11 @@ class Co2(LocalUpdates):
         # The order of the shards is that of the run, whatever the order in a checkpoint.
         names = [shard.name for shard in self.context.shards]
         stale = [means[name] for name in names]
-        last = [self._momenta[name].to(mean.device).view(-1) for name, mean in zip(names, stale, strict=True)]
-        gap = staleness_gap(self._norm(last) * self.outer.rate, self._norm(stale))
+        # One by one: with `host`, each momentum is copied to the device.
+        last = [norm_of(self._momenta[name].to(mean.device)) for name, mean in zip(names, stale, strict=True)]
+        gap = staleness_gap(self._norm(last) * self.outer.rate, self._norm([norm_of(mean) for mean in stale]))
         torch._foreach_div_(stale, gap)
 
-    def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """Return the norm over the whole model, FP32 (). Collective."""
-        norms = torch._foreach_norm(tensors, 2, torch.float64)
+    def _norm(self, norms: list[Tensor]) -> Tensor:
+        """Return the norm over the whole model, FP32 (), from those of the shards, FP64 (). Collective."""
         return norm_over_model(self.context.shards, norms, self.collectives, self.context.grad_norm.device)

@@ -16,7 +16,7 @@ from topology.partition import Chunk
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
+from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.update import clip, norm_over_model
 
@@ -110,10 +110,13 @@ class OnebitAdam(Quantized):
         return handle, finish
 
     def check_second_moments(self, loaded: bool, step: int) -> None:
-        if not loaded and step >= self._last_update:
+        remaining = range(step + 1, self._last_update + 1)
+        updates = sum(self.options.updates_variance(number, self._last_update) for number in remaining)
+        if not loaded and updates < UPDATES_OF_A_NEW_VARIANCE:
             raise ValueError(
                 f"[sync.onebit_adam] warmup_steps = {self.options.warmup_steps} ends at step {self._last_update}, and "
-                f"the checkpoint of step {step} has no variance that could be frozen; set it to {step + 100} or more"
+                f"the checkpoint of step {step} has no variance: after {updates} updates it would be frozen; set "
+                f"warmup_steps to {step + UPDATES_OF_A_NEW_VARIANCE} or more, and variance_updates to 0"
             )
 
     def _update(self, shard: Shard, gradient: Tensor, applied: Tensor) -> None:

@@ -12,6 +12,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedCost, QuantizedOptions
 
 WARMUP = 0.15  # share of the run
+UPDATES_OF_A_NEW_VARIANCE = 100  # at least, after a checkpoint without one
 
 
 @dataclass
@@ -97,7 +98,7 @@ class OnebitAdamCost(GradientCost):
 
     def traffic_per_parameter(self) -> float:
         """Return the bytes of the exchange, and 32 to gather, scale, add and subtract the momentum."""
-        return self.exchange.traffic_per_parameter() + 32.0
+        return self.exchange.buffered_traffic() + 32.0
 
     @property
     def chunk_bytes(self) -> float:

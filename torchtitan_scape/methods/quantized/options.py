@@ -81,11 +81,15 @@ class QuantizedCost(GradientCost):
         Codes of one and two bits use buffers: 16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with
         error feedback 28 to add the residual and store the error, and 28 for that of the owner.
         """
-        feedback = self.options.error_feedback
         if self.options.fills_blocks:
-            return 32.0 + (56.0 if feedback else 0.0)
+            return self.buffered_traffic()
         messages = 4.0 * encoded_bytes(self.options.code, self.options.block)
-        return messages + (24.0 if feedback else 8.0)
+        return messages + (24.0 if self.options.error_feedback else 8.0)
+
+    def buffered_traffic(self) -> float:
+        """Return the bytes per parameter of an exchange through buffers."""
+        feedback = 28.0 if self.options.error_feedback else 0.0
+        return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
 
     @property
     def chunk_bytes(self) -> float:

@@ -59,7 +59,8 @@ class Radius(GradientMethod):
         self._selected = mask_counts(sizes, options.density, options.selection)
         self._mask_counts: list[int] | None = None  # None: to be read from the device
         self._kernels = masked_payload(choose_backend(context.kernels, context.shards[0].device))
-        self._masked: Any = None  # the masks as the kernels read them; None if they may have changed
+        self._masked: Any = None  # the masks as the kernels read them, at `_versions` of the masks
+        self._versions: list[int] = []
         self._start = options.start if options.start >= 0 else context.total_steps // 5
         self._is_refresh = False
         self._step_norms: list[Tensor] | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
@@ -91,7 +92,6 @@ class Radius(GradientMethod):
             self._scale_released(info.applied)
         for bits, mask in zip(self._bits, masks, strict=True):
             masked_copy_(bits, mask, info.applied)
-        self._masked = None
         if self._mask_counts != self._selected:
             self._mask_counts = None  # they depend on `info.applied`, which is on the device
 
@@ -103,7 +103,7 @@ class Radius(GradientMethod):
         for shard in self.context.shards:
             if shard.name in self._masks:
                 self._masks[shard.name].copy_(_all_ones(shard))
-        self._mask_counts = self._masked = None
+        self._mask_counts = None
 
     def states(self) -> list[State]:
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
@@ -133,9 +133,12 @@ class Radius(GradientMethod):
         counts = self._entries_in_mask()
         sparse = [gradients[i] for i in self._sparse]
         uncompressed = [gradients[i] for i in self._uncompressed]
-        if self._kernels is not None and counts and min(counts) > 0:
-            if self._masked is None:
+        # With one replica nothing is sent, and a payload that nobody sends is never filled.
+        if self._kernels is not None and counts and min(counts) > 0 and self.collectives.replicas > 1:
+            versions = [bits._version for bits in self._bits]  # a repair writes into the masks, too
+            if versions != self._versions:
                 self._masked = self._kernels.MaskedTensors(self._bits, [x.numel() for x in sparse], counts)
+                self._versions = versions
             payload = self._kernels.MaskedPayload(self._masked, sparse, self._residuals, applied)
             self.collectives.all_reduce_chunked(JoinedSource([payload, ConcatSource(uncompressed)]))
             return
