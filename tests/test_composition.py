@@ -83,9 +83,12 @@ def train_on_parts(folder: str, arguments: list[str]) -> dict[str, Any]:
         return train(folder, [*arguments, TWELVE], stop_after=STEPS)
 
 
+def method_of(arguments: list[str]) -> str:
+    return next((word.removeprefix("--sync.method=") for word in arguments if "sync.method=" in word), "scape")
+
+
 def test_every_method_is_tested() -> None:
-    methods = {word.removeprefix("--sync.method=") for case, _ in CASES.values() for word in case if "method=" in word}
-    assert methods | {"scape"} == set(REGISTERED)
+    assert {method_of(case) for case, _ in CASES.values()} == set(REGISTERED)
 
 
 def compared(pool2: Pool, pool4: Pool, folder: Path, options: dict[str, list[str]]) -> Any:
@@ -136,8 +139,7 @@ def test_float8_gives_nearly_the_same_steps(names: tuple[str, ...], pool2: Pool,
         first, second = pair[0][1], pair[1][1]
         assert first["losses"] == second["losses"] != plain["losses"]
         assert first["losses"] == pytest.approx(plain["losses"], rel=5e-3)
-        method = next((w.removeprefix("--sync.method=") for w in CASES[name][0] if "sync.method=" in w), "scape")
-        if not REGISTERED[method].method.per_replica_weights:
+        if not REGISTERED[method_of(CASES[name][0])].method.per_replica_weights:
             assert torch.equal(first["parameters"], second["parameters"])
 
 

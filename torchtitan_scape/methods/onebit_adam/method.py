@@ -6,7 +6,7 @@ arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency f
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,12 +40,12 @@ class OnebitAdam(Quantized):
     """
 
     supports_overlap = False
+    sends_gradients: ClassVar[bool] = False
 
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
         for group in context.optimizer.param_groups:
             _check(group, type(context.optimizer).__name__)
         super().__init__(context, options.exchange())
-        self._passes = None  # they send the gradients, and `send` the momentum
         self.options = options
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step

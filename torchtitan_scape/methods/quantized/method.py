@@ -6,6 +6,7 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Quantized(ChunkedMethod):
     encoded.
     """
 
+    sends_gradients: ClassVar[bool] = True  # as the kernels without a buffer do; a subclass may send other values
+
     def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
         backend = choose_backend(context.kernels, context.shards[0].device)
         self._code = block_code(backend, options.code, options.block)
@@ -45,7 +48,7 @@ class Quantized(ChunkedMethod):
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
         self._uncompressed = False  # in this step
-        fused = len(self.collectives.levels) == 1 and not options.fills_blocks
+        fused = self.sends_gradients and len(self.collectives.levels) == 1 and not options.fills_blocks
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
 
