@@ -1,4 +1,4 @@
-"""Commands of the benchmarks: measure, store the facts as JSON, and render table.md from them."""
+"""Commands of the benchmarks: measure, store the facts in facts.json, and render table.md from them."""
 
 import argparse
 import json
@@ -24,26 +24,23 @@ class Benchmark:
     """A measurement with a command of its own.
 
     Args:
-        folder: of the results, below results/.
         measure: returns the facts, from the parsed arguments and further ones for the trainer.
-        table: renders the facts.
-        file: of the facts; "" if they are not stored.
-        page: of the table; "" if it is only printed.
+        table: renders the facts as a section of table.md; None if they are only stored and printed.
         arguments: of the command, as `add_argument` takes them.
         takes_trainer_options: whether further arguments are allowed.
     """
 
-    folder: str
     measure: Callable[[argparse.Namespace, list[str]], dict[str, Any]]
-    table: Callable[[dict[str, Any]], str]
-    file: str = "runs.json"
-    page: str = "table.md"
+    table: Callable[[dict[str, Any]], str] | None
     arguments: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     takes_trainer_options: bool = False
 
 
 def main(module: str, doc: str | None, benchmarks: Mapping[str, Benchmark], rank: Callable[[Any], Any] = dict) -> int:
-    """Run a module's benchmarks by name; a single one has the name "". `rank` measures in `measure_in_ranks`."""
+    """Run one of a module's benchmarks, and store its facts in results/MODULE beside those of the others.
+
+    A module with one benchmark has no names in its command. `rank` measures in `measure_in_ranks`.
+    """
     if REQUEST in os.environ:
         request = json.loads(os.environ[REQUEST])
         found = rank(request)
@@ -51,34 +48,39 @@ def main(module: str, doc: str | None, benchmarks: Mapping[str, Benchmark], rank
             write(Path(request["folder"], "answer.json"), found)
         return 0
     own = parser(doc)
-    commands = own.add_subparsers(required=True) if "" not in benchmarks else None
+    commands = own.add_subparsers(required=True, dest="name") if len(benchmarks) > 1 else None
     for name, one in benchmarks.items():
         command = commands.add_parser(name, allow_abbrev=False) if commands else own
-        command.set_defaults(benchmark=one)
+        command.set_defaults(name=name)
         for flag, options in one.arguments.items():
             command.add_argument(flag, **options)
-        command.add_argument("--output", type=Path, default=RESULTS / one.folder, help="folder of the results")
-        if one.file:
-            command.add_argument("--report", action="store_true", help="only render the facts that are stored")
+        folder = RESULTS / module.rpartition(".")[2]
+        command.add_argument("--output", type=Path, default=folder, help="folder of the results")
+        command.add_argument("--report", action="store_true", help="only render the facts that are stored")
     args, rest = own.parse_known_args()
-    if rest and not args.benchmark.takes_trainer_options:
+    if rest and not benchmarks[args.name].takes_trainer_options:
         own.error(f"unknown arguments: {' '.join(rest)}")
-    return guarded(lambda: _run(module, args, rest), "stopped; what was running is removed")
+    return guarded(lambda: _run(module, benchmarks, args, rest), "stopped; what was running is removed")
 
 
-def _run(module: str, args: argparse.Namespace, rest: list[str]) -> None:
-    one: Benchmark = args.benchmark
-    if one.file and args.report:
-        facts = json.loads((args.output / one.file).read_text())
+def _run(module: str, benchmarks: Mapping[str, Benchmark], args: argparse.Namespace, rest: list[str]) -> None:
+    path, one = args.output / "facts.json", benchmarks[args.name]
+    if args.report:
+        stored = json.loads(path.read_text())
     else:
         facts = {"command": command_of(module), "versions": versions(), **one.measure(args, rest)}
         if os.environ.get("RANK", "0") != "0":  # under torchrun
             return
-        if one.file:
-            write(args.output / one.file, facts)
-    if one.page:
-        write(args.output / one.page, one.table(facts))
-    print(one.table(facts))
+        stored = (read(path) or {}) | {args.name: facts}
+        write(path, stored)
+    print(one.table(stored[args.name]) if one.table else json.dumps(stored[args.name], indent=1))
+    if texts := tables(benchmarks, stored):
+        write(args.output / "table.md", f"# Results of `python -m {module}`\n\n" + "\n".join(texts))
+
+
+def tables(benchmarks: Mapping[str, Benchmark], stored: Mapping[str, Any]) -> list[str]:
+    """Return the sections of table.md."""
+    return [one.table(stored[name]) for name, one in benchmarks.items() if one.table and name in stored]
 
 
 def train(trainer: Any) -> None:

@@ -1,7 +1,8 @@
-"""Memory of one rank, predicted and measured. CPU only; large tensors are never written, so that they take no memory.
+"""Memory of one rank, predicted and measured, and memory traffic of a step. CPU only; large tensors are never written.
 
     python -m scripts.benchmarks.memory states      # optimizer states of one of 64 replicas
-    python -m scripts.benchmarks.memory frontier    # by kind on Frontier; skips the stored cases
+    python -m scripts.benchmarks.memory frontier    # by kind on Frontier
+    python -m scripts.benchmarks.memory kernels     # bytes that the passes of a SCAPE step move at least, closed form
 
 states: Predicted is `PlannedRun.total_memory`, as in the trainer's report at startup. Measured are the bytes of all
 tensors that exist once the optimizer is built (dense AdamW: once it has taken a step), in a fake process group.
@@ -25,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernels.common import storage
 from scripts.benchmarks.harness import Benchmark, in_new_process, main
-from scripts.common import markdown, names, read, write
+from scripts.common import markdown, names
 from topology.torch_version import fsdp_parameter_group
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
@@ -119,7 +120,7 @@ def workload_table(workload: Workload) -> str:
     n, payload = workload.parameters, payload_bytes(shapes, DENSITY)
     over, allowed = found["SCAPE replicated"][0] - dense, n / 4 + 2 * payload
     rates = STATES["SCAPE replicated"].total_memory(workload, 1, REPLICAS, 1)["rates of visits"]
-    return f"""## {workload.name}: {n:,} parameters
+    return f"""### {workload.name}: {n:,} parameters
 
 {markdown(rows)}
 
@@ -133,7 +134,7 @@ SCAPE replicated over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payloa
 def states_table(args: argparse.Namespace) -> str:
     dist.init_process_group("fake", rank=0, world_size=REPLICAS, store=FakeStore())
     tables = [workload_table(TINY if name == "tiny" else get_workload(name)) for name in args.models]
-    return f"""# Memory of parameters and optimizer state
+    return f"""## Memory of parameters and optimizer state
 
 `python -m scripts.benchmarks.memory states`: one of {REPLICAS} replicas, no shards, density {DENSITY:g}, payload in \
 FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter)
@@ -311,9 +312,11 @@ def frontier_table(facts: Mapping[str, Any]) -> str:
     runs, parts = facts["runs"], []
     for name, model in MODELS.items():
         n = next(iter(runs[name].values()))["n"]
-        parts.append(f"## {model.title}, {n:,} parameters, {model.ranks} GCDs\n\n{markdown(frontier_rows(runs, name))}")
+        parts.append(
+            f"### {model.title}, {n:,} parameters, {model.ranks} GCDs\n\n{markdown(frontier_rows(runs, name))}"
+        )
     body = "\n\n".join(parts)
-    return f"""# Memory of a rank on Frontier
+    return f"""## Memory of a rank on Frontier
 
 What lasts from step to step, by kind, GB (1e9 bytes): in closed form, and as the tensors of rank 0 of a dry run on the
 fake backend are, on a CPU; no activations, no messages. AdamW, with SCAPE AdamS. Gradients of FSDP2 are counted by its
@@ -329,7 +332,7 @@ parameters, biases included. What SCAPE keeps besides, masks and a payload, is n
 
 {body}
 
-## The largest model on GCDs of 64 GiB
+### The largest model on GCDs of 64 GiB
 
 Arithmetic: 64 GiB by the bytes that last. ZeRO-3 here is FSDP2: FP32 shards and gradients in the place of 16 bits and a
 master. The paper says 36 B of three levels without a number of GCDs: its bytes leave room for that on 80, and for
@@ -339,26 +342,50 @@ master. The paper says 36 B of three levels without a number of GCDs: its bytes 
 """
 
 
-def measure_frontier(args: argparse.Namespace, _: list[str]) -> dict[str, Any]:
-    path = args.output / "runs.json"
-    facts: dict[str, Any] = read(path) or {"runs": {}}
+def measure_frontier(*_: Any) -> dict[str, Any]:
+    runs: dict[str, Any] = {model: {} for model in MODELS}
     for model, case in itertools.product(MODELS, CASES):
-        if case not in facts["runs"].setdefault(model, {}):
-            print(f"{MODELS[model].title}: {CASES[case].title} ...", flush=True)
-            facts["runs"][model][case] = in_new_process(measure_case, model, case)
-            write(path, facts)
-    return facts
+        print(f"{MODELS[model].title}: {CASES[case].title} ...", flush=True)
+        runs[model][case] = in_new_process(measure_case, model, case)
+    return {"runs": runs}
+
+
+# ---------------------------------------------------------------------------------------- memory traffic
+
+KERNEL_REPLICAS, PASSES = 8, ("finite", "pack", "squares", "update", "coding")
+
+
+def kernel_table(_: Mapping[str, Any]) -> str:
+    """Return bytes per parameter that the passes of a SCAPE step read and write if each input and output moves once."""
+    rows = []
+    for title, workload in {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}.items():
+        model = get_workload(workload).local(1)
+        for options in (ScapeOptions(density=0.1), ScapeOptions(density=0.05, wire="int4"), ScapeOptions(density=0.01)):
+            least = options.cost().pass_bytes(model, KERNEL_REPLICAS)
+            sums = {name: least.get(name, 0.0) for name in PASSES}
+            sums["pack + update + coding"] = sums["pack"] + sums["update"] + sums["coding"]
+            sums["all"] = sum(least.values())
+            row = {"model": title, "parameters": f"{model.entries:,}"}
+            row["density, wire"] = f"{options.density:g}, {options.wire}"
+            rows.append(row | {name: f"{nbytes / model.entries:.2f}" for name, nbytes in sums.items()})
+    return f"""## Memory traffic of a SCAPE step
+
+`python -m scripts.benchmarks.memory kernels`: bytes a parameter that must move, FP32, blocks of 1024, \
+{KERNEL_REPLICAS} replicas.
+Fused AdamW moves 28, dense AdamS 20, both without a finite check.
+
+{markdown(rows)}
+"""
 
 
 BENCHMARKS = {
     "states": Benchmark(
-        "memory_states",
         lambda args, _: {"text": states_table(args)},
         lambda facts: facts["text"],
-        file="",
         arguments={"--models": dict(type=names, default=["llama_500m", "llama_1_8b"], help="workloads, or tiny")},
     ),
-    "frontier": Benchmark("frontier_memory", measure_frontier, frontier_table),
+    "frontier": Benchmark(measure_frontier, frontier_table),
+    "kernels": Benchmark(lambda *_: {}, kernel_table),
 }
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def method_rows(cells: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def methods_table(facts: dict[str, Any]) -> str:
-    return f"""# What methods cost beside the network
+    return f"""## What methods cost beside the network
 
 `{facts["command"]}`: {facts["replicas"]} replicas, each a process of one thread; milliseconds of CPU time a step and \
 rank, in which
@@ -258,7 +258,7 @@ def observe_table(facts: dict[str, Any]) -> str:
     share = f"{100 * facts['share']:.4f} %"
     rows.append({"": f"mean over {LONG_RUN:,} steps", "ms": f"{1e3 * mean:.4f}", "of a step": share})
     alone = [{"per million entries, one core": name, "ms": ms(seconds)} for name, seconds in facts["alone"].items()]
-    return f"""# What [observe] costs
+    return f"""## What [observe] costs
 
 Made by `{facts["command"]}`: a step takes {ms(step)} ms of one core; {facts["entries"]:,} of 2.2 M entries are looked \
 at.
@@ -343,26 +343,26 @@ def consistency_table(facts: dict[str, Any]) -> str:
         "interval": facts["interval"],
         "of a step, %": f"{100 * facts['share_of_a_step']:.4f}",
     }
-    intro = f"{facts['recipe']}; {facts['device']}, medians of {CHECKS} steps and checks in one run."
-    return f"{intro}\n\n{markdown([row])}\n"
+    return f"""## What the consistency check costs
+
+{facts["recipe"]}; {facts["device"]}, medians of {CHECKS} steps and checks in one run.
+
+{markdown([row])}
+"""
 
 
 BENCHMARKS = {
     "methods": Benchmark(
-        "method_overhead",
         measure_methods,
         methods_table,
-        file="cells.json",
         takes_trainer_options=True,
         arguments={
             "--methods": dict(type=names, default=list(METHODS), help="names of overhead.toml, with commas"),
             "--replicas": dict(type=int, default=4),
         },
     ),
-    "observe": Benchmark("observe_cost", measure_observe, observe_table, file="cost.json", takes_trainer_options=True),
-    "consistency": Benchmark(
-        "consistency", measure_consistency, consistency_table, file="cost.json", takes_trainer_options=True
-    ),
+    "observe": Benchmark(measure_observe, observe_table, takes_trainer_options=True),
+    "consistency": Benchmark(measure_consistency, consistency_table, takes_trainer_options=True),
 }
 
 if __name__ == "__main__":

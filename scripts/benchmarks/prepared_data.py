@@ -11,7 +11,6 @@ kills: The bytes must equal those of an undisturbed run.
 
 import argparse
 import hashlib
-import json
 import os
 import platform
 import random
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +154,7 @@ def digest(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def measurement(name: str, work: Callable[..., dict[str, Any]], **arguments: dict[str, Any]) -> Benchmark:
+def measurement(work: Callable[..., dict[str, Any]], **arguments: dict[str, Any]) -> Benchmark:
     def measure(args: argparse.Namespace, _: list[str]) -> dict[str, Any]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         with tempfile.TemporaryDirectory(prefix="prepared-data-") as folder:
@@ -164,15 +162,13 @@ def measurement(name: str, work: Callable[..., dict[str, Any]], **arguments: dic
         return {"machine": f"{platform.machine()}, {os.cpu_count()} cores"} | found
 
     flags = {f"--{key}": options for key, options in arguments.items()}
-    return Benchmark(
-        "prepared_data", measure, partial(json.dumps, indent=1), file=f"{name}.json", page="", arguments=flags
-    )
+    return Benchmark(measure, None, arguments=flags)
 
 
 BENCHMARKS = {
-    "rates": measurement("rates", rates),
-    "wait": measurement("wait", wait),
-    "kills": measurement("kills", kills, least=dict(type=int, default=20, help="kills")),
+    "rates": measurement(rates),
+    "wait": measurement(wait),
+    "kills": measurement(kills, least=dict(type=int, default=20, help="kills")),
 }
 
 if __name__ == "__main__":

@@ -301,9 +301,9 @@ def table(facts: Mapping[str, Any]) -> str:
             }
             for row in own
         ]
-        parts.append(f"## {model}: {own[0]['parameters']:,} parameters\n\n{markdown(rows)}")
+        parts.append(f"### {model}: {own[0]['parameters']:,} parameters\n\n{markdown(rows)}")
     body = "\n\n".join(parts)
-    return f"""# Operators of an optimizer step
+    return f"""## Operators of an optimizer step
 
 `python -m scripts.benchmarks.step_operators`, on meta tensors: nothing is computed and nothing is timed. A step with an
 exchange in the steady state, one of N replicas, one rank per node. The optimizer and clipping are not counted, except
@@ -319,8 +319,7 @@ Temporary is the largest sum of tensors that exist at once and are created in th
 
 
 BENCHMARKS = {
-    "": Benchmark(
-        "step_operators",
+    "all": Benchmark(
         measure,
         table,
         arguments={

@@ -9,7 +9,7 @@ Settings of a set's `launch`:
     plain           true: no FSDP around a model of one shard
     steps, warm_up  measured steps, and steps before them
     predict         false: no prediction, whose calibrations take longer than the run
-    measure         "loss": trains the set's steps for their validation loss, without timing them
+    measure         "loss" or "bytes": trains the set's steps, not timed, for their validation loss or their bytes
     timeout         seconds of a run
 """
 
@@ -23,6 +23,7 @@ from scripts.emulated_cluster import Cluster
 from scripts.study.costs import planned_run
 from scripts.study.grid import BudgetSet, Options, RunSpec
 from scripts.study.queue import Queue
+from scripts.study.special_tables import PLANNED
 from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
 from topology.links import Links
@@ -55,7 +56,7 @@ class EmulatedSet:
             raise ValueError(f'set {one.name!r}: {names} exchange during the backward pass and need compute = "real"')
         if self.slowdown and not (self.slowdown > 1 and self.real and len(one.sizes) == 1):
             raise ValueError(f'set {one.name!r}: slowdown needs a factor above 1, compute = "real" and one size')
-        if self.launch.get("measure") != "loss":
+        if "measure" not in self.launch:
             if self.slowdown and not self.rate:
                 self.rate = self.calibrated_rate()
             setup = {"launcher": "emulated", "machine": MACHINE, "notes": self.notes()}
@@ -97,7 +98,7 @@ class EmulatedSet:
 
     def measure(self, spec: RunSpec) -> dict[str, Any]:
         """Return a run's result. A missing prediction does not discard the measurement."""
-        if self.launch.get("measure") == "loss":
+        if "measure" in self.launch:
             return self.trained(spec)
         raw = self.timed(spec, timing(spec)["steps"], self.rate, spec.name)
         found = from_raw(spec, raw, self.per_node, "real" if self.real else "wait") | {"rate_mbit": self.rate}
@@ -108,14 +109,18 @@ class EmulatedSet:
         return found
 
     def trained(self, spec: RunSpec) -> dict[str, Any]:
-        """Return the losses of a run that is not timed. Raises RunError."""
+        """Return the losses, and the bytes if asked for, of a run that is not timed. Raises RunError."""
         log = self.queue.work / spec.name
         (log / "summary.json").unlink(missing_ok=True)
         self.start(spec.size, ["-m", "torchtitan_scape.train", *self.arguments(spec, log)], log, None)
         if (summary := read(log / "summary.json")) is None:
             raise RunError(f"the run wrote no summary (log in {log})")
-        kept = ("steps", "validation_loss", "training_loss", "skipped_steps", "layout")
-        return {"label": spec.label, **{key: summary[key] for key in kept}}
+        kept = ["steps", "validation_loss", "training_loss", "skipped_steps", "layout"]
+        if self.launch["measure"] == "bytes":
+            if summary["interfaces"] is None or summary["skipped_steps"]:
+                raise RunError(f"the run counted no bytes on the interfaces, or skipped steps (log in {log})")
+            kept += ["interfaces", PLANNED]
+        return {"label": spec.label, **{key: summary.get(key) for key in kept}}
 
     def links(self, size: int) -> Links:
         """Return the links that the preflight measures with this size and rate."""

@@ -1,11 +1,13 @@
 """Tables of single studies: the shard axis, BF16 weights, and the methods side by side."""
 
+import itertools
 import statistics
 from collections.abc import Callable
+from typing import Any
 
-from scripts.common import markdown, megabytes, ms, spread
+from scripts.common import markdown, megabytes, ms, number, spread
 from scripts.study.grid import Grid
-from scripts.study.store import Store
+from scripts.study.store import Line, Store
 from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, by_set
 
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
@@ -13,6 +15,8 @@ OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 SHARD_PARTS = {name: (f"shard {name}",) for name in ("weights", "gradients", "index", "update")}
 SHARD_PARTS |= {"replicas": ("exchange",), "optimizer": ("check", "pack", "clip", "update")}
 SHARD_PARTS |= {"compute and coding": ("forward_backward",)}
+PLANNED = "planned_shard_axis_bytes_per_step_and_rank"  # of the trainer's summary
+LEAST_BYTES = 1e3  # per step; less are scalars
 LOSS_TARGET = 0.005  # of the dense loss
 
 
@@ -122,6 +126,61 @@ def shard_losses(grid: Grid, store: Store) -> list[str]:
     return parts if len(parts) > 2 else []
 
 
+def sent_bytes(grid: Grid, store: Store) -> list[str]:
+    """Return a table for each set and kind of link over which its first method sends payload."""
+    parts = ["## Bytes of a step", BYTES_READING]
+    for one in grid.sets:
+        found = [line for line in store.of(one.name) if "interfaces" in line["result"]]
+        runs = {(line["options"]["training.global_batch_size"], line["method"]): line for line in found}
+        for level in ("network", "node"):
+            rows = []
+            for sequences, method in itertools.product(one.sequences, one.methods):
+                lines = [runs.get((sequences, name)) for name in (one.methods[0], method)]
+                first, own = (line and link_bytes(line, level) for line in lines)
+                if first and own and first["counted"] > LEAST_BYTES:
+                    row = {"sequences": str(sequences), "method": grid.methods[method]["label"]}
+                    row |= bytes_row(own, first, grid.methods[method].get("targets", {}).get("bytes"), sequences)
+                    rows.append(row | {"validation loss": f"{own['validation_loss']:.4f}"})
+            parts += [f"### Set {one.name}: {level}", markdown(rows)] if rows else []
+    return parts if len(parts) > 2 else []
+
+
+def link_bytes(line: Line, level: str) -> dict[str, float]:
+    """Return what a replica, or a node if there are fewer replicas, sends over a kind of link, from a stored run.
+
+    `planned` is what collectives of the shard axis need; `ring` the same over the network on a ring of all ranks, as
+    with NCCL. gloo sends gradients directly to their owners instead, which is a third more.
+    """
+    run, options = line["result"], line["options"]
+    ranks, per_node = options["launch.ranks"], options.get("launch.ranks_per_node", 1)
+    nodes, planned = run["interfaces"]["sent_per_step"][level], run.get(PLANNED) or {}
+    senders = max(len(nodes), ranks // options.get("parallelism.data_parallel_shard_degree", 1))
+    found = {key: sum(node[key] for node in nodes) / senders for key in ("interface", "counted")}
+    found["masks"] = sum(node["by_kind"].get("mask", 0.0) for node in nodes) / senders
+    found["planned"] = per_node * sum(value for key, value in planned.items() if key.startswith(level))
+    longer = 1 - (ranks - 1) / (per_node * max(1, ranks - per_node))
+    ring = found["planned"] - per_node * longer * planned.get("network gradients", 0.0)
+    return found | {"ring": ring if level == "network" else 0.0, "validation_loss": run["validation_loss"]}
+
+
+def bytes_row(own: dict[str, float], first: dict[str, float], target: Any, sequences: int) -> dict[str, str]:
+    # The validation after the first step leaves its secondary partition to the second step, which then sends less.
+    saved = max(0.0, own["planned"] - own["counted"])
+    ratios = {
+        kind: (own[kind] - own["masks"] + saved) / (first["ring"] or first[kind] - first["masks"])
+        for kind in ("interface", "counted")
+    }
+    if isinstance(target, dict):  # of the shard axis, over the network
+        target = target[str(sequences)] if first["ring"] else None
+    row = {name: megabytes(own[name]) for name in ("interface", "counted")}
+    row["planned"] = megabytes(own["planned"] or None)
+    row["interface / counted"] = _ratio(own["interface"], own["counted"], ".3f")
+    row |= {"masks": megabytes(own["masks"]), "interface without masks": megabytes(own["interface"] - own["masks"])}
+    row |= {f"ratio, {kind}": f"{ratio:.3f}" for kind, ratio in ratios.items()}
+    holds = "-" if target is None else "yes" if max(ratios.values()) <= target else "no"
+    return row | {"target": number(target, ".2f"), "holds": holds}
+
+
 def weights(grid: Grid, store: Store) -> list[str]:
     """Losses of BF16 weights by density and compute dtype, against FP32 weights of the same seed."""
     runs: dict[tuple[float, str], dict[str, dict[int, Cell]]] = {}
@@ -166,6 +225,12 @@ def methods(grid: Grid, store: Store) -> list[str]:
     return [markdown(rows)] if rows else []
 
 
+BYTES_READING = """\
+MB (1e6 bytes) per step after the first, of a replica, or of a node where a replica covers several. "Interface" is what
+the interfaces themselves sent, with headers, gloo's own messages and TorchTitan's scalars; "counted" what the ranks
+count; "planned" the closed form of the shard axis. Ratios are to the first method, without masks on both sides; with a
+shard axis across nodes, to what FSDP2's own collectives need on a ring over all ranks. A secondary partition that the
+validation after the first step has gathered is added to the second step's bytes."""
 SHARD_READING = """\
 Medians over the measured steps, of the slowest rank. "Weights" to "update" is time in collectives of the shard axis,
 waiting for other ranks included; "replicas" is the exchange of the replicate axis and, with three levels, coding of the
@@ -178,6 +243,7 @@ TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
     "shard_exchange": by_set(shard_exchange, "Exchange of gradients"),
     "shard_bytes": by_set(shard_bytes, "Bytes of the shard axis", PER_STEP_AND_NODE),
     "shard_losses": shard_losses,
+    "sent_bytes": sent_bytes,
     "weights": weights,
     "methods": methods,
 }

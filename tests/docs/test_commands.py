@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.benchmarks.bytes import kernel_table
+from scripts.benchmarks.memory import kernel_table
 from scripts.study.grid import GRIDS, Grid
 from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read

@@ -1,32 +1,30 @@
 """scripts/benchmarks/memory.py, Frontier: the stored runs against closed forms, and the largest models as published."""
 
-import json
-
 import pytest
 
-from scripts.benchmarks.memory import CASES, MODELS, frontier_rows, frontier_table, largest_rows
-from scripts.common import RESULTS
+from scripts.benchmarks.harness import tables
+from scripts.benchmarks.memory import BENCHMARKS, CASES, MODELS, frontier_rows, largest_rows
+from scripts.common import RESULTS, read
 
-FOLDER = RESULTS / "frontier_memory"
+STORED = read(RESULTS / "memory" / "facts.json")
+RUNS = STORED["frontier"]["runs"]
 
 
 def test_the_stored_table_matches_the_stored_runs() -> None:
-    stored = json.loads((FOLDER / "runs.json").read_text())
-    assert (FOLDER / "table.md").read_text() == frontier_table(stored)
-    assert {name: set(forms) for name, forms in stored["runs"].items()} == {name: set(CASES) for name in MODELS}
+    assert "\n".join(tables(BENCHMARKS, STORED)) in (RESULTS / "memory" / "table.md").read_text()
+    assert {name: set(forms) for name, forms in RUNS.items()} == {name: set(CASES) for name in MODELS}
 
 
 def test_every_kind_of_memory_is_within_two_percent_of_its_formula() -> None:
     """The cost formula, the tensors of the dry run, and the report at startup agree."""
-    runs = json.loads((FOLDER / "runs.json").read_text())["runs"]
     for name in MODELS:
-        assert all(abs(float(row["off"].split()[0])) < 2.0 for row in frontier_rows(runs, name))
-        for form, one in runs[name].items():
+        assert all(abs(float(row["off"].split()[0])) < 2.0 for row in frontier_rows(RUNS, name))
+        for form, one in RUNS[name].items():
             report = dict(one["report"])
             report["secondary weights"] = report.pop("secondary partition", report.get("secondary weights"))
             for kind, got in one["held"].items():
                 assert got == pytest.approx(report[kind], rel=0.02), (name, form, kind)
-    assert runs["20B"]["levels"]["n"] == pytest.approx(20_554_567_680, rel=1e-3)
+    assert RUNS["20B"]["levels"]["n"] == pytest.approx(20_554_567_680, rel=1e-3)
 
 
 def test_the_largest_models_equal_those_of_the_paper() -> None:
