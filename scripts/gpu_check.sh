@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh correctness      # kernels against their twin, no waiting, memory; torch, triton, numpy, pytest
 #   scripts/gpu_check.sh speed            # passes, codes, launches; the same packages
 #   scripts/gpu_check.sh training         # the trainer; packages: docs/how_to/measure_on_a_gpu.md
-#   scripts/gpu_check.sh ranks            # several ranks on NCCL, and one that is lost; the same packages
+#   scripts/gpu_check.sh ranks            # stages of a rank on NCCL, and a rank that is lost; the same packages
 #   scripts/gpu_check.sh methods          # every method, overlap, [sharding] and Muon on NCCL; the same packages
 #
 # --smoke: tiny sizes, on a CPU too. --output DIR: instead of results/gpu. --only a,b: these steps. PYTHON: which one.

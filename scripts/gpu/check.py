@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, guarded, names, parser, read, write
+from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
 from scripts.gpu.machine import clocks, commit, folder_of, patience, python
 from scripts.gpu.report import write_report
 
@@ -67,10 +67,10 @@ PARTS = {
         _step("offload", 75, "training", "throughput", "offload"),
     ),
     "ranks": (
-        _step("ranks", 190, "ranks", "exchange"),
+        _step("stages", 40, "ranks", "stages"),
         _step("lost-rank", 130, "ranks", "lost"),
     ),
-    "methods": (_step("methods", 300, "methods", "all"),),
+    "methods": (_step("methods", 340, "methods", "all"),),
 }
 
 
@@ -185,13 +185,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("part", choices=[*PARTS])
-    own.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU too")
-    own.add_argument("--output", type=Path, help="results/gpu by default, outputs/gpu_smoke of a smoke test")
-    own.add_argument("--only", default="", help="names of steps, with commas")
-    args = own.parse_args()
-    return guarded(lambda: run(args), stopped="stopped; what was found is stored")
+    options = {
+        "part": dict(choices=[*PARTS]),
+        "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
+        "--output": dict(type=Path, help="results/gpu by default, outputs/gpu_smoke of a smoke test"),
+        "--only": dict(default="", help="names of steps, with commas"),
+    }
+    return run_command(__doc__, run, options, "stopped; what was found is stored")
 
 
 if __name__ == "__main__":

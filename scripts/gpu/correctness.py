@@ -139,4 +139,4 @@ def sanitizer(args: argparse.Namespace) -> None:
 WORK = {"tests": tests, "sanitizer": sanitizer}
 
 if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), what_=dict(choices=[*WORK])))
+    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), {"what": dict(choices=[*WORK])}))

@@ -119,4 +119,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_step(__doc__, run, model=dict(choices=[*WORKLOADS], default="llama_1_8b")))
+    sys.exit(run_step(__doc__, run, {"--model": dict(choices=[*WORKLOADS], default="llama_1_8b")}))

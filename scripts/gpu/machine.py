@@ -5,7 +5,6 @@ python -m scripts.gpu.machine    # prints the latter as JSON
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,26 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, guarded, parser
+from scripts.common import ROOT, package_version, run_command
 
 PACKAGES = ("torch", "triton", "numpy", "pytest", "torchtitan")
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
 
 
-def run_step(doc: str | None, work: Callable[[argparse.Namespace], Any], **arguments: dict[str, Any]) -> int:
-    """Do the work of a step with its parsed arguments; return the exit code.
-
-    Args:
-        arguments: options of the step besides --result and --smoke, as `add_argument` takes them; a name that ends in
-            "_" is positional.
-    """
-    own = parser(doc)
-    own.add_argument("--result", type=Path, required=True, help="file for what is measured, JSON")
-    own.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU too")
-    for name, options in arguments.items():
-        own.add_argument(name.removesuffix("_") if name.endswith("_") else f"--{name}", **options)
-    args = own.parse_args()
-    return guarded(lambda: work(args))
+def run_step(doc: str | None, work: Callable[[argparse.Namespace], Any], arguments: dict[str, Any]) -> int:
+    """Do the work of a step with its arguments, as in `run_command`; return the exit code."""
+    common = {
+        "--result": dict(type=Path, required=True, help="file for what is measured, JSON"),
+        "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
+    }
+    return run_command(doc, work, common | arguments)
 
 
 def python() -> str:
@@ -69,7 +61,7 @@ def facts() -> dict[str, Any]:
         "runtime": runtime,
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES},
     }
 
 
@@ -101,13 +93,6 @@ def commit() -> str:
 def _git(*asked: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *asked], capture_output=True, text=True, check=True)
     return done.stdout.strip()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _driver() -> str:

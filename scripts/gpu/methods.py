@@ -3,13 +3,17 @@
     python -m scripts.gpu.methods all --result FILE
     python -m scripts.gpu.methods all --smoke --result FILE    # gloo on a CPU
 
-The ranks are those of `scripts.gpu.ranks`. Each case trains a small network for some steps, the last one with a
-complete exchange. Afterwards the replicas' parameters must be equal bit for bit, and so must the outputs of all ranks
-for one input, which shows gathered weights. A case with overlap must have the bits of the case without it. On a GPU,
-`torch.cuda.set_sync_debug_mode` counts the operations in which the optimizer's step waits for the device.
+Each rank appears to NCCL as a host of its own, as in scripts/gpu/ranks.py. Each case trains a small network for some
+steps, the last one with a complete exchange. Afterwards the replicas' parameters must be equal bit for bit, and so must
+the outputs of all ranks for one input, which shows gathered weights. A case with overlap must have the bits of the case
+without it. On a GPU, `torch.cuda.set_sync_debug_mode` counts the operations in which the optimizer's step waits for the
+device.
 """
 
 import argparse
+import hashlib
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -18,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from kernels import choose_backend
-from scripts.common import RunError, read, write
-from scripts.gpu.machine import run_step
-from scripts.gpu.ranks import LAYOUTS, RANKS, digest, run_ranks, start
+from scripts.common import ROOT, RunError, read, write
+from scripts.faults.fault_runs import free_endpoint
+from scripts.gpu.machine import patience, python, run_step
+from scripts.gpu.ranks import own_host, start
 from topology.groups import ReplicaGroups, build_groups, build_level_groups
 from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
@@ -47,6 +53,8 @@ from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 
+RANKS = 4
+LAYOUTS = {"flat": (1, False), "2x2": (2, True)}  # ranks per node; whether exchanges go level by level
 SECONDS = 240.0  # until all ranks have ended
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
@@ -111,6 +119,10 @@ CASES: dict[str, Case] = {
         name: Case(name, OPTIONS.get(name, {}), "AdamS" if "AdamS" in entry.optimizers else entry.optimizers[0])
         for name, entry in METHODS.items()
     },
+    "scape, FP32 in parts": Case("scape", {"density": 0.1, "density_warmup_steps": 2, "chunk_bytes": 4096}),
+    "scape, gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "wire": "float32"}),
+    "scape, coded gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "values": "int8"}),
+    "scape, BF16 gather": Case("scape", OPTIONS["scape"] | dict(update="sharded", wire="bfloat16", values="bfloat16")),
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
     "Muon": Case(optimizer="Muon"),
     "Muon, sharded": Case(optimizer="Muon", shard=2),
@@ -219,6 +231,13 @@ def build(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> tup
     return model, optimizer
 
 
+def digest(tensors: list[torch.Tensor]) -> str:
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
 @contextmanager
 def counted_waits(device: torch.device, found: list[int]) -> Iterator[None]:
     """Append the number of operations that waited for the device; nothing without a GPU."""
@@ -302,10 +321,34 @@ def verdict(row: dict[str, Any]) -> str:
     return "waits for the device" if row["waits"] and not row["may wait"] else ""
 
 
+def run_ranks(result: Path, smoke: bool) -> str:
+    """Run the cases on all ranks; return the error, "" if there is none. A failed rank ends the others."""
+    seconds = patience(smoke) * SECONDS
+    port, deadline = free_endpoint().partition(":")[2], time.monotonic() + seconds
+    command = [python(), "-m", "scripts.gpu.methods", "cases", f"--result={result}", *(["--smoke"] if smoke else [])]
+    common = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    running = [
+        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), **own_host(rank)})
+        for rank in range(RANKS)
+    ]
+    try:
+        while (codes := {process.poll() for process in running}) != {0}:
+            if codes - {0, None}:
+                return f"a rank ended with exit code {next(iter(codes - {0, None}))}; its output is in the log"
+            if time.monotonic() > deadline:
+                return f"not done within {seconds:g} s"
+            time.sleep(0.2)
+        return ""
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 def run_all(args: argparse.Namespace) -> None:
     """Run the cases on all ranks. Raises RunError if one failed."""
     part = args.result.with_suffix(".part-result")
-    error = run_ranks("cases", RANKS, part, SECONDS, args.smoke, module="scripts.gpu.methods")
+    error = run_ranks(part, args.smoke)
     found = read(part) or {"cases": []}
     write(args.result, {"error": error, **found})
     wrong = [f"{row['layout']}, {row['case']}: {why}" for row in found["cases"] if (why := verdict(row))]
@@ -318,4 +361,4 @@ def run_all(args: argparse.Namespace) -> None:
 WORK = {"all": run_all, "cases": run_cases}
 
 if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), work_=dict(choices=[*WORK])))
+    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), {"work": dict(choices=[*WORK])}))

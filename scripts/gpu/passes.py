@@ -243,4 +243,4 @@ WORK = {"passes": passes, "codes": codes}
 
 if __name__ == "__main__":
     models = dict(choices=[*WORKLOADS], default="llama_500m")
-    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), what_=dict(choices=[*WORK]), model=models))
+    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), {"what": dict(choices=[*WORK]), "--model": models}))

@@ -1,23 +1,19 @@
-"""Several ranks on one GPU: SCAPE on NCCL, and the loss of a rank.
+"""Ranks of NCCL on one GPU: the comm streams and stages of one rank, and the loss of one of two.
 
-    python -m scripts.gpu.ranks exchange --result FILE    # four ranks, flat and 2 x 2; or one rank's streams and stages
+    python -m scripts.gpu.ranks stages --result FILE
     python -m scripts.gpu.ranks lost --result FILE        # SIGKILL of one of two ranks of the trainer
-    python -m scripts.gpu.ranks exchange --smoke --result FILE    # both parts of it, gloo on a CPU
+    python -m scripts.gpu.ranks stages --smoke --result FILE    # gloo on a CPU
 
 NCCL refuses two ranks on one device of a host. With its own host name (NCCL_HOSTID) each rank appears to be on another
-host, and ranks communicate through sockets of the loopback, so that no time here says anything about NCCL. After each
-case parameters and masks of all replicas must be equal bit for bit. If NCCL does not start, all stages of an exchange
-run in a group of one rank instead.
+host, and ranks communicate through sockets of the loopback, so that no time here says anything about NCCL.
 """
 
 import argparse
-import hashlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +23,10 @@ import torch
 import torch.distributed as dist
 
 from kernels import block_code
-from scripts.common import ROOT, RunError, read, write
+from scripts.common import ALONE, RunError, write
 from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone
 from scripts.gpu.machine import patience, python, run_step
-from topology.groups import ReplicaGroups, build_groups
-from topology.layout import plan_layout
-from topology.machines import get_machine
+from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives
 from topology.rank_group import RankGroup
 from topology.stages import (
@@ -43,22 +37,9 @@ from topology.stages import (
     reduce_scatter_,
     reduce_scatter_encoded,
 )
-from torchtitan_scape import Scape, ScapeOptions
 
-RANKS = 4
-STEPS = 4  # two of the density warm-up, two at the target
-SECONDS, STREAMS_SECONDS = 150.0, 30.0  # until all ranks have ended
+STAGES_SECONDS = 30.0  # until all have ended
 BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 75.0, 15.0, 10.0  # of the lost rank
-SHAPES = ((1000, 512), (77, 33), (512, 96), (1, 1), (640,), (7,))
-LAYOUTS = {"flat": (1, False), "2x2": (2, True)}  # ranks per node; whether exchanges go level by level
-OPTIONS: dict[str, dict[str, Any]] = {
-    "FP32": {},
-    "coded wire": {"wire": "int4"},
-    "in parts": {"chunk_bytes": 65536},
-    "gather": {"update": "sharded"},
-    "coded gather": {"update": "sharded", "wire": "int4", "values": "int8"},
-    "BF16 gather": {"update": "sharded", "wire": "bfloat16", "values": "bfloat16"},
-}
 
 
 def own_host(rank: int) -> dict[str, str]:
@@ -76,9 +57,6 @@ def own_host(rank: int) -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------------------------------------- inside a rank
-
-
 def start(args: argparse.Namespace, seconds: float) -> tuple[torch.device, timedelta]:
     """Create the process group; return this rank's device and the timeout."""
     on_gpu, timeout = torch.cuda.is_available(), timedelta(seconds=patience(args.smoke) * seconds)
@@ -86,62 +64,13 @@ def start(args: argparse.Namespace, seconds: float) -> tuple[torch.device, timed
     return torch.device("cuda", 0) if on_gpu else torch.device("cpu"), timeout
 
 
-def digest(tensors: list[torch.Tensor]) -> str:
-    whole = hashlib.sha256()
-    for tensor in tensors:
-        whole.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
-
-
-def train(groups: ReplicaGroups, device: torch.device, options: dict[str, Any]) -> tuple[Scape, list[torch.Tensor]]:
-    """Take some steps on random gradients, which differ between ranks."""
-    generator = torch.Generator(device=device).manual_seed(dist.get_rank())
-    parameters = [
-        torch.nn.Parameter(torch.randn(shape, generator=generator, device=device))  # replica 0's are broadcast
-        for shape in SHAPES
-    ]
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    section = ScapeOptions(density=0.1, density_warmup_steps=2, **options)
-    optimizer = Scape(named, lr=1e-2, options=section, replicas=groups)
-    for _ in range(STEPS):
-        for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator, device=device)
-        optimizer.step()
-    optimizer.finish_previous_step()
-    return optimizer, [p.detach() for p in parameters]
-
-
-def run_cases(args: argparse.Namespace) -> None:
-    """Run all cases on this rank; rank 0 writes the result."""
-    device, timeout = start(args, SECONDS)
-    found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": RANKS, "cases": []}
-    groups = {}
-    for name, (per_node, hierarchical) in LAYOUTS.items():
-        layout = plan_layout(RANKS, ranks_per_node=per_node, machine=get_machine("local"), replicate=RANKS, shard=1)
-        groups[name] = build_groups(layout, timeout, hierarchical=hierarchical)
-    for name, options in OPTIONS.items():
-        for layout_name, own_groups in groups.items():
-            begin = time.monotonic()
-            optimizer, parameters = train(own_groups, device, options)
-            finite = all(bool(p.isfinite().all()) for p in parameters)
-            own = [digest(parameters), digest([optimizer.method.masks.in_use.bits]), finite]
-            every: list[Any] = [None] * RANKS
-            dist.all_gather_object(every, own)
-            row = {"layout": layout_name, "case": name, "equal": all(one == every[0] for one in every) and finite}
-            levels = sorted({level for _, level, _ in optimizer.collectives.ledger.sent})
-            found["cases"].append(row | {"levels": levels, "seconds": round(time.monotonic() - begin, 2)})
-            if dist.get_rank() == 0:
-                write(args.result, found)
-                print(f"{layout_name}, {name}: {'equal' if row['equal'] else 'DIFFERENT'}", flush=True)
-    dist.destroy_process_group()
-
-
 def run_stages(args: argparse.Namespace) -> None:
     """Run each stage of an exchange in a group of one rank, on both comm streams.
 
-    The result must be the input, encoded and decoded if the stage has a code.
+    The result must be the input, encoded and decoded if the stage has a code. Raises RunError if it is not.
     """
-    device, _ = start(args, STREAMS_SECONDS)
+    os.environ |= ALONE | own_host(0)
+    device, _ = start(args, STAGES_SECONDS)
     group = dist.new_group([0])
     levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
     endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
@@ -181,61 +110,8 @@ def run_stages(args: argparse.Namespace) -> None:
         write(args.result, found)
         print(f"{name}: {'as expected' if found['stages'][name] else 'WRONG'}", flush=True)
     dist.destroy_process_group()
-
-
-# -------------------------------------------------------------------------------------------- of all ranks
-
-
-def run_ranks(
-    work: str, ranks: int, result: Path, seconds: float, smoke: bool, module: str = "scripts.gpu.ranks"
-) -> str:
-    """Run the work on all ranks; return the error, "" if there is none. A failed rank ends the others."""
-    seconds *= patience(smoke)
-    port, deadline = free_endpoint().partition(":")[2], time.monotonic() + seconds
-    command = [python(), "-m", module, work, f"--result={result}", *(["--smoke"] if smoke else [])]
-    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    running = [
-        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), **own_host(rank)})
-        for rank in range(ranks)
-    ]
-    try:
-        while (codes := {process.poll() for process in running}) != {0}:
-            if codes - {0, None}:
-                return f"a rank ended with exit code {next(iter(codes - {0, None}))}; its output is in the log"
-            if time.monotonic() > deadline:
-                return f"not done within {seconds:g} s"
-            time.sleep(0.2)
-        return ""
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def exchange(args: argparse.Namespace) -> None:
-    """Run the cases on several ranks, and the stages on one if that fails. Raises RunError if anything is wrong."""
-    found: dict[str, Any] = {}
-    part = args.result.with_suffix(".part-result")
-    found["error"] = run_ranks("cases", RANKS, part, SECONDS, args.smoke)
-    found["several"] = read(part)
-    write(args.result, found)
-    wrong = [f"{row['layout']}, {row['case']}" for row in (found["several"] or {}).get("cases", []) if not row["equal"]]
-    if found["error"]:
-        print(f"{RANKS} ranks on one device: {found['error']}; one rank's streams instead", flush=True)
-    if found["error"] or args.smoke:
-        part.unlink(missing_ok=True)
-        found["streams_error"] = run_ranks("stages", 1, part, STREAMS_SECONDS, args.smoke)
-        found["streams"] = read(part)
-        write(args.result, found)
-        wrong += [name for name, good in (found["streams"] or {}).get("stages", {}).items() if not good]
-    errors = [error for error in (found["error"], found.get("streams_error")) if error]
-    if wrong:
-        errors.append(f"not as expected: {'; '.join(wrong)}")
-    if errors:
-        raise RunError("; ".join(errors))
-
-
-# ----------------------------------------------------------------------------------------------- lost rank
+    if wrong := [name for name, good in found["stages"].items() if not good]:
+        raise RunError(f"not as expected: {'; '.join(wrong)}")
 
 
 def start_node(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> "subprocess.Popen[Any]":
@@ -271,7 +147,7 @@ def lost(args: argparse.Namespace) -> None:
         raise RunError(f"exit codes {found['exit codes']}; messages: {found['messages']}")
 
 
-WORK = {"exchange": exchange, "lost": lost, "cases": run_cases, "stages": run_stages}
+WORK = {"stages": run_stages, "lost": lost}
 
 if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), work_=dict(choices=[*WORK])))
+    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), {"work": dict(choices=[*WORK])}))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import guarded, markdown, number, parser, read, write
+from scripts.common import markdown, number, read, run_command, write
 
 # Goals on an H100 or H200.
 TARGETS = {"AdamW": 1.0, "share": 0.85, "plain": 10.0, "host": 1.0, "mfu": 45.0, "tokens": 0.98}
@@ -245,17 +245,7 @@ def training(results: dict[str, Any]) -> Iterator[str]:
 
 
 def ranks(results: dict[str, Any]) -> Iterator[str]:
-    exchange = results.get("ranks", {})
-    if exchange.get("error"):
-        yield f"Several ranks on one device: {exchange['error']}."
-    if several := exchange.get("several"):
-        yield f"{several['ranks']} ranks on one device, {several['backend']}:"
-        names = {True: "yes", False: "NO"}
-        cases = several["cases"]
-        yield markdown(
-            [{k: row[k] for k in ("layout", "case")} | {"replicas equal": names[row["equal"]]} for row in cases]
-        )
-    if alone := exchange.get("streams"):
+    if alone := results.get("stages"):
         stages = ", ".join(f"{name} {'yes' if good else 'NO'}" for name, good in alone["stages"].items())
         yield f"One rank's comm streams and stages, {alone['backend']}, as expected: {stages}."
     if lost := results.get("lost-rank"):
@@ -301,12 +291,5 @@ def _plot(curves: dict[str, Any], folder: Path) -> str:
     return "![losses](losses.png)"
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("folder", type=Path)
-    args = own.parse_args()
-    return guarded(lambda: print(write_report(args.folder)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__, lambda args: print(write_report(args.folder)), {"folder": dict(type=Path)}))

@@ -213,4 +213,4 @@ WORK = {"throughput": throughput, "quality": quality}
 
 if __name__ == "__main__":
     forms = dict(nargs="?", choices=[*TIMED], default="scape")
-    sys.exit(run_step(__doc__, run, what_=dict(choices=[*WORK]), form_=forms))
+    sys.exit(run_step(__doc__, run, {"what": dict(choices=[*WORK]), "form": forms}))

@@ -72,13 +72,8 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "SCAPE": {"training": [], "validation": [], **bytes_sent},
     }
     forms = {f"throughput-{name}": form | {"form": name} for name in ("adamw", "scape")}
-    ranks = {
-        "error": "",
-        "several": {"ranks": 4, "backend": "nccl", "cases": [{"layout": "2x2", "case": "gather", "equal": False}]},
-        "streams": {"backend": "nccl", "stages": {"reduce": True}},
-    }
     write(tmp_path / "training.json", part("training", **forms, quality={"replicas": 8, "runs": runs}))
-    whole = part("ranks", ranks=ranks)
+    whole = part("ranks", stages={"backend": "nccl", "stages": {"reduce": True, "gather": False}})
     whole["steps"]["lost-rank"] = {"status": "no time left", "commit": COMMIT, "result": None}
     write(tmp_path / "ranks.json", whole)
 
@@ -98,7 +93,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| dense AdamS | 10 | 5.0000 | - | - | 20 | - |",
         "| cut off | 10 | 5.5000 | - | - | 10 | - |",
         "| SCAPE | - | - | - | - | - | 1.25 |",
-        "| 2x2 | gather | NO |",
+        "stages, nccl, as expected: reduce yes, gather NO.",
         "| lost-rank | no time left | - | - | - | - | aaaaaaaaaaaa |",
         "![losses](losses.png)",
     ):
@@ -337,7 +332,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
         ("correctness", "", ""),
         ("speed", "passes-500m,launches,codes", ""),
         ("training", "", "PYTHON"),
-        ("ranks", "ranks", "PYTHON"),
+        ("ranks", "stages", "PYTHON"),
         ("ranks", "lost-rank", "PYTHON_EXEC"),  # only ranks: the test looks for its launchers
         ("methods", "", "PYTHON"),
     ],
