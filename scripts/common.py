@@ -39,6 +39,28 @@ def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     )
 
 
+def run_command(
+    doc: str | None,
+    work: Callable[[argparse.Namespace], int | None],
+    arguments: Mapping[str, dict[str, Any]],
+    stopped: str = "stopped; the same command goes on from here",
+) -> int:
+    """Parse a command's arguments, options by flag and others by name, and do its work with them, as in `guarded`."""
+    own = parser(doc)
+    for name, options in arguments.items():
+        own.add_argument(name, **options)
+    args = own.parse_args()
+    return guarded(lambda: work(args), stopped)
+
+
+def given_command(arguments: list[str]) -> list[str]:
+    """Return the command that a user has given after "--". Raises ValueError without one."""
+    command = arguments[1:] if arguments[:1] == ["--"] else arguments
+    if not command:
+        raise ValueError("no command is given; put it after --, such as -- ./run_train.sh --training.steps=20")
+    return command
+
+
 def guarded(work: Callable[[], int | None], stopped: str = "stopped; the same command goes on from here") -> int:
     """Do a command's work and return its exit code.
 
@@ -104,10 +126,16 @@ def read(path: Path) -> Any:
         return None
 
 
+def package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    packages = ("torch", "torchtitan")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {name: package_version(name) for name in ("torch", "torchtitan")}
 
 
 def without_paths(text: str) -> str:

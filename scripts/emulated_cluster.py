@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, guarded, parser
+from scripts.common import ROOT, RunError, given_command, run_command
 from topology.interfaces import parse_counters
 
 NIC = "eth0"
@@ -366,9 +366,7 @@ def table(before: Sequence[Mapping[str, tuple[int, int]]], after: Sequence[Mappi
 
 
 def run(args: argparse.Namespace) -> int:
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        raise ValueError("no command is given; put it after --, such as -- ./run_train.sh --training.steps=20")
+    command = given_command(args.command)
     if args.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
     with Cluster(args.nodes, args.rate or None) as cluster:
@@ -380,17 +378,13 @@ def run(args: argparse.Namespace) -> int:
         return code
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--nodes", type=int, default=2, help="1 to 99")
-    own.add_argument("--ranks-per-node", type=int, default=1)
-    own.add_argument("--rate", type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited")
-    own.add_argument("--timeout", type=float, help="seconds after which the run is ended")
-    own.add_argument("--log-dir", default="outputs/emulated_cluster", help="for the output of the nodes but node 0")
-    own.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that every node runs")
-    args = own.parse_args()
-    return guarded(lambda: run(args), stopped="error: interrupted; the nodes are removed")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = {
+        "--nodes": dict(type=int, default=2, help="1 to 99"),
+        "--ranks-per-node": dict(type=int, default=1),
+        "--rate": dict(type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited"),
+        "--timeout": dict(type=float, help="seconds after which the run is ended"),
+        "--log-dir": dict(default="outputs/emulated_cluster", help="for the output of the nodes but node 0"),
+        "command": dict(nargs=argparse.REMAINDER, help="-- and the command that every node runs"),
+    }
+    sys.exit(run_command(__doc__, run, options, "error: interrupted; the nodes are removed"))

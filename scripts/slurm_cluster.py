@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, guarded, parser
+from scripts.common import ROOT, RunError, given_command, run_command
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
@@ -200,22 +200,15 @@ def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    own = parser(__doc__)
-    own.add_argument("--nodes", type=int, default=2)
-    own.add_argument("--node-timeout", type=int, default=60, help="seconds until a lost node is down (SlurmdTimeout)")
-    own.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
-    args = own.parse_args(arguments)
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        own.error("give a command after --")
-
-    def run() -> int:
-        with SlurmCluster(args.nodes, args.node_timeout) as cluster:
-            return cluster.call(command)
-
-    return guarded(run)
+def run(args: argparse.Namespace) -> int:
+    with SlurmCluster(args.nodes, args.node_timeout) as cluster:
+        return cluster.call(given_command(args.command))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options = {
+        "--nodes": dict(type=int, default=2),
+        "--node-timeout": dict(type=int, default=60, help="seconds until a lost node is down (SlurmdTimeout)"),
+        "command": dict(nargs=argparse.REMAINDER, help="-- COMMAND ..."),
+    }
+    sys.exit(run_command(__doc__, run, options))

@@ -10,6 +10,7 @@ Writes tokenizer.json and tokenizer_config.json, and prints the bytes per token 
 library, and so its tokenizer, depends on the version of Python.
 """
 
+import argparse
 import json
 import platform
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.common import guarded, parser
+from scripts.common import run_command
 from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_TOKENIZER, speeches, standard_library
 
 BOS_TOKEN = "<|begin_of_text|>"
@@ -80,13 +81,12 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def run(output: Path | None, vocab_size: int, name: str, only_bytes: bool) -> None:
-    source, own, text = CORPORA[name]
+def run(args: argparse.Namespace) -> None:
+    source, own, text = CORPORA[args.corpus]
     corpus = source.read_corpus()
-    tokenizer = train((), SMALLEST) if only_bytes else train(corpus.train, vocab_size)
-    trained_on = f"{text}, digest {corpus.digest}"
-    folder = output or (BYTE_TOKENIZER if only_bytes else own)
-    save(tokenizer, folder, "nothing: the 256 bytes" if only_bytes else trained_on)
+    tokenizer = train((), SMALLEST) if args.bytes else train(corpus.train, args.vocab_size)
+    folder = args.output or (BYTE_TOKENIZER if args.bytes else own)
+    save(tokenizer, folder, "nothing: the 256 bytes" if args.bytes else f"{text}, digest {corpus.digest}")
 
     n_bytes = sum(len(document.encode()) for document in corpus.validation)
     n_tokens = sum(len(tokenizer.encode(document).ids) for document in corpus.validation)
@@ -96,17 +96,11 @@ def run(output: Path | None, vocab_size: int, name: str, only_bytes: bool) -> No
     )
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--output", type=Path, help="folder (default: the package's)")
-    own.add_argument("--vocab-size", type=int, default=4096, help="entries, special tokens included (4096)")
-    own.add_argument(
-        "--corpus", choices=CORPORA, default="standard_library", help="text to train on (standard_library)"
-    )
-    own.add_argument("--bytes", action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text")
-    args = own.parse_args()
-    return guarded(lambda: run(args.output, args.vocab_size, args.corpus, args.bytes))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = {
+        "--output": dict(type=Path, help="folder (default: the package's)"),
+        "--vocab-size": dict(type=int, default=4096, help="entries, special tokens included (4096)"),
+        "--corpus": dict(choices=CORPORA, default="standard_library", help="text to train on (standard_library)"),
+        "--bytes": dict(action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text"),
+    }
+    sys.exit(run_command(__doc__, run, options))

@@ -4,7 +4,6 @@ python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --tests "all but slow"
 """
 
 import datetime
-import importlib.metadata
 import platform
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.common import RESULTS, ROOT, guarded, parser, read, write
+from scripts.common import RESULTS, ROOT, guarded, markdown, package_version, parser, read, write
 
 FOLDER = RESULTS / "torch_versions"
 COLUMNS = ("torch", "triton", "numpy", "python", "tests", "passed", "failed", "skipped", "minutes", "commit", "date")
@@ -45,13 +44,6 @@ def counts(junit: Path) -> dict[str, Any]:
     }
 
 
-def installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "no package metadata"
-
-
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -60,16 +52,15 @@ def commit() -> str:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Return the page: a line for each release, oldest first, then failures and releases that were not tested."""
     order = sorted(results, key=lambda release: [int(part) for part in release.split(".")])
-    lines = ["# Releases of torch", "", "`scripts/test_versions.sh`, on CPUs.", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+    rows = [{column: results[release].get(column, "-") for column in COLUMNS} for release in order]
     notes = []
     for release in order:
         result = results[release]
-        lines.append(f"| {' | '.join(str(result.get(column, '-')) for column in COLUMNS)} |")
         notes += [f"- {release}: failed: `{name}`" for name in result.get("failures", [])]
         if "not_installed" in result:
             notes.append(f"- {release}: not tested, because it could not be installed: {result['not_installed']}")
-    return "\n".join([*lines, *([""] if notes else []), *notes, ""])
+    parts = ["# Releases of torch", "`scripts/test_versions.sh`, on CPUs.", markdown(rows), "\n".join(notes)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.not_installed:
             result |= {"tests": "none", "not_installed": " ".join(chosen.not_installed.split())}
         elif chosen.junit:
-            result |= {name: installed(name) for name in ("torch", "triton", "numpy")} | counts(chosen.junit)
+            result |= {name: package_version(name) for name in ("torch", "triton", "numpy")} | counts(chosen.junit)
             result["python"] = platform.python_version()
         else:
             raise ValueError("give --junit FILE, or --not-installed REASON")

@@ -8,6 +8,7 @@ are the compiler's; atomics and the widest access of global memory are read from
 kernel does not compile, has a compare-and-swap loop, or spills more than `assembly.SPILL_LIMITS`.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ from kernels.scape.visits import Staleness
 from kernels.tagc.sketch import Sketch
 from kernels.topk.cosine import Basis
 from scripts.benchmarks.assembly import amd_report, nvidia_report, regressions
-from scripts.common import RESULTS, guarded, markdown, parser, write
+from scripts.common import RESULTS, markdown, read, run_command, write
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.methods.topk.blocks import BlockGrid
 from torchtitan_scape.methods.topk.messages import TopkMessages
@@ -315,14 +316,18 @@ def table(rows: list[dict[str, Any]]) -> str:
             }
             | {"atomics": ", ".join(sorted({f"`{name}`" for m in members for name in m.get("atomics", ())}))}
         )
-    return f"""`python -m scripts.benchmarks.compile_kernels`, Triton {triton.__version__}. A line is the worst of its \
-configurations.
+    return markdown(lines)
+
+
+def page(stored: dict[str, list[dict[str, Any]]]) -> str:
+    tables = "\n".join(f"\n## Triton {version}\n\n{table(rows)}\n" for version, rows in stored.items())
+    return f"""# Compiled kernels
+
+`python -m scripts.benchmarks.compile_kernels`. A line is the worst of its configurations.
 Spilled bytes are those a thread keeps in memory because it has no register for them. Bits are those of the widest load
 and store of global memory, from the configuration with the narrowest to that with the widest; kernels with aligned
 tiles are shown for launches on aligned tiles.
-
-{markdown(lines)}
-"""
+{tables}"""
 
 
 def _range(values: list[int]) -> str:
@@ -331,11 +336,11 @@ def _range(values: list[int]) -> str:
     return str(max(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
-def run(targets: list[str], quick: bool, output: Path) -> int:
+def run(args: argparse.Namespace) -> int:
     rows, failed = [], 0
-    for kernel, signature, constants, attributes, warps in launches(quick):
+    for kernel, signature, constants, attributes, warps in launches(args.quick):
         shown = {name: getattr(value, "name", value) for name, value in constants.items()}
-        for name in targets:
+        for name in args.target:
             package = kernel.fn.__module__.split(".")[1]
             row: dict[str, Any] = {"package": package, "kernel": kernel.fn.__name__, "target": name, "warps": warps}
             row["constants"] = shown
@@ -349,21 +354,23 @@ def run(targets: list[str], quick: bool, output: Path) -> int:
                 failed += 1
                 print(f"{row['kernel']} for {name} {shown}: {fault}", file=sys.stderr)
             rows.append(row)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    write(output / "compiled.json", f'{{"triton": "{triton.__version__}", "kernels": [\n{lines}\n]}}\n')
-    write(output / "table.md", table(rows))
+    stored = (read(args.output / "compiled.json") or {}) | {triton.__version__: rows}
+    write(args.output / "compiled.json", stored_text(stored))
+    write(args.output / "table.md", page(stored))
     print(table(rows))
     return 1 if failed else 0
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
-    own.add_argument("--quick", action="store_true", help="as few configurations as launch every kernel")
-    own.add_argument("--output", type=Path, default=RESULTS / "compile_kernels")
-    args = own.parse_args()
-    return guarded(lambda: run(args.target, args.quick, args.output))
+def stored_text(stored: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the rows by version of Triton as JSON with a row per line."""
+    parts = (f'"{version}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for version, rows in stored.items())
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options = {
+        "--target": dict(nargs="+", choices=TARGETS, default=list(TARGETS)),
+        "--quick": dict(action="store_true", help="as few configurations as launch every kernel"),
+        "--output": dict(type=Path, default=RESULTS / "compile_kernels"),
+    }
+    sys.exit(run_command(__doc__, run, options))

@@ -37,7 +37,6 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core import consistency
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.text import size_text
-from torchtitan_scape.observe import figures
 from torchtitan_scape.titan.trainer import init_logger
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -216,31 +215,7 @@ def measure_observe(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     total = len(defaults.histograms) * found["histogram"] + LONG_RUN * found["outside"]
     total += sum(found["first"] + (count - 1) * found["window"] for _, count in defaults.windows)
     trainer.close()
-    return {"alone": figures_alone(), **found, "share": total / (LONG_RUN * found["step"])}
-
-
-def figures_alone(entries: int = 1 << 22) -> dict[str, float]:
-    """Return CPU seconds of the figures of one tensor, per million entries."""
-    gradient, moment = torch.randn(2, entries, generator=torch.Generator().manual_seed(0)) * 1e-4
-    shadow, before = figures.ShadowResidual(gradient), figures.largest(gradient, 0.1)
-
-    def shadow_step() -> None:
-        shadow.add(gradient, 0.1)
-        for values in (gradient, shadow.sent, shadow.residual):
-            figures.norm(values)
-
-    parts: dict[str, Callable[[], Any]] = {
-        "histograms and moments": lambda: figures.distribution(gradient),
-        "the largest moments and their overlap": lambda: figures.overlap(before, figures.largest(moment, 0.1)),
-        "shadow residual and norms": shadow_step,
-    }
-    found = {}
-    for name, work in parts.items():
-        work()
-        begin = time.process_time()
-        work()
-        found[name] = (time.process_time() - begin) / entries * 1e6
-    return found
+    return {**found, "share": total / (LONG_RUN * found["step"])}
 
 
 def observe_table(facts: dict[str, Any]) -> str:
@@ -257,15 +232,12 @@ def observe_table(facts: dict[str, Any]) -> str:
     rows.append({"": "a step that is not looked at", "ms": f"{1e3 * facts['outside']:.4f}", "of a step": "0.00 %"})
     share = f"{100 * facts['share']:.4f} %"
     rows.append({"": f"mean over {LONG_RUN:,} steps", "ms": f"{1e3 * mean:.4f}", "of a step": share})
-    alone = [{"per million entries, one core": name, "ms": ms(seconds)} for name, seconds in facts["alone"].items()]
     return f"""## What [observe] costs
 
 Made by `{facts["command"]}`: a step takes {ms(step)} ms of one core; {facts["entries"]:,} of 2.2 M entries are looked \
 at.
 
 {markdown(rows)}
-
-{markdown(alone)}
 """
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RESULTS, RunError, guarded, markdown, parser, read, write
+from scripts.common import RESULTS, RunError, markdown, read, run_command, write
 from scripts.faults.fault_runs import TINY, Launch, differences, seconds_until_gone
 
 STEPS = 24
@@ -96,13 +96,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row["equal to the last bit"] for row in rows) else 1
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--seeds", type=int, default=20)
-    own.add_argument("--output", type=Path, default=RESULTS / "faults")
-    args = own.parse_args()
-    return guarded(lambda: run(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = {"--seeds": dict(type=int, default=20), "--output": dict(type=Path, default=RESULTS / "faults")}
+    sys.exit(run_command(__doc__, run, options))

@@ -1,11 +1,11 @@
 """Train the embedded recipe on an emulated cluster with a fault every minute. Needs root and iproute2.
 
     python -m scripts.faults.soak --minutes 60
-    python -m scripts.faults.soak --minutes 60 --output results/soak/diloco -- --sync.method=diloco
+    python -m scripts.faults.soak --minutes 60 -- --sync.method=diloco
 
 Arguments after "--" go to the trainer. Ranks and launchers are killed and halted, links fail, the job is stopped and
 started. Launchers restart their ranks; this script restarts launchers, as a scheduler would. A run without faults
-then trains to the same step, and the losses of all steps are compared. Writes table.md and soak.json.
+then trains to the same step, and the losses of all steps are compared. Writes soak.md and soak.json, by command.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RESULTS, RunError, guarded, markdown, names, parser, write
+from scripts.common import RESULTS, RunError, command_of, markdown, names, read, run_command, write
 from scripts.emulated_cluster import Cluster
 from scripts.faults.fault_runs import COMMON, Launch
 
@@ -153,10 +153,8 @@ FAULTS: dict[str, Callable[[Soak], None]] = {
 }
 
 
-def table(
-    command: str, rows: list[dict[str, Any]], steps: int, loss: str, undisturbed: str, different: list[int]
-) -> str:
-    survived = sum(row["survived"] for row in rows)
+def section(command: str, facts: dict[str, Any]) -> str:
+    rows, steps = facts["faults"], facts["steps"]
     lines = []
     for kind in dict.fromkeys(row["fault"] for row in rows):
         own = [row for row in rows if row["fault"] == kind]
@@ -166,11 +164,10 @@ def table(
         line["steps taken again, at most"] = max(row["steps taken again"] for row in own)
         line["seconds to go on: mean, at most"] = f"{sum(seconds) / len(seconds):.0f}, {max(seconds):.0f}"
         lines.append(line)
-    return f"""# Soak test
-
-{steps} steps of the embedded recipe with {len(rows)} faults, {survived} of them survived \
-(`{command}`). Loss at step {steps}: {loss}; without faults: {undisturbed}; \
-steps whose losses differ in any digit shown: {len(different)}.
+    survived = sum(row["survived"] for row in rows)
+    return f"""{steps} steps of the embedded recipe with {len(rows)} faults, {survived} of them survived (`{command}`).
+Loss at step {steps}: {facts["loss"]}; without faults: {facts["undisturbed"]}; steps whose losses differ in any digit
+shown: {len(facts["different"])}.
 
 {markdown(lines)}
 """
@@ -201,27 +198,23 @@ def run(args: argparse.Namespace) -> int:
         undisturbed = calm.losses()
     different = [step for step, loss in losses.items() if undisturbed[step] != loss]
     facts = {"faults": rows, "steps": steps, "loss": losses[steps], "undisturbed": undisturbed[steps]}
-    command = " ".join(["python -m scripts.faults.soak", *sys.argv[1:]])
-    text = table(command, rows, steps, losses[steps], undisturbed[steps], different)
-    write(args.output / "soak.json", {**facts, "different": different})
-    write(args.output / "table.md", text)
+    command = command_of("scripts.faults.soak")
+    stored = (read(args.output / "soak.json") or {}) | {command: facts | {"different": different}}
+    write(args.output / "soak.json", stored)
+    write(args.output / "soak.md", "# Soak tests\n\n" + "\n".join(section(*one) for one in stored.items()))
     shutil.rmtree(scratch)
-    print(text)
+    print(section(command, stored[command]))
     return 0 if not different and all(row["survived"] for row in rows) else 1
 
 
-def main() -> int:
-    own = parser(__doc__)
-    own.add_argument("--minutes", type=float, default=60.0, help="with faults; the run without comes on top")
-    own.add_argument("--every", type=float, default=60.0, help="seconds between faults, from one's end on")
-    own.add_argument("--nodes", type=int, default=2)
-    own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--faults", default=",".join(FAULTS), help="names, separated by commas")
-    own.add_argument("--output", type=Path, default=RESULTS / "soak")
-    own.add_argument("arguments", nargs="*", help="of the trainer, after --")
-    args = own.parse_args()
-    return guarded(lambda: run(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = {
+        "--minutes": dict(type=float, default=60.0, help="with faults; the run without comes on top"),
+        "--every": dict(type=float, default=60.0, help="seconds between faults, from one's end on"),
+        "--nodes": dict(type=int, default=2),
+        "--seed": dict(type=int, default=0),
+        "--faults": dict(default=",".join(FAULTS), help="names, separated by commas"),
+        "--output": dict(type=Path, default=RESULTS / "faults"),
+        "arguments": dict(nargs="*", help="of the trainer, after --"),
+    }
+    sys.exit(run_command(__doc__, run, arguments))

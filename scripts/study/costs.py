@@ -6,7 +6,6 @@ predicts for Llama-1.8B with the run's method, at the density of each step where
 
 import dataclasses
 import functools
-import itertools
 import statistics
 from typing import Any
 
@@ -24,7 +23,6 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, predict
 
 WORKLOAD, MODEL = "llama_1_8b", "Llama-1.8B"
-RANKS = 64  # where the losses do not give the number of replicas
 SEQUENCES, MICRO_BATCH = 16, 4  # per rank and step; at a time
 # Title -> (preset, shard degree, GB/s of a rank between nodes if it is not the preset's).
 MACHINES: dict[str, tuple[str, int, float | None]] = {
@@ -81,25 +79,17 @@ def method_at(options: Options, step: int) -> PlannedRun:
 
 
 @functools.cache
-def step_seconds(machine: str, method: PlannedRun, replicas: int = 0) -> float:
-    """Return the predicted step of `MODEL` on one of MACHINES; replicas 0: RANKS ranks and the model's own batch."""
+def step_seconds(machine: str, method: PlannedRun, replicas: int) -> float:
+    """Return the predicted step of `MODEL` on one of MACHINES."""
     name, shard, bandwidth = MACHINES[machine]
     preset, workload = get_machine(name), get_workload(WORKLOAD)
-    ranks = replicas * shard or RANKS
-    layout = plan_layout(
-        ranks, ranks_per_node=min(preset.ranks_per_node, ranks), machine=preset, replicate=replicas or -1, shard=shard
-    )
+    ranks = replicas * shard
+    per_node = min(preset.ranks_per_node, ranks)
+    layout = plan_layout(ranks, ranks_per_node=per_node, machine=preset, replicate=replicas, shard=shard)
     links = Links.from_machine(preset)
     if bandwidth is not None:
         links = links.with_bandwidth("network", 1e9 * bandwidth)
-    batch = SEQUENCES * ranks if replicas else workload.batch
-    return predict(method, workload, layout, links, batch=batch, micro_batch=MICRO_BATCH).step
-
-
-def elapsed(options: Options, machine: str, steps: int) -> list[float]:
-    """Return the predicted seconds after 0, 1, ... `steps` steps."""
-    each = (step_seconds(machine, method_at(options, step)) for step in range(1, steps + 1))
-    return list(itertools.accumulate(each, initial=0.0))
+    return predict(method, workload, layout, links, batch=SEQUENCES * ranks, micro_batch=MICRO_BATCH).step
 
 
 def run_seconds(options: Options, run: dict[str, Any], machine: str) -> float:
@@ -149,18 +139,15 @@ def _share(method: PlannedRun, replicas: int) -> float:
     return share_of_dense(method.options, STUDY.local(1), replicas)
 
 
-def describe(replicas: bool) -> str:
+def describe() -> str:
     """Return the assumptions behind predicted seconds, for a report."""
     places = []
     for title, (preset, shard, bandwidth) in MACHINES.items():
         network = bandwidth or get_machine(preset).levels[-1].bandwidth
-        layout = f"{shard} rank(s) per replica" if replicas else f"{RANKS // shard} replicas x {shard} shards"
-        places.append(f"{title} ({layout}, {network:g} GB/s per rank)")
-    workload = get_workload(WORKLOAD)
-    batch = f"{SEQUENCES} sequences per rank" if replicas else f"{workload.batch:,} sequences"
-    ranks = "as many replicas as the losses have" if replicas else f"{RANKS} ranks"
+        places.append(f"{title} ({shard} rank(s) per replica, {network:g} GB/s per rank)")
     return (
-        f"Predicted seconds combine the losses of the small model with the step time of {MODEL} on {ranks}, {batch} of "
-        f"{workload.sequence:,} tokens per step: {', '.join(places)}. Links are nominal; forward and backward reach "
-        f"{100 * Assumptions().mfu:g} % of the device's peak. Neither a loss of this model nor a second was measured."
+        f"Predicted seconds combine the losses of the small model with the step time of {MODEL} on as many replicas as "
+        f"the losses have, {SEQUENCES} sequences per rank of {get_workload(WORKLOAD).sequence:,} tokens per step: "
+        f"{', '.join(places)}. Links are nominal; forward and backward reach {100 * Assumptions().mfu:g} % of the "
+        "device's peak. Neither a loss of this model nor a second was measured."
     )

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from scripts.study.queue import Queue
 from scripts.study.store import Store
 
 Run = dict[str, Any]
-Curve = list[tuple[float, float]]
 BETA2 = 0.95  # of train_configs/study.toml
 
 
@@ -87,15 +85,10 @@ class Entry:
         others = to.losses if to else {}
         return [100 * (loss / others[seed] - 1) for seed, loss in self.losses.items() if seed in others]
 
-    def curve(self) -> Curve:
+    def curve(self) -> list[tuple[float, float]]:
         """Return (step, validation loss), the mean over the seeds."""
         curves = [run["validation"] for run in self.runs.values()]
         return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=False)]
-
-    @cached_property
-    def seconds(self) -> dict[str, list[float]]:
-        """Predicted seconds after each number of steps, by machine."""
-        return {machine: costs.elapsed(self.options, machine, self.first["steps"]) for machine in costs.MACHINES}
 
 
 @dataclass
@@ -207,22 +200,3 @@ def relative(one: Budget, entry: Entry, machine: str) -> float:
     assert dense is not None
     own, base = (costs.run_seconds(e.options, e.first, machine) for e in (entry, dense))
     return own / base
-
-
-def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return the step at which a curve falls to `target`, by linear interpolation; None if it does not."""
-    before: tuple[float, float] | None = None
-    for step, loss in curve:
-        if loss <= target:
-            if before is None or before[1] == loss:
-                return step
-            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
-        before = (step, loss)
-    return None
-
-
-def at(seconds: Sequence[float], step: float) -> float:
-    """Return `seconds` at a step that need not be an integer."""
-    whole = min(int(step), len(seconds) - 1)
-    after = seconds[min(whole + 1, len(seconds) - 1)]
-    return seconds[whole] + (step - whole) * (after - seconds[whole])

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import markdown, number, spread, write
+from scripts.common import markdown, spread, write
 from scripts.study import costs, curves, observations, special_tables, sweep_tables
-from scripts.study.entries import Budget, at, best_below, budgets_of, reached, relative
+from scripts.study.entries import Budget, best_below, budgets_of, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
 from scripts.study.store import SETUP, Store, is_failure
 
-MARGIN = 0.01  # of the target above dense AdamS's final loss
 READING = """\
 Losses are final validation losses in nats per token, on the same validation batches for all methods of a budget.
 Every method is tuned by the same budget of runs with one seed, which the grid declares; the other seeds run at its best
@@ -79,23 +78,6 @@ def limits_table(one: Budget, report: dict[str, Any]) -> str:
     return markdown(rows)
 
 
-def time_table(one: Budget) -> str:
-    """Predicted seconds until the loss is at most dense AdamS's final loss plus 1 %."""
-    dense = one.dense("AdamS")
-    if dense is None:
-        return ""
-    target, rows = (1 + MARGIN) * statistics.mean(dense.losses.values()), []
-    for entry in one.entries:
-        step = reached(entry.curve(), target)
-        row = {"method": entry.label, f"steps to {target:.4f}": "not reached" if step is None else f"{step:,.0f}"}
-        for machine in costs.MACHINES:
-            last = costs.step_seconds(machine, costs.method_at(entry.options, one.steps))
-            row[f"{machine}: last step, ms"] = number(last, ",.0f", 1e3)
-            row[f"{machine}: s"] = number(None if step is None else at(entry.seconds[machine], step), ",.0f")
-        rows.append(row)
-    return markdown(rows)
-
-
 def seconds_table(one: Budget) -> str:
     rows, adamw = [], one.dense("AdamW")
     for entry in one.entries:
@@ -132,12 +114,8 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
         if "limits" in report and one.dense(report["gaps"][0]) and one.others:
             parts += ["The least gap for at most so many bytes per step:", limits_table(one, report)]
         parts += ["Tuning:", trials_table(one)]
-        if report.get("target") and (times := time_table(one)):
-            parts += [f"Predicted seconds to dense AdamS's final loss + {100 * MARGIN:g} %:", times]
-    if report.get("target"):
-        parts += [costs.describe(replicas=False)]
     if report.get("seconds"):
-        parts += ["## Predicted seconds", costs.describe(replicas=True)]
+        parts += ["## Predicted seconds", costs.describe()]
         for one in (one for one in found if one.dense("AdamW")):
             parts += [f"{one.title}:", seconds_table(one)]
     return parts

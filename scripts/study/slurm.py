@@ -16,6 +16,7 @@ Settings of a set's `launch`:
 import argparse
 import json
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -214,28 +215,21 @@ def time_limit(options: Sequence[str]) -> float:
 
     Raises ValueError for a time that sbatch does not know.
     """
-    text = ""
-    for option, following in zip(options, [*options[1:], ""], strict=False):
-        if option in ("--time", "-t"):
-            text = following
-        elif option.startswith("--time="):
-            text = option.removeprefix("--time=")
-        elif option.startswith("-t") and not option.startswith("--"):
-            text = option.removeprefix("-t")
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("-t", "--time")
+    text = known.parse_known_args(options)[0].time
     return seconds_of(text) if text else 0.0
 
 
 def seconds_of(text: str) -> float:
     """Return the seconds of a time as sbatch writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if len(parts) > 3 or not all(part.isdigit() for part in parts) or (dash and not days.isdigit()):
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
         raise ValueError(f"--sbatch: the time {text!r} is none that sbatch knows; write H:M:S")
-    numbers = [int(part) for part in parts]
-    if dash:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, minutes, seconds = numbers if len(numbers) == 3 else (0, *numbers, 0)[:3]
+    days, *given = found.groups()
+    hours, minutes, seconds = (int(one or 0) for one in given)
+    if not days and given[2] is None:  # M or M:S
+        hours, minutes, seconds = 0, hours, minutes
     return 86400.0 * int(days or 0) + 3600.0 * hours + 60.0 * minutes + seconds
 
 

@@ -33,8 +33,7 @@ def _by_count(cells: list[Cell]) -> dict[int, dict[str, Cell]]:
 
 
 def _form(count: int, cell: Cell) -> dict[str, str]:
-    """Return the first columns; labels of earlier runs repeat the number of micro-batches."""
-    return {"micro-batches": str(count), "method": cell["label"].partition(f", {count} micro-batch")[0]}
+    return {"micro-batches": str(count), "method": cell["label"]}
 
 
 def _verdict(found: float, target: float, holds: bool) -> dict[str, str]:

@@ -37,7 +37,6 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
             raise ValueError(f"{store.path}: {line['key']} lacks {', '.join(lacking) or 'a step time'}")
         dense = line["options"]["sync.method"] == "dense"
         count = line["options"].get("training.global_batch_size", 0) // cell["size"]
-        cell = cell | {"phases": charged(cell)}
         place = (cell["recipe"], order[line["method"]], cell["size"], count)
         found.pop(place, None)  # a run with other settings of the launcher
         declared = {"method": line["method"], "targets": grid.methods.get(line["method"], {}).get("targets", {})}
@@ -46,19 +45,6 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
         _derive([cell for cell in cells if cell["recipe"] == recipe])
     return cells
-
-
-def charged(cell: Cell) -> dict[str, float]:
-    """Return the phases of a step with the time of waiting for other ranks as a part of exposed communication.
-
-    Lines of before this rule have it among "other".
-    """
-    phases = dict(cell["phases"])
-    if not cell.get("wait_is_exposed"):
-        waited = (cell.get("by_phase") or {}).get("wait", 0.0)
-        phases["exposed"] = phases.get("exposed", 0.0) + waited
-        phases["other"] = max(0.0, phases.get("other", 0.0) - waited)
-    return phases
 
 
 def _derive(panel: Sequence[Cell]) -> None:

@@ -229,7 +229,6 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
         "quartiles": [statistics.quantiles(times, n=4)[i] for i in (0, 2)] if len(times) > 1 else [seconds, seconds],
         "by_phase": phases,
         "phases": {"compute": compute, "exposed": exposed, "optimizer": passes, "other": other},
-        "wait_is_exposed": True,
         "peak_memory_bytes": max(rank["peak"] for rank in ranks),
         "sent": {level: mean("sent", level) for level in LEVELS if mean("sent", level)},
     }

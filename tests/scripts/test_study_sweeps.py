@@ -13,7 +13,6 @@ from scripts.study.grid import Grid, digest
 from scripts.study.report import write_report
 from scripts.study.special_tables import shard_bytes, shard_exchange, shard_steps, shard_targets
 from scripts.study.store import SETUP, Store
-from scripts.study.sweep_tables import charged
 
 GRID = """
 title = "Strong scaling"
@@ -98,7 +97,7 @@ def table(text: str, heading: str) -> list[dict[str, str]]:
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
-def test_waiting_for_other_ranks_is_communication(tmp_path: Path) -> None:
+def test_waiting_for_other_ranks_is_communication() -> None:
     """With overlap nearly all of the exchange is a wait: a stored run had 4,999 ms of 5,059 among "other"."""
     ranks = []
     for waited, exchange in ((0.3, 0.1), (0.1, 0.3)):
@@ -106,17 +105,10 @@ def test_waiting_for_other_ranks_is_communication(tmp_path: Path) -> None:
         ranks.append({"times": [1.0, 1.0], "phases": phases, "peak": 1.0, "sent": {}, "silent": None, "beside": False})
     new = timed_rank._joined(ranks, statistics.median)
     expected = {"compute": 0.5, "exposed": 0.42, "optimizer": 0.05, "other": 0.03}
-    assert new["phases"] == pytest.approx(expected) and charged(new) == new["phases"]
+    assert new["phases"] == pytest.approx(expected)
     # On a GPU the collectives of the shard axis run beside the passes, and passes without them were measured.
     beside = timed_rank._joined([rank | {"silent": 0.4, "beside": True} for rank in ranks], statistics.median)
     assert beside["phases"] == pytest.approx({"compute": 0.4, "exposed": 0.5, "optimizer": 0.05, "other": 0.05})
-
-    phases = {"compute": 0.2, "exposed": 0.1, "optimizer": 0.04, "other": 0.4}
-    stored = run("scape", 4, phases=phases, by_phase={"wait": 0.35})  # a line of before this rule
-    marked = run("scape", 2, phases=phases, by_phase={"wait": 0.35}, wait_is_exposed=True)
-    rows = table(report(tmp_path, [stored, marked]), "Step times")
-    assert [row["exposed communication, ms"] for row in rows] == ["100.0", "450.0"]
-    assert [row["other, ms"] for row in rows] == ["400.0", "50.0"]
 
 
 def test_step_times(tmp_path: Path) -> None:
