@@ -21,10 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ import torch.distributed as dist
 
 from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, train
 from scripts.common import ALONE, EMBEDDED, markdown, ms, names
+from scripts.study.grid import GRIDS, Grid, as_arguments
 from torchtitan_scape.config.job_config import Observe
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core import consistency
@@ -50,9 +49,10 @@ def arguments(folder: str, steps: int, *options: str) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- methods
 
-METHODS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+METHODS = Grid(GRIDS / "network_bound.toml").methods
+COMPARED = [name for name, declared in METHODS.items() if "peer" not in declared and "sync.overlap" not in declared]
+REFRESH = 200  # steps between two refreshes of Radius in a long run
 WARM_UP, REAL, LEAST = 3, 6, 24  # steps: warm-up; with forward and backward in dense runs; measured at least
-OWN_KEYS = ("label", "method", "optimizer", "round", "long_round")
 
 
 class OverheadTrainer(ScapeTrainer):
@@ -89,8 +89,9 @@ class OverheadTrainer(ScapeTrainer):
 
 def rounds(name: str) -> tuple[int, int]:
     """Return the steps after which a method's exchanges repeat, (as measured, in a long run)."""
-    measured = METHODS[name].get("round", 1)
-    return measured, METHODS[name].get("long_round", measured)
+    declared = METHODS[name]
+    measured = declared.get("period", declared.get("settles", 1))
+    return measured, REFRESH if "settles" in declared else measured
 
 
 def mean_of(seconds: Sequence[float], measured: int, period: int) -> float:
@@ -102,10 +103,8 @@ def mean_of(seconds: Sequence[float], measured: int, period: int) -> float:
 
 
 def method_options(name: str) -> list[str]:
-    entry = METHODS[name]
-    method, options = entry["method"], {key: value for key, value in entry.items() if key not in OWN_KEYS}
-    chosen = [f"--sync.method={method}", f"--optimizer.name={entry.get('optimizer', 'AdamW')}"]
-    return [*chosen, *(f"--sync.{method}.{key}={value}" for key, value in options.items())]
+    options = {key: value for key, value in METHODS[name].items() if "." in key}
+    return [argument for option in options.items() for argument in as_arguments(*option)]
 
 
 def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
@@ -134,8 +133,8 @@ def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
 
 def measure_methods(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     methods = list(dict.fromkeys(["adamw", "adams", *args.methods]))  # others are compared with the first two
-    if unknown := set(methods) - set(METHODS):
-        raise ValueError(f"--methods {sorted(unknown)[0]}: known are {', '.join(METHODS)}")
+    if unknown := set(methods) - set(COMPARED):
+        raise ValueError(f"--methods {sorted(unknown)[0]}: known are {', '.join(COMPARED)}")
     with tempfile.TemporaryDirectory(prefix="overhead_") as folder:
         cells = measure_in_ranks(MODULE, args.replicas, folder, {"methods": methods, "rest": rest})
     return {"replicas": args.replicas, "cells": cells}
@@ -144,7 +143,7 @@ def measure_methods(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]
 def method_rows(cells: dict[str, Any]) -> list[dict[str, str]]:
     compute, rows = cells["adamw"]["compute"], []
     for name, cell in cells.items():
-        dense = cells["adams" if METHODS[name].get("optimizer") == "AdamS" else "adamw"]["mean"]
+        dense = cells["adams" if METHODS[name]["optimizer.name"] == "AdamS" else "adamw"]["mean"]
         row = {"method": METHODS[name]["label"], "usual step, ms": ms(cell["usual"]), "mean, ms": ms(cell["mean"])}
         row["more than dense, ms"] = ms(cell["mean"] - dense)
         rows.append(row | {"overhead, %": f"{100 * (cell['mean'] - dense) / (compute + dense):+.1f}"})
@@ -329,7 +328,7 @@ BENCHMARKS = {
         methods_table,
         takes_trainer_options=True,
         arguments={
-            "--methods": dict(type=names, default=list(METHODS), help="names of overhead.toml, with commas"),
+            "--methods": dict(type=names, default=COMPARED, help="methods of grids/network_bound.toml, with commas"),
             "--replicas": dict(type=int, default=4),
         },
     ),

@@ -21,6 +21,16 @@ PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E
 # Places of a label, in points from its mark, the nearest first.
 PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for y in (-0.4, 0.8, -1.6) for x in (1, -1)]
 KINDS = ("training", "validation")
+# Label of a method in the study -> in the README's picture.
+IN_OVERVIEW = {
+    "Muon, dense": "dense, Muon",
+    "AdamW, dense": "dense, AdamW",
+    "quantized 4 bits, Muon": "quantized, Muon",
+    "quantized 4 bits": "quantized, AdamW",
+    "SPARTA 3, one bit, Muon": "SPARTA, Muon",
+    "SCAPE at 1.2 %": "SCAPE, AdamS",
+    "streaming DiLoCo 30": "streaming DiLoCo, AdamW",
+}
 Captions = dict[str, str]  # by file name
 
 
@@ -50,6 +60,29 @@ def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     _name_marks(drawn, list(axes.flat), [(one, "AdamW")] * len(costs.MACHINES))
     save(drawn, folder / "loss_against_seconds.png", axes.flat)
     return {"loss_against_seconds.png": "Loss against predicted seconds"}
+
+
+def overview(grid: Grid, store: Store, folder: Path) -> Captions:
+    """Draw the README's picture: the gap to dense Muon over bytes, for the methods of its decision table."""
+    budget = next(one for one in budgets_of(grid, store)[0] if one.steps == 980 and one.replicas == 4)
+    drawn, ((axis,),) = figure(1, 1, (6.0, 4.2))
+    for i, entry in enumerate(entry for entry in budget.entries if entry.label in IN_OVERVIEW):
+        gaps, share = entry.gaps(budget.dense("Muon")), 100 * entry.shares[0]
+        mean, left = statistics.mean(gaps), share > 8
+        bars = [[mean - min(gaps)], [max(gaps) - mean]]
+        axis.errorbar(share, mean, yerr=bars, marker="o", markersize=9, color=COLOURS[i % len(COLOURS)], capsize=3)
+        place = {"xytext": (-9 if left else 9, 6 if mean >= 0.0 else -16), "ha": "right" if left else "left"}
+        label = IN_OVERVIEW[entry.label]
+        axis.annotate(label, (share, mean), textcoords="offset points", fontsize=11, **place)
+    axis.set_xscale("log")
+    axis.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
+    axis.set_xlim(0.3, 140)
+    axis.set_xlabel("bytes per step, % of dense FP32", fontsize=11)
+    axis.set_ylabel("final loss above dense Muon, %", fontsize=11)
+    axis.set_title("0.2 M parameters, 4 replicas, 980 steps", fontsize=11)
+    axis.axhline(0.0, color="black", linewidth=0.8)
+    save(drawn, folder / "loss_for_bytes.png")
+    return {"loss_for_bytes.png": "Loss against bytes of the recommended methods"}
 
 
 def _compared(grid: Grid, store: Store) -> list[Budget]:
@@ -253,6 +286,7 @@ FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
     "gap": gap,
     "loss_against_bytes": loss_against_bytes,
     "loss_against_seconds": loss_against_seconds,
+    "overview": overview,
     "steps": steps,
     "loss": loss,
     "figure_10": figure_10,
