@@ -201,14 +201,13 @@ def _path() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    with SlurmCluster(args.nodes, args.node_timeout) as cluster:
+    with SlurmCluster(args.nodes) as cluster:
         return cluster.call(given_command(args.command))
 
 
 if __name__ == "__main__":
     options = {
         "--nodes": dict(type=int, default=2),
-        "--node-timeout": dict(type=int, default=60, help="seconds until a lost node is down (SlurmdTimeout)"),
         "command": dict(nargs=argparse.REMAINDER, help="-- COMMAND ..."),
     }
     sys.exit(run_command(__doc__, run, options))

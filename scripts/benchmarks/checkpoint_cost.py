@@ -37,6 +37,7 @@ METHODS = {
     "replicated-drop": ("SCAPE replicated, residual drop", ["--checkpoint.residual=drop"]),
     "sharded": ("SCAPE sharded, residual exact", ["--sync.scape.update=sharded"]),
 }
+REPLICAS = (1, 2, 4)
 WRITERS = ("checked", "without checksums", "PyTorch's")
 OPTIONS = f"""
     --job.config_file={EMBEDDED} --training.local_batch_size=1 --training.seq_len=64 --training.steps=3
@@ -115,7 +116,7 @@ def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     cells: dict[str, Any] = {}
-    for name in request["methods"]:
+    for name in METHODS:  # ratios are to the first
         for mode in ("disabled", "async"):
             where = [f"--job.dump_folder={request['folder']}/{name}-{mode}", f"--checkpoint.async_mode={mode}"]
             trainer = ScapeTrainer(parse([*OPTIONS.split(), *QUIET, *where, *METHODS[name][1], *request["rest"]]))
@@ -129,14 +130,13 @@ def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    methods = list(dict.fromkeys(["adamw", *args.methods]))  # ratios are to the first
     cells: dict[str, dict[str, Any]] = {}
     for name, _, folder in (item.partition("=") for item in args.folders):
         if not os.path.isdir(folder):
             raise ValueError(f"{name}={folder} names no folder; give NAME=FOLDER")
-        for replicas in args.replicas:
+        for replicas in REPLICAS:
             print(f"{name}: {replicas} replicas ...", flush=True)
-            request = {"methods": methods, "repeats": args.repeats, "rest": rest}
+            request = {"repeats": args.repeats, "rest": rest}
             with tempfile.TemporaryDirectory(prefix="checkpoint_cost_", dir=folder) as work:
                 cells.setdefault(name, {})[str(replicas)] = measure_in_ranks(MODULE, replicas, work, request)
     return {"cells": cells}
@@ -174,8 +174,6 @@ BENCHMARK = Benchmark(
     takes_trainer_options=True,
     arguments={
         "folders": dict(nargs="*", metavar="NAME=FOLDER", help="file systems to save to"),
-        "--replicas": dict(type=int, nargs="+", default=[1, 2, 4]),
-        "--methods": dict(nargs="+", choices=METHODS, default=list(METHODS)),
         "--repeats": dict(type=int, default=5),
     },
 )

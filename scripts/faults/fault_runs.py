@@ -70,7 +70,7 @@ class Launch:
             **(environment or {}),
         }
         self._command = [str(ROOT / "run_train.sh"), *arguments, f"--job.dump_folder={folder}"]
-        self._environment, self._start = own, start or _start
+        self._environment, self._start = own, start or start_process
         self._logs = [folder / f"node{node}.log" for node in range(nodes)]
         self._read = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self.launchers = [self.start(node) for node in range(nodes)]
@@ -152,7 +152,9 @@ class Launch:
             raise RunError(f"a launcher did not end within {seconds:g} s:\n{self.output()[-5000:]}") from None
 
 
-def _start(node: int, command: Sequence[str], environment: Mapping[str, str], log: Any) -> "subprocess.Popen[Any]":
+def start_process(
+    node: int, command: Sequence[str], environment: Mapping[str, str], log: Any
+) -> "subprocess.Popen[Any]":
     return subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RESULTS, RunError, command_of, markdown, names, read, run_command, write
+from scripts.common import RESULTS, RunError, command_of, markdown, read, run_command, write
 from scripts.emulated_cluster import Cluster
 from scripts.faults.fault_runs import COMMON, Launch
 
+EVERY_SECONDS = 60.0  # between faults, from the end of one on
 TIMEOUT_SECONDS = 20.0  # of collectives
 WAIT_SECONDS = 600.0  # for training to continue, on a shared machine
 ARGUMENTS = [
@@ -174,18 +175,15 @@ shown: {len(facts["different"])}.
 
 
 def run(args: argparse.Namespace) -> int:
-    kinds = names(args.faults)
-    if unknown := set(kinds) - set(FAULTS):
-        raise ValueError(f"there is no fault {sorted(unknown)[0]!r}; there are {', '.join(FAULTS)}")
-    scratch, dice = Path(tempfile.mkdtemp(prefix="scape-soak-")), random.Random(args.seed)
+    scratch, dice = Path(tempfile.mkdtemp(prefix="scape-soak-")), random.Random(0)
     rows, deck = list[dict[str, Any]](), list[str]()
     end = time.monotonic() + 60 * args.minutes
     with Cluster(args.nodes) as cluster:
         soak = Soak(cluster, scratch / "run", dice, args.arguments)
         soak.run.wait_until(lambda: len(soak.run.steps()) >= 5, WAIT_SECONDS, "the first steps")
         while time.monotonic() < end and all(row["survived"] for row in rows):
-            time.sleep(args.every * dice.uniform(0.5, 1.5))
-            deck = deck or dice.sample(kinds, len(kinds))
+            time.sleep(EVERY_SECONDS * dice.uniform(0.5, 1.5))
+            deck = deck or dice.sample(list(FAULTS), len(FAULTS))
             rows.append(soak.inject(deck.pop()))
             print(rows[-1], flush=True)
         soak.stop()
@@ -210,10 +208,7 @@ def run(args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     arguments = {
         "--minutes": dict(type=float, default=60.0, help="with faults; the run without comes on top"),
-        "--every": dict(type=float, default=60.0, help="seconds between faults, from one's end on"),
         "--nodes": dict(type=int, default=2),
-        "--seed": dict(type=int, default=0),
-        "--faults": dict(default=",".join(FAULTS), help="names, separated by commas"),
         "--output": dict(type=Path, default=RESULTS / "faults"),
         "arguments": dict(nargs="*", help="of the trainer, after --"),
     }

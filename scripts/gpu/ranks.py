@@ -11,7 +11,6 @@ host, and ranks communicate through sockets of the loopback, so that no time her
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from kernels import block_code
 from scripts.common import ALONE, RunError, write
-from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone
+from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone, start_process
 from scripts.gpu.machine import patience, python, run_step
 from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives
@@ -114,13 +113,12 @@ def run_stages(args: argparse.Namespace) -> None:
         raise RunError(f"not as expected: {'; '.join(wrong)}")
 
 
-def start_node(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> "subprocess.Popen[Any]":
-    env = {**os.environ, **environment, **own_host(node)}
-    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-
-
 def lost(args: argparse.Namespace) -> None:
     """Kill a rank of the trainer on two launchers without restarts. Raises RunError unless the other one names it."""
+
+    def start_node(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> Any:
+        return start_process(node, command, environment | own_host(node), log)
+
     found, more = dict[str, Any](ranks=2), patience(args.smoke)
     environment = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint(), "PYTHON": python()}
     environment["PET_LOCAL_ADDR"] = "127.0.0.1"  # the machine's own name may not resolve

@@ -1,9 +1,8 @@
 """Render the stored results of the GPU check as tables, on any machine.
 
-python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there, and losses.png if matplotlib is installed
+python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there
 """
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,6 @@ def write_report(folder: Path) -> Path:
         results = {name: step["result"] for name, step in stored["steps"].items() if step.get("result")}
         texts += [f"## {part.capitalize()}", f"`{stored['command']}`", markdown(step_rows(stored["steps"]))]
         texts += SECTIONS[part](results)
-    if curves := found.get("training", {}).get("steps", {}).get("quality", {}).get("result"):
-        texts.append(_plot(curves, folder))
     path = folder / "report.md"
     write(path, "\n\n".join(text for text in texts if text) + "\n")
     return path
@@ -272,23 +269,6 @@ def methods(results: dict[str, Any]) -> Iterator[str]:
 
 
 SECTIONS = {"correctness": correctness, "speed": speed, "training": training, "ranks": ranks, "methods": methods}
-
-
-def _plot(curves: dict[str, Any], folder: Path) -> str:
-    if importlib.util.find_spec("matplotlib") is None:
-        return (
-            "Losses are not plotted: matplotlib is not installed. `python -m scripts.gpu.report` plots them elsewhere."
-        )
-    from scripts.plots import figure, look, save
-
-    drawn, axes = figure(1, 1, (7, 4.5))
-    for i, (name, run) in enumerate(curves["runs"].items()):
-        style = look(i, dense="dense" in name) | {"marker": ""}
-        axes[0][0].plot(*zip(*run["training"], strict=True), label=name, **style) if run["training"] else None
-    axes[0][0].set_xlabel("step")
-    axes[0][0].set_ylabel("training loss")
-    save(drawn, folder / "losses.png", legend=[axes[0][0]])
-    return "![losses](losses.png)"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The first run is the baseline. Gaps are losses minus the baseline's at the same step, on the same data.
 """
 
-import io
 import json
 import math
 import statistics
@@ -16,7 +15,7 @@ import numpy as np
 from scripts.common import losses, markdown, megabytes, ms
 from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import BudgetSet, Grid
-from scripts.study.launchers import ARRAYS, load_arrays
+from scripts.study.launchers import arrays_of
 from scripts.study.observations import gaps, smooth
 from scripts.study.store import Store
 from torchtitan_scape.observe.record import Frequency, read_frequencies
@@ -107,11 +106,8 @@ def frequencies_of(grid: Grid, store: Store, one: BudgetSet) -> list[Frequency]:
     line = store.lines.get(specs[0].key) if len(specs) == 1 else None
     if line is None:
         return []
-    prefix, content = f"{line['set']}/{line['method']}/frequency.", io.BytesIO()
-    arrays = load_arrays(store.path.parent / ARRAYS).items()
-    np.savez(content, **{f"frequency.{k.removeprefix(prefix)}": v for k, v in arrays if k.startswith(prefix)})
-    content.seek(0)
-    return read_frequencies(content)  # type: ignore[arg-type]
+    arrays = arrays_of(store.path.parent, f"{line['set']}/{line['method']}/")
+    return read_frequencies(arrays)  # type: ignore[arg-type]
 
 
 def frequency_table(frequencies: Sequence[Frequency]) -> str:

@@ -21,11 +21,11 @@ from typing import Any
 from scripts.common import RunError, command_of, read
 from scripts.emulated_cluster import Cluster
 from scripts.study.costs import planned_run
-from scripts.study.grid import BudgetSet, Options, RunSpec
+from scripts.study.grid import BudgetSet, RunSpec
 from scripts.study.queue import Queue
 from scripts.study.special_tables import PLANNED
 from scripts.study.store import SETUP
-from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
+from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
 from topology.links import Links
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
@@ -83,12 +83,9 @@ class EmulatedSet:
         log = self.queue.work / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        wanted: Options = {"output": str(raw), "plain": self.plain, **timing(spec)}
-        wanted |= {} if self.real else {"compute": self.wait(spec.size)}
-        wanted |= {key: spec.about[key] for key in ("every_forward", "last_only", "peer", "rank") if key in spec.about}
-        del wanted["steps"]
+        more = {} if self.real else {"compute": self.wait(spec.size)}
         arguments = ["-m", *TIMED, *self.arguments(spec, log, steps)]
-        self.start(spec.size, arguments, log, rate, TIMED_RUN=json.dumps(wanted))
+        self.start(spec.size, arguments, log, rate, TIMED_RUN=wanted(spec, raw, plain=self.plain, **more))
         if not raw.exists():
             raise RunError(f"nothing was measured (log in {log})")
         return raw
@@ -143,9 +140,9 @@ class EmulatedSet:
             steps, raw = timing(spec), log / "measured.json"
             options = [f"--training.steps={steps.pop('steps')}"]
             calibrate = {spec.method: {"options": options, **steps}}
-            wanted = {"output": str(raw), "calibrate": calibrate, "compute": 0, "plain": self.plain}
+            given = {"output": str(raw), "calibrate": calibrate, "compute": 0, "plain": self.plain}
             arguments = self.arguments(spec, log, timing(spec)["steps"])
-            self.start(spec.size, ["-m", *TIMED, *arguments], log, None, TIMED_RUN=json.dumps(wanted))
+            self.start(spec.size, ["-m", *TIMED, *arguments], log, None, TIMED_RUN=json.dumps(given))
             found = found | read(raw)
             self.store.note("passes", self.one.name, {"ranks": spec.size}, found)
         return dict(found[spec.method])

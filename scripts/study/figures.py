@@ -1,5 +1,6 @@
 """The figures of the reports, from a study's stored lines."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,14 +93,11 @@ def _compared(grid: Grid, store: Store) -> list[Budget]:
 def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> Captions:
     if not found:
         return {}
-    name, columns = grid.report["gaps"][0], min(2, len(found))
-    rows = -(-len(found) // columns)
-    drawn, axes = figure(rows, columns, (8.2 * columns, 0.6 + 6.2 * rows))
+    name, (drawn, axes) = grid.report["gaps"][0], _panels(found, 2, 8.2, 0.6, 6.2)
     drawn.suptitle(f"Bytes that replicas send, and the loss: {found[0].entries[0].first['parameters']:,} parameters")
     for axis, one in zip(axes.flat, found, strict=False):
         shown = [e for e in one.others if e.method not in grid.report.get("not_on_frontier", ())]
         _panel(axis, one, name, shown, lambda entry: 100 * entry.shares[0], _families(found))
-        axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
         axis.set_xlabel("sent per step, masks and scales included (% of dense FP32 bytes)")
         _ticks(axis, BYTE_TICKS, 0.7 * min(100 * entry.shares[0] for entry in shown), 180)
         if best_line:
@@ -107,11 +105,22 @@ def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: 
             points = sorted((100 * e.shares[0], statistics.mean(e.gaps(one.dense(name)))) for e in best)
             axis.plot(*zip(*points, strict=True), color="#000000", linewidth=1.2, alpha=0.6, label="best for its bytes")
             axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.08, label="± one deviation of dense AdamS")
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
     _name_marks(drawn, axes.flat[: len(found)], [(one, name) for one in found])
     save(drawn, path, axes.flat[: len(found)])
     return {path.name: "Loss against bytes"}
+
+
+def _panels(found: Sequence[Budget], most: int, width: float, margin: float, height: float) -> tuple[Any, Any]:
+    """Return a figure with a panel for each budget, at most `most` in a row, and its axes."""
+    columns = min(most, len(found))
+    rows = -(-len(found) // columns)
+    drawn, axes = figure(rows, columns, (max(6.4, width * columns), margin + height * rows))
+    for axis, one in itertools.zip_longest(axes.flat, found):
+        if one:
+            axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
+        else:
+            axis.set_axis_off()
+    return drawn, axes
 
 
 def _families(found: Sequence[Budget]) -> list[str]:
@@ -185,9 +194,7 @@ def gap(grid: Grid, store: Store, folder: Path) -> Captions:
     found = [one for one in every if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)]
     if not found:
         return {}
-    columns = min(3, len(found))
-    rows = -(-len(found) // columns)
-    drawn, axes = figure(rows, columns, (max(6.4, 5.0 * columns), 0.9 + 3.6 * rows))
+    drawn, axes = _panels(found, 3, 5.0, 0.9, 3.6)
     for axis, one in zip(axes.flat, found, strict=False):
         axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.1, label="AdamS, dense: ± one deviation")
         axis.axhline(0, color="#000000", linestyle="--", linewidth=1)
@@ -202,12 +209,9 @@ def gap(grid: Grid, store: Store, folder: Path) -> Captions:
             for density, gaps in values:
                 axis.plot([density] * len(gaps), gaps, ".", color=style["color"], markersize=3)
         axis.set_xscale("log")
-        axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
         axis.set_xlabel("density")
         axis.set_ylabel("final gap to dense AdamS (%)")
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
     save(drawn, folder / "gap.png", axes.flat[: len(found)])
     return {"gap.png": "Final gap to dense AdamS against density"}
 

@@ -1,6 +1,7 @@
 """The launchers `simulated`, `local` and `predicted`, and the stored result of a run."""
 
 import functools
+import io
 import json
 import math
 import re
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -90,6 +91,15 @@ def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
             np.savez_compressed(file, **arrays)
         (folder / f"{ARRAYS}.part").rename(folder / ARRAYS)
     return {key: [[s, round(value, 6)] for s, value in curve] for key, curve in losses(out, **tags).items()}
+
+
+def arrays_of(folder: Path, prefix: str) -> IO[bytes]:
+    """Return the arrays of a study whose names have the prefix, without it, as a file of their own."""
+    content = io.BytesIO()
+    found = load_arrays(folder / ARRAYS).items()
+    np.savez(content, **{key.removeprefix(prefix): value for key, value in found if key.startswith(prefix)})
+    content.seek(0)
+    return content
 
 
 def load_arrays(path: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The tables and figures of the paper's observations, from stored lines and observations.npz."""
 
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 from scripts.common import markdown, number
 from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import Grid
-from scripts.study.launchers import ARRAYS, load_arrays
+from scripts.study.launchers import ARRAYS, arrays_of
 from scripts.study.store import Store
 from torchtitan_scape.observe import record
 from torchtitan_scape.observe.figures import HIGHEST, LINEAR, LOWEST, PER_OCTAVE
@@ -29,15 +28,11 @@ Runs = dict[str, Observed]  # by method: adamw, adamw-topk, ...
 def read_runs(store: Store, set_name: str) -> Runs:
     """Return what the runs of a set observed, by method. Raises ValueError if their arrays are missing."""
     lines = {line["method"]: line for line in store.of(set_name) if "curves" in line["result"]}
-    path, found = store.path.parent / ARRAYS, Runs()
-    if lines and not path.exists():
-        raise ValueError(f"{path} is missing; run the study again")
-    arrays = load_arrays(path)
+    folder, found = store.path.parent, Runs()
+    if lines and not (folder / ARRAYS).exists():
+        raise ValueError(f"{folder / ARRAYS} is missing; run the study again")
     for method, line in lines.items():
-        prefix, content = f"{set_name}/{method}/", io.BytesIO()
-        np.savez(content, **{key.removeprefix(prefix): v for key, v in arrays.items() if key.startswith(prefix)})
-        content.seek(0)
-        rows, histograms = record.read(content)  # type: ignore[arg-type]
+        rows, histograms = record.read(arrays_of(folder, f"{set_name}/{method}/"))  # type: ignore[arg-type]
         found[method] = {"rows": rows, "histograms": histograms, "curves": line["result"]["curves"]}
     return found
 

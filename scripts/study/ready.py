@@ -1,9 +1,5 @@
 """Checks of a run before its job is queued, and the time that it needs."""
 
-import copy
-import functools
-from pathlib import Path
-
 from scripts.common import ROOT
 from scripts.study.grid import RunSpec
 from scripts.study.peers import PEERS
@@ -55,31 +51,8 @@ def step_seconds(spec: RunSpec, arguments: list[str], machine: Machine) -> float
     return found.step
 
 
-@functools.cache
-def _parsed(arguments: tuple[str, ...]) -> JobConfig:
-    return parse(list(arguments))
-
-
-def _parse(arguments: list[str]) -> JobConfig:
-    """Parse a command line. Sizes of a run differ in batch and folder alone, and parsing takes half a second."""
-    batch = dict.fromkeys(("local_batch_size", "global_batch_size"), "")
-    others = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        section, _, name = key.rpartition(".")
-        if section == "--training" and name in batch:
-            batch[name] = value
-        elif key != "--job.dump_folder":
-            others.append(argument)
-    config = copy.deepcopy(_parsed(tuple(others)))
-    for name, value in batch.items():
-        if value:
-            setattr(config.training, name, int(value))
-    return config
-
-
 def _checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobConfig, Layout]:
-    config = _parse([f"--job.config_file={spec.config_file}", *arguments])
+    config = parse([f"--job.config_file={spec.config_file}", *arguments])
     import_custom(config)
     check_config(config, DEVICE)
     check_library_keys(config, DEVICE, model_converters)
@@ -102,12 +75,11 @@ def _checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[Job
         raise ValueError(f"DDP has no shards, but the shard degree is {shards}; set data_parallel_shard_degree = 1")
     if peer == "distributed-optimizer" and shards == 1:
         raise ValueError("the distributed optimizer shards over all ranks; set data_parallel_shard_degree = -1")
-    for key, path in (("model.hf_assets_path", config.model.hf_assets_path), *_datasets(config)):
-        if not (ROOT / path).exists():
+    paths = (
+        ("model.hf_assets_path", config.model.hf_assets_path),
+        ("training.dataset_path", config.training.dataset_path),
+    )
+    for key, path in paths:
+        if path and not (ROOT / path).exists():
             raise ValueError(f"{key} = {str(path)!r} does not exist; without it set tokens = 'synthetic' under launch")
     return config, layout
-
-
-def _datasets(config: JobConfig) -> list[tuple[str, Path]]:
-    path = config.training.dataset_path
-    return [("training.dataset_path", Path(path))] if path else []

@@ -14,7 +14,6 @@ Settings of a set's `launch`:
 """
 
 import argparse
-import json
 import math
 import re
 import shlex
@@ -29,7 +28,7 @@ from scripts.study.grid import BudgetSet, RunSpec
 from scripts.study.queue import Queue
 from scripts.study.ready import step_seconds
 from scripts.study.store import SETUP
-from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing
+from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
 from topology.machines import get_machine
 
 START, MARGIN = 300.0, 2.0
@@ -110,10 +109,8 @@ class SlurmSet:
         lines += [f'export TRAIN_SCRIPT="-m {" ".join(TIMED)}" REQUEUE_LIMIT=0']
         for spec in specs:
             raw = self.raw(spec)
-            wanted = {"output": str(raw), **{k: v for k, v in timing(spec).items() if k != "steps"}}
-            wanted |= {key: spec.about[key] for key in ("peer", "rank", "every_forward") if key in spec.about}
-            wanted |= {"synthetic": True} if self.tokens == "synthetic" else {}
-            values = {"CONFIG_FILE": spec.config_file, "TIMED_RUN": json.dumps(wanted)}
+            more = {"synthetic": True} if self.tokens == "synthetic" else {}
+            values = {"CONFIG_FILE": spec.config_file, "TIMED_RUN": wanted(spec, raw, **more)}
             values["LOG_DIR"] = f"{self.folder}/{spec.name}"
             exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
             command = shlex.join([f"{self.shares[spec.key]:g}", "bash", str(machine), *self.options(spec)])

@@ -165,19 +165,9 @@ def interface_bytes(panel: list[Cell]) -> str:
     return markdown(rows)
 
 
-def sweep_losses(panel: list[Cell]) -> str:
-    rows = []
-    for cell in panel:
-        if cell.get("validation_loss") is not None:
-            row = {"steps trained": cell.get("steps_trained", "-"), "validation loss": f"{cell['validation_loss']:.4f}"}
-            rows.append(_heading(cell) | row)
-    return markdown(rows)
-
-
 PER_STEP_AND_NODE = "MB (1e6 bytes) sent per step and node."
 TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
     "step_times": by_set(step_times, "Step times"),
     "prediction": by_set(prediction, "Predicted and measured steps"),
     "interface_bytes": by_set(interface_bytes, "Bytes of the ranks and of the interfaces", PER_STEP_AND_NODE),
-    "sweep_losses": by_set(sweep_losses, "Validation losses"),
 }

@@ -33,6 +33,14 @@ def timing(spec: RunSpec) -> dict[str, int]:
     }
 
 
+def wanted(spec: RunSpec, raw: Path, **more: Any) -> str:
+    """Return the variable TIMED_RUN of a run, whose measurement goes into the file `raw`."""
+    keys = ("every_forward", "last_only", "peer", "rank")
+    found = {key: value for key, value in timing(spec).items() if key != "steps"}
+    found |= {key: spec.about[key] for key in keys if key in spec.about}
+    return json.dumps({"output": str(raw), **found, **more})
+
+
 def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str, Any]:
     """Return the result of a timed run from the measurement that timed_rank.py wrote. Raises RunError."""
     measured = json.loads(raw.read_text())

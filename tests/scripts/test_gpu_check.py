@@ -95,10 +95,9 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| SCAPE | - | - | - | - | - | 1.25 |",
         "stages, nccl, as expected: reduce yes, gather NO.",
         "| lost-rank | no time left | - | - | - | - | aaaaaaaaaaaa |",
-        "![losses](losses.png)",
     ):
         assert said in text, said
-    assert (tmp_path / "losses.png").stat().st_size > 1000 and "smoke" not in text
+    assert "smoke" not in text
 
 
 def test_the_report_of_the_methods_contains_failures_and_clocks(tmp_path: Path) -> None:

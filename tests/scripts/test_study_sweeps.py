@@ -11,7 +11,7 @@ from scripts.study import timed_rank
 from scripts.study.__main__ import main
 from scripts.study.grid import Grid, digest
 from scripts.study.report import write_report
-from scripts.study.special_tables import shard_bytes, shard_exchange, shard_steps, shard_targets
+from scripts.study.special_tables import shard_bytes, shard_exchange, shard_steps
 from scripts.study.store import SETUP, Store
 
 GRID = """
@@ -19,7 +19,7 @@ title = "Strong scaling"
 recipe = "train_configs/embedded.toml"
 launcher = "emulated"
 [report]
-tables = ["step_times", "prediction", "interface_bytes", "sweep_losses", "shard_losses"]
+tables = ["step_times", "prediction", "interface_bytes", "shard_losses"]
 figures = ["figure_10"]
 [methods]
 dense = { label = "AdamS, dense", sync.method = "dense" }
@@ -143,7 +143,6 @@ def test_predictions_bytes_and_losses(tmp_path: Path) -> None:
     rows = table(text, "Bytes of the ranks and of the interfaces")
     assert [row["interface / counted"] for row in rows] == ["1.000", "1.050"] * 4
     assert rows[1]["counted by the ranks, MB"] == "8.000" and rows[1]["interface, MB"] == "8.400"
-    assert {row["validation loss"] for row in table(text, "Validation losses")} == {"3.2500"}
 
 
 def test_figure_10_shows_something(tmp_path: Path) -> None:
@@ -222,16 +221,13 @@ def test_shard_axis_steps_are_compared_with_dense_and_zeropp_as_published(tmp_pa
     cells = [
         timed("dense", "FSDP2", 8.0),
         timed("zeropp-published", "ZeRO++ as published", 4.0),
-        timed("levels", "three levels", 2.0, speedup={"zeropp-published": 1.71}),
-        timed("levels-scape", "three levels, SCAPE", 2.5, speedup={"zeropp-published": 1.71}),
+        timed("levels", "three levels", 2.0),
+        timed("levels-scape", "three levels, SCAPE", 2.5),
     ]
     rows = table(f"## x\n{shard_steps(cells)}", "x")
     assert [row["step, ms"] for row in rows] == ["8000.0", "4000.0", "2000.0", "2500.0"]
     assert rows[2]["speed-up over FSDP2"] == "4.00" and rows[2]["speed-up over ZeRO++ as published"] == "2.00"
     assert rows[2]["weights, ms"] == "500.0" and rows[2]["optimizer, ms"] == "10.0"
-    held = {(row["method"], row["over"]): row["holds"] for row in table(f"## x\n{shard_targets(cells)}", "x")}
-    assert held["three levels", "ZeRO++ as published"] == "yes"
-    assert held["three levels, SCAPE", "ZeRO++ as published"] == "no"
     network, node = table(f"## x\n{shard_bytes(cells[:1])}", "x")
     assert network["interface / closed form"] == "1.020" and network["closed form"] == "10.000"
     assert node["interface / counted"] == "1.050" and node["counted by kind"] == "weights 1.000"
