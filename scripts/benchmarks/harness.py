@@ -67,6 +67,8 @@ def _run(module: str, benchmarks: Mapping[str, Benchmark], args: argparse.Namesp
     path, one = args.output / "facts.json", benchmarks[args.name]
     if args.report:
         stored = json.loads(path.read_text())
+        if args.name not in stored:
+            raise ValueError(f"{path} has no facts of {args.name}; measure them first, without --report")
     else:
         facts = {"command": command_of(module), "versions": versions(), **one.measure(args, rest)}
         if os.environ.get("RANK", "0") != "0":  # under torchrun

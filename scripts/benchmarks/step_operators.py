@@ -14,7 +14,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +75,6 @@ class StepCount:
     bytes: float = 0.0
     peak: int = 0
     launches: int = 0
-    by_name: dict[str, int] = field(default_factory=dict)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -111,7 +110,6 @@ class StepCounter(TorchDispatchMode):
             lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
             separate = name.startswith("_foreach") and any(not t.is_contiguous() for a in lists for t in a)
             self.count.launches += len(lists[0]) if separate else 1
-            self.count.by_name[name] = self.count.by_name.get(name, 0) + 1
             self.count.bytes += self._moved(func, name, args, kwargs, result)
         return result
 

@@ -2,20 +2,8 @@
 #
 # launch ARGUMENT ...       starts RANKS_PER_NODE ranks on every node of the job; arguments are passed to the trainer
 #
-# The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS. The user may set these variables:
-#
-# LAUNCHER      srun (default), ibrun or mpirun (Open MPI)
-# CONFIG_FILE   recipe (TOML), or several, "a.toml,b.toml" (set it before sbatch: --export would split it at the comma)
-# PYTHON        Python interpreter
-# LOG_RANK      ranks whose output is shown, "0,1"     LOG_DIR       folder for the output of the others
-# TRAIN_SCRIPT  replaces "-m torchtitan_scape.train"   MODULES       replaces the machine's modules
-# MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS            replace the values that are computed here
-# NODE_DIR      folder for caches on the nodes' own storage; see machines.sh, which has further variables
-# REQUEUE=0              never requeue the job; print how to submit it again
-# REQUEUE_ON_FAILURE=1   requeue the job also after lost ranks
-# REQUEUE_LIMIT          maximum number of consecutive requeues without progress; default 3, 0 for never
-# BROADCAST_NODES        number of nodes from which the Python packages are copied to every node; default 64, 0 for never
-# BROADCAST_FROM         folder of these packages; the site-packages of PYTHON by default
+# The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS. docs/reference/command_line.md lists the
+# variables of the user. Set CONFIG_FILE before sbatch: --export would split it at the comma.
 #
 # Signals. Without "B:", --signal=USR1@300 signals the tasks of the steps, which are the ranks, and not the batch
 # script, which continues to wait for srun. The ranks agree on a step, write a checkpoint, record it in
