@@ -47,6 +47,9 @@ class GradientCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
+    def matrix_flops(self, model: LocalModel) -> float:
+        return 0.0
+
     def residual_entries(self, model: LocalModel) -> int:
         """Return the entries of the error-feedback residual."""
         return 0

@@ -6,7 +6,7 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized.whitening import WhiteningBases
 
 
 class Quantized(ChunkedMethod):
@@ -32,6 +33,8 @@ class Quantized(ChunkedMethod):
 
     With one or two bits, N times the error of the mean is a state of its own, "owner_error". The owner adds the error
     to its next mean, before it encodes that (Tang et al., arXiv:1905.05957, "DoubleSqueeze").
+
+    With `whiten_every`, x is the gradient in the basis of `whitening.WhiteningBases`, and so are both errors.
 
     Within a node sums are sent in FP32, and the encoded means are forwarded unchanged. With a single replica nothing is
     encoded.
@@ -48,12 +51,35 @@ class Quantized(ChunkedMethod):
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
         self._uncompressed = False  # in this step
+        self._bases = None
+        if options.whiten_every and self.collectives.replicas > 1:
+            self._bases = WhiteningBases.of(context.shards, options.whiten_every)
         fused = self.sends_gradients and len(self.collectives.levels) == 1 and not options.fills_blocks
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
 
     def begin(self) -> None:
         self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
+
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        self._enter_bases(gradients, info)
+        return self._leave_bases(super().synchronize(gradients, info), info)
+
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        gradients = list(gradients)
+        self._enter_bases(gradients, info)
+        finish = super().start(gradients, info)
+        return lambda: self._leave_bases(finish(), info)
+
+    def _enter_bases(self, gradients: list[Tensor], info: StepInfo) -> None:
+        if self._bases is not None:
+            pending = (self._pending.tensors, self._owner_error.tensors)
+            self._bases.begin(gradients, info.number, pending, info.applied)
+
+    def _leave_bases(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        if self._bases is not None:
+            self._bases.finish(gradients, info.applied)
+        return gradients
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
         self.scale_to_mean([values])
@@ -157,6 +183,14 @@ class Quantized(ChunkedMethod):
         flat = [states.tensors[self.context.shards[s.tensor].name].view(-1) for s in chunk.slices]
         return [state[s.first : s.first + s.length] for s, state in zip(chunk.slices, flat, strict=True)]
 
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        if self._bases is not None:
+            self._bases.reset()
+
     def states(self) -> list[State]:
+        # Errors in a basis have no meaning in another layout.
+        migration: Literal["gradient", "rebuild"] = "gradient" if self._bases is None else "rebuild"
         kinds = (("residual", self._pending), ("owner_error", self._owner_error))
-        return [State(kind, each.tensors, True, "gradient") for kind, each in kinds if each.tensors]
+        states = [State(kind, each.tensors, True, migration) for kind, each in kinds if each.tensors]
+        return states if self._bases is None else [*states, self._bases.state()]
