@@ -112,6 +112,7 @@ CASES: dict[str, Case] = {
         for name, entry in METHODS.items()
     },
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
+    "quantized 2bit, whitened": Case("quantized", {"code": "2bit", "whiten_every": 2}, "Muon"),
     "Muon": Case(optimizer="Muon"),
     "Muon, sharded": Case(optimizer="Muon", shard=2),
     "scape, sharded": Case("scape", OPTIONS["scape"], shard=2),

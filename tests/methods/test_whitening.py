@@ -226,3 +226,11 @@ def test_the_planner_knows_memory_and_products() -> None:
     counted = counter.get_total_flops() / 3
     # A change of the basis also decodes and encodes both pending errors, and rotates the two roots.
     assert cost.matrix_flops(model) < counted < 1.4 * cost.matrix_flops(model)
+
+
+def test_a_model_without_numbered_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.named_parameters())
+    context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
+    with pytest.raises(ValueError, match="whiten_every = 10 is for matrices of numbered layers"):
+        Quantized(context, QuantizedOptions(code="2bit", whiten_every=10))

@@ -27,6 +27,7 @@ class GradientCost:
         "gradients",
         "residual",
         "owner_error",
+        "bases",
         "masks",
         "messages",
         "chunks in flight",

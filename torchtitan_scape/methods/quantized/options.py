@@ -106,6 +106,13 @@ class QuantizedCost(GradientCost):
         feedback = 28.0 if self.options.error_feedback else 0.0
         return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
 
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic of the exchange, and of the products with bases: 8 per side and direction, and 8 for moments."""
+        pack, rest = super().memory_traffic(model, replicas)
+        for shape, sides in self._whitened(model):
+            rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
+        return pack, rest
+
     def matrix_flops(self, model: LocalModel) -> float:
         """Return the products with bases, in and out, the second moments, and the updates of the bases."""
         total = 0.0

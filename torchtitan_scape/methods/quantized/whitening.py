@@ -8,7 +8,8 @@ replicas have, so that no basis is sent.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.options import ITERATIONS, ROTATED_TOGETHER, whitened_sides
 
@@ -119,7 +121,17 @@ class WhiteningBases:
 
     @classmethod
     def of(cls, shards: Sequence[Shard], interval: int) -> "WhiteningBases":
+        """Return the bases of the shards.
+
+        Raises:
+            ValueError: No parameter is a matrix of a block.
+        """
         found = cls(interval)
+        if not any(shard.parameter.ndim == 2 and layer_of(shard.name) is not None for shard in shards):
+            raise ValueError(
+                f"[sync.quantized] whiten_every = {interval} is for matrices of numbered layers, named like "
+                f"'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"
+            )
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
             if any(whitened_sides(shape, shard.name)):
@@ -136,18 +148,20 @@ class WhiteningBases:
             gradients: FP32 (n,) per shard; entries of the list are replaced.
             pending: Errors by name, in the bases; changed in place.
         """
-        due = number > 1 and (number - 1) % self.interval == 0
-        for i, basis in self.bases.items():
-            if due:
+        if number > 1 and (number - 1) % self.interval == 0:
+            for i, basis in self.bases.items():
                 basis.update([errors[self.names[i]] for errors in pending if errors], applied)
-            gradients[i] = basis.encode(gradients[i]).view(-1)
+        with tf32_products():
+            for i, basis in self.bases.items():
+                gradients[i] = basis.encode(gradients[i]).view(-1)
 
     def finish(self, gradients: list[Tensor], applied: Tensor) -> None:
         """Replace the synchronized gradients by their values in the model's own basis."""
-        for i, basis in self.bases.items():
-            gradient = basis.decode(gradients[i])
-            basis.observe(gradient, applied)
-            gradients[i] = gradient.view(-1)
+        with tf32_products():
+            for i, basis in self.bases.items():
+                gradient = basis.decode(gradients[i])
+                basis.observe(gradient, applied)
+                gradients[i] = gradient.view(-1)
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""
@@ -166,6 +180,20 @@ class WhiteningBases:
             for kind, tensor in getattr(basis, side).tensors().items()
         }
         return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Compute products of FP32 matrices on a GPU from operands with 10 bits of mantissa: 7 times as fast on an H100."""
+    before = torch.get_float32_matmul_precision()
+    if before != "highest" or not torch.cuda.is_available():
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:
