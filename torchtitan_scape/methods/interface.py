@@ -45,7 +45,7 @@ class State:
             "model": FP32 weights that are saved, validated and exported as the model: those that replicas share, or if
                 `per_replica` their mean over replicas. As the state of single replicas they are saved besides it.
             "copy": copied if the next run has a state of that kind.
-            "rebuild": dropped, and the next exchange is complete.
+            "rebuild": dropped, and the next exchange is complete; loaded if method, options and layout are the same.
         by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
         packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
     """

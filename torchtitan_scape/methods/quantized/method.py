@@ -158,7 +158,7 @@ class Quantized(ChunkedMethod):
             return None, None
         carried_error = self._owned(buffer) / self.collectives.replicas
         self._owned(buffer).zero_()
-        values.add_(buffer)  # not zero if the owners were others before: a checkpoint of another layout
+        values.add_(buffer)  # not zero if the owners or the bases were others before
         return carried_error, buffer
 
     def _owned(self, buffer: Tensor) -> Tensor:
@@ -187,6 +187,8 @@ class Quantized(ChunkedMethod):
         super().prepare_to_load()
         if self._bases is not None:
             self._bases.reset()
+            for errors in (self._pending, self._owner_error):
+                errors.clear(torch.tensor(True))
 
     def states(self) -> list[State]:
         # Errors in a basis have no meaning in another layout.

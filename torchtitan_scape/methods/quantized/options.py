@@ -107,7 +107,10 @@ class QuantizedCost(GradientCost):
         return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of the exchange, and of the products with bases: 8 per side and direction, and 8 for moments."""
+        """Return the traffic of the exchange and of the bases.
+
+        A matrix with bases is read and written for each side and direction, and twice read for each second moment.
+        """
         pack, rest = super().memory_traffic(model, replicas)
         for shape, sides in self._whitened(model):
             rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
