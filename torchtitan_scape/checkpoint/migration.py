@@ -61,6 +61,8 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     for method in optimizer.methods:
         method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
     summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
+    saved = reader.saved["states"].values()
+    summary.unreadable = not same_layout and any(state["on_migration"] == "pending" for state in saved)
     if summary.complete_exchange:
         optimizer.request_full_exchange()
     return summary
@@ -213,12 +215,12 @@ class _Receiver:
     def _copy(self, states: list[State], shard: Shard, imported: ImportedState, row: int) -> None:
         """Load state that every method of the same kind can continue with, or that needs the same layout.
 
-        Of a replica its own, or the replicas' mean. Weights of a replica that are part of the model's mean are loaded as
-        well: the model was loaded before.
+        Of a replica its own, or the replicas' mean. Weights of a replica that are part of the model's mean are loaded
+        as well: the model was loaded before.
         """
         for state in states:
             continues = state.on_migration == "copy" or (state.on_migration == "model" and state.per_replica)
-            if not continues and not (state.on_migration == "rebuild" and self.same_layout):
+            if not continues and not (state.on_migration in ("rebuild", "pending") and self.same_layout):
                 continue
             values, described = imported.kinds.get(state.kind), self.reader.saved["states"].get(state.kind, {})
             if values is None or described.get("on_migration") != state.on_migration:

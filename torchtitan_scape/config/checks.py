@@ -30,7 +30,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
         label = options_of(config.sync).label()
         raise ValueError(
             f"[sync] overlap = true with method {label!r}, which needs all gradients before its exchange starts; "
-            f"set overlap = false, or method = {names}"
+            f"set overlap = false, or method = {names} with its default options"
         )
     _check_levels(config)
     _check_hugging_face(config)

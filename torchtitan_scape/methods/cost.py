@@ -48,7 +48,7 @@ class GradientCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
-    def matrix_flops(self, model: LocalModel) -> float:
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
     def residual_entries(self, model: LocalModel) -> int:

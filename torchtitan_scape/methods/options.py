@@ -45,7 +45,7 @@ class MethodCost(Protocol):
         A sum of steps of these matrices is then a state.
         """
 
-    def matrix_flops(self, model: LocalModel) -> float:
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         """Return the floating-point operations of the exchange's FP32 matrix products in a step, on this rank."""
 
     def collective_calls(

@@ -238,7 +238,7 @@ def predict(
     divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
     sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
     flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
-    flops += BF16_PER_FP32 * run.options.cost().matrix_flops(model)
+    flops += BF16_PER_FP32 * run.options.cost().matrix_flops(model, layout.replicate)
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]

@@ -15,7 +15,9 @@ from kernels import block_code, choose_backend, exchange_passes
 from kernels.exchange.layout import BlockSlices
 from topology.comm_stream import Handle
 from topology.partition import Chunk
+from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -54,9 +56,20 @@ class Quantized(ChunkedMethod):
         self._bases = None
         if options.whiten_every and self.collectives.replicas > 1:
             self._bases = WhiteningBases.of(context.shards, options.whiten_every)
+            self._check_bases()
         fused = self.sends_gradients and len(self.collectives.levels) == 1 and not options.fills_blocks
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
+
+    def _check_bases(self) -> None:
+        """Raise ValueError if no parameter of any pipeline stage is a matrix of a numbered layer."""
+        shards = self.context.shards
+        found = any(shard.parameter.ndim == 2 and layer_of(shard.name) is not None for shard in shards)
+        if not any(self.collectives.gather_from_stages(found)[0]):
+            raise ValueError(
+                f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of numbered layers, "
+                f"named like 'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"
+            )
 
     def begin(self) -> None:
         self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
@@ -66,7 +79,6 @@ class Quantized(ChunkedMethod):
         return self._leave_bases(super().synchronize(gradients, info), info)
 
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
-        gradients = list(gradients)
         self._enter_bases(gradients, info)
         finish = super().start(gradients, info)
         return lambda: self._leave_bases(finish(), info)
@@ -191,8 +203,19 @@ class Quantized(ChunkedMethod):
                 errors.clear(torch.tensor(True))
 
     def states(self) -> list[State]:
-        # Errors in a basis have no meaning in another layout.
-        migration: Literal["gradient", "rebuild"] = "gradient" if self._bases is None else "rebuild"
+        migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"
         kinds = (("residual", self._pending), ("owner_error", self._owner_error))
         states = [State(kind, each.tensors, True, migration) for kind, each in kinds if each.tensors]
         return states if self._bases is None else [*states, self._bases.state()]
+
+    def pending_gradient(self, state: State, name: str) -> Tensor:
+        basis = None if self._bases is None else self._bases.of_shard(name)
+        errors = super().pending_gradient(state, name)
+        return errors if basis is None else basis.decode(errors).reshape(-1)
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        found = super().replicated_tensors()
+        for one in found:
+            if self._bases is not None and one.name and (basis := self._bases.of_shard(one.name)):
+                one.parts.extend((f"basis.{kind}", tensor) for kind, tensor in basis.tensors().items())
+        return found

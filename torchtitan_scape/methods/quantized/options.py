@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall
@@ -39,7 +39,7 @@ class QuantizedOptions(MethodOptions):
 
     whiten_every: int = field(default=0, metadata=LAYOUT)
     """Steps between updates of the bases in which the matrices of the blocks are encoded, made of the second moments of
-    the synchronized gradients; 0 encodes the entries themselves. For codes of 1 and 2 bits, without overlap"""
+    the synchronized gradients; 0 encodes the entries themselves. Measured with code = "2bit"; without overlap"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +47,14 @@ class QuantizedOptions(MethodOptions):
         self.require(
             self.whiten_every >= 0, "whiten_every", "it must be 1 or more, or 0 to encode the entries themselves"
         )
+
+    def layout(self) -> dict[str, Any]:
+        """Return the options that determine the states. In a basis, errors of one code are not those of another."""
+        values = super().layout()
+        if self.whiten_every:
+            return values | {"code": self.code}
+        del values["whiten_every"]  # checkpoints from before this option lack it
+        return values
 
     @property
     def fills_blocks(self) -> bool:
@@ -112,14 +120,14 @@ class QuantizedCost(GradientCost):
         A matrix with bases is read and written for each side and direction, and twice read for each second moment.
         """
         pack, rest = super().memory_traffic(model, replicas)
-        for shape, sides in self._whitened(model):
+        for shape, sides in self._whitened(model) if replicas > 1 else ():
             rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
         return pack, rest
 
-    def matrix_flops(self, model: LocalModel) -> float:
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         """Return the products with bases, in and out, the second moments, and the updates of the bases."""
         total = 0.0
-        for shape, sides in self._whitened(model):
+        for shape, sides in self._whitened(model) if replicas > 1 else ():
             for side, whitened in zip(shape, sides, strict=True):
                 other = math.prod(shape) // side
                 width = side if whitened else min(side, ROTATED_TOGETHER)

@@ -7,9 +7,9 @@ moments are those of Shampoo (Gupta et al., arXiv:1802.09568); they are made of 
 replicas have, so that no basis is sent.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.options import ITERATIONS, ROTATED_TOGETHER, whitened_sides
 
@@ -41,9 +40,9 @@ class Side:
 
     @classmethod
     def of(cls, size: int, whitened: bool, device: torch.device) -> "Side":
-        rotation = cosine_rotation(size).to(device)
+        rotation = cosine_rotation(size, device)
         if not whitened:
-            return cls(rotation, rotation.T.contiguous())
+            return cls(rotation, rotation.T)
         whole = torch.block_diag(*[rotation] * (size // len(rotation)))
         return cls(whole, whole.T.contiguous(), torch.zeros(size, size, device=device))
 
@@ -56,13 +55,13 @@ class Side:
     def observe(self, products: Tensor, applied: Tensor) -> None:
         """Average the second moments with those of a new gradient, (d, d)."""
         assert self.moment is not None
-        masked_copy_(self.moment, self.moment.lerp(products, 1.0 - DECAY), applied)
+        masked_copy_(self.moment, self.moment.lerp(products, 1.0 - DECAY), applied & products.isfinite().all())
 
     def whitening(self) -> tuple[Tensor, Tensor]:
         """Return `forward` and `backward` for the present second moments."""
         assert self.moment is not None
         root, inverse = roots(self.moment)
-        rotation = cosine_rotation(len(root)).to(root.device)
+        rotation = cosine_rotation(len(root), root.device)
         return along(rotation, inverse, 0), along(rotation, root, 1)
 
 
@@ -78,6 +77,11 @@ class MatrixBasis:
     def of(cls, shape: tuple[int, int], device: torch.device) -> "MatrixBasis":
         left, right = (Side.of(n, on, device) for n, on in zip(shape, whitened_sides(shape), strict=True))
         return cls(shape, left, right)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of both sides by name, for example "left.moment"."""
+        sides = (("left", self.left), ("right", self.right))
+        return {f"{name}.{kind}": tensor for name, side in sides for kind, tensor in side.tensors().items()}
 
     def encode(self, matrix: Tensor) -> Tensor:
         """Return a gradient (n,) or (a, b) in the basis."""
@@ -97,10 +101,12 @@ class MatrixBasis:
     def update(self, pending: Sequence[Tensor], applied: Tensor) -> None:
         """Change to the basis of the present second moments, and pending errors with it."""
         gradients = [self.decode(error) for error in pending]
-        for side in (self.left, self.right):
-            if side.moment is not None:
-                for target, value in zip((side.forward, side.backward), side.whitening(), strict=True):
-                    masked_copy_(target, value, applied)
+        found = [(side, side.whitening()) for side in (self.left, self.right) if side.moment is not None]
+        for value in (value for _, pair in found for value in pair):
+            applied = applied & value.isfinite().all()
+        for side, (forward, backward) in found:
+            masked_copy_(side.forward, forward, applied)
+            masked_copy_(side.backward, backward, applied)
         for error, gradient in zip(pending, gradients, strict=True):
             masked_copy_(error, self.encode(gradient), applied)
 
@@ -121,17 +127,7 @@ class WhiteningBases:
 
     @classmethod
     def of(cls, shards: Sequence[Shard], interval: int) -> "WhiteningBases":
-        """Return the bases of the shards.
-
-        Raises:
-            ValueError: No parameter is a matrix of a block.
-        """
         found = cls(interval)
-        if not any(shard.parameter.ndim == 2 and layer_of(shard.name) is not None for shard in shards):
-            raise ValueError(
-                f"[sync.quantized] whiten_every = {interval} is for matrices of numbered layers, named like "
-                f"'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"
-            )
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
             if any(whitened_sides(shape, shard.name)):
@@ -140,28 +136,30 @@ class WhiteningBases:
         return found
 
     def begin(
-        self, gradients: list[Tensor], number: int, pending: Sequence[Mapping[str, Tensor]], applied: Tensor
+        self, gradients: Sequence[Tensor], number: int, pending: Sequence[Mapping[str, Tensor]], applied: Tensor
     ) -> None:
         """Replace the gradients of step `number` by their values in the bases, after an update if one is due.
 
         Args:
-            gradients: FP32 (n,) per shard; entries of the list are replaced.
+            gradients: FP32 (n,) per shard, changed in place.
             pending: Errors by name, in the bases; changed in place.
         """
         if number > 1 and (number - 1) % self.interval == 0:
             for i, basis in self.bases.items():
                 basis.update([errors[self.names[i]] for errors in pending if errors], applied)
-        with tf32_products():
-            for i, basis in self.bases.items():
-                gradients[i] = basis.encode(gradients[i]).view(-1)
+        for i, basis in self.bases.items():
+            gradients[i].copy_(basis.encode(gradients[i]).view(-1))
 
-    def finish(self, gradients: list[Tensor], applied: Tensor) -> None:
+    def finish(self, gradients: Sequence[Tensor], applied: Tensor) -> None:
         """Replace the synchronized gradients by their values in the model's own basis."""
-        with tf32_products():
-            for i, basis in self.bases.items():
-                gradient = basis.decode(gradients[i])
-                basis.observe(gradient, applied)
-                gradients[i] = gradient.view(-1)
+        for i, basis in self.bases.items():
+            gradient = basis.decode(gradients[i])
+            basis.observe(gradient, applied)
+            gradients[i].copy_(gradient.view(-1))
+
+    def of_shard(self, name: str) -> MatrixBasis | None:
+        """Return the basis of a parameter's shard, or None if it has none."""
+        return next((basis for i, basis in self.bases.items() if self.names[i] == name), None)
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""
@@ -174,26 +172,9 @@ class WhiteningBases:
     def state(self) -> State:
         """Return all tensors but the rotations, which follow from the shapes."""
         tensors = {
-            f"{self.names[i]}.{side}.{kind}": tensor
-            for i, basis in self.bases.items()
-            for side in ("left", "right")
-            for kind, tensor in getattr(basis, side).tensors().items()
+            f"{self.names[i]}.{kind}": t for i, basis in self.bases.items() for kind, t in basis.tensors().items()
         }
         return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
-
-
-@contextmanager
-def tf32_products() -> Iterator[None]:
-    """Compute products of FP32 matrices on a GPU from operands with 10 bits of mantissa: 7 times as fast on an H100."""
-    before = torch.get_float32_matmul_precision()
-    if before != "highest" or not torch.cuda.is_available():
-        yield
-        return
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:
@@ -205,8 +186,9 @@ def along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:
     return (values.reshape(-1, size) @ matrix.T).view(rows, columns)
 
 
-def cosine_rotation(size: int) -> Tensor:
-    """Return an orthogonal matrix that mixes all entries: a cosine transform after random signs, FP32 (b, b).
+@functools.cache
+def cosine_rotation(size: int, device: torch.device) -> Tensor:
+    """Return an orthogonal matrix that mixes neighbouring entries: a cosine transform after random signs, FP32 (b, b).
 
     b is the largest divisor of `size` up to `ROTATED_TOGETHER`. It is computed in FP64 and equal on all machines.
     """
@@ -215,7 +197,7 @@ def cosine_rotation(size: int) -> Tensor:
     k = torch.arange(width, dtype=torch.float64, device="cpu")
     rotation = torch.cos(math.pi / width * torch.outer(k, k + 0.5)) * math.sqrt(2.0 / width)
     rotation[0] *= math.sqrt(0.5)
-    return (rotation * signs).float()
+    return (rotation * signs).float().to(device)
 
 
 def roots(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +208,9 @@ def roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     root times inverse grows by up to 2.25 in each, from `FLOOR` to 1. Root times inverse is the identity.
     """
     identity = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-    root = (moment / moment.norm().clamp(min=1e-30) + FLOOR * identity) / (1.0 + FLOOR)
+    largest = moment.abs().amax()  # the norm squares the entries, and small ones would become zero
+    scaled = torch.where(largest > 1e-30, moment / largest.clamp(min=1e-30), 0.0)
+    root = (scaled / scaled.norm().clamp(min=1.0) + FLOOR * identity) / (1.0 + FLOOR)
     inverse = identity
     for _ in range(ITERATIONS):
         correction = 1.5 * identity - 0.5 * inverse @ root
