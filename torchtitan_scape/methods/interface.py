@@ -306,7 +306,7 @@ class Method(ABC):
             counted = {shard.name for shard in self.context.shards if shard.counted}
             squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
             for state in pending:
-                for name in state.tensors.keys() & counted:
+                for name in (name for name in state.tensors if name in counted):
                     squares += sum_of_squares(self.pending_gradient(state, name))
             figures["residual_norm"] = self.root_mean_square(squares)
         return figures

@@ -68,7 +68,8 @@ class Quantized(ChunkedMethod):
         if not any(self.collectives.gather_from_stages(found)[0]):
             raise ValueError(
                 f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of numbered layers, "
-                f"named like 'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"
+                f"named like 'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; "
+                "set it to 0"
             )
 
     def begin(self) -> None:
