@@ -92,6 +92,12 @@ METHODS = {
         "--sync.radius.release_scale=2.0",
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
+    "quantized-whitened": [
+        "--sync.method=quantized",
+        "--sync.quantized.code=2bit",
+        "--sync.quantized.whiten_every=3",
+        "--optimizer.name=Muon",
+    ],
     "onebit": [
         "--sync.method=onebit_adam",
         "--sync.onebit_adam.warmup_steps=4",
@@ -329,6 +335,7 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         ("radius", "1x2", 4),  # between two refreshes
         slow("radius-adams", "2x2", None),  # right after one
         slow("quantized", "nodes", 4),
+        ("quantized-whitened", "2x2", 4),  # the skipped step is the one that changes the bases
         ("onebit", "2x2", 3),  # a skipped step between two updates of the variance
         ("diloco", "1x2", 3),  # within a round, with a skipped exchange
         slow("muon", "1x2", 4),

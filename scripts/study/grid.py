@@ -23,7 +23,7 @@ MAX_MICRO_BATCH = 32  # sequences
 # Options that do not change a result are not part of a run's identity.
 _WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
 # Fields of a method's section that a run's identity contains only where a grid or recipe sets them.
-_NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes")
+_NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes", "whiten_every")
 _TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
 # Keys of a method that are not options of the trainer.
 _METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")

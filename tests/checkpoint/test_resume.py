@@ -134,6 +134,7 @@ def first_half(
         slow("1x2", "1x2", "scape-gather", "adamw"),
         ("1x2", "2x1", "adamw", "scape"),
         slow("1x2", "4x1", "topk", "muon"),
+        slow("1x2", "4x1", "quantized-whitened", "quantized-whitened"),
         slow("4x1", "1x2", "demo", "topk"),
         slow("1x2", "2x1", "demo", "adamw"),
         slow("2x1", "1x2", "adams", "scape-offload"),

@@ -56,11 +56,13 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
             one.finish()
         summary.complete_exchange = not same_layout
         return summary
-    receiver = _Receiver(optimizer, reader, shard_residuals, summary)
+    receiver = _Receiver(optimizer, reader, shard_residuals, summary, same_layout)
     receiver.load()
     for method in optimizer.methods:
         method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
     summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
+    saved = reader.saved["states"].values()
+    summary.unreadable = not same_layout and any(state["on_migration"] == "pending" for state in saved)
     if summary.complete_exchange:
         optimizer.request_full_exchange()
     return summary
@@ -87,9 +89,10 @@ class _Receiver:
         reader: CheckpointReader,
         shard_residuals: list[State],
         summary: MigrationSummary,
+        same_layout: bool,
     ) -> None:
         self.optimizer, self.reader, self.summary = optimizer, reader, summary
-        self.shard_residuals = shard_residuals
+        self.shard_residuals, self.same_layout = shard_residuals, same_layout
         name = type(optimizer.inner).__name__
         self.same_optimizer = (
             has_dense_state(optimizer) and reader.has_dense_state and reader.saved["optimizer"] == name
@@ -113,7 +116,7 @@ class _Receiver:
                 keeps_pending = self._put_pending(shard, imported, row, states)
                 if row < len(self.stores) and not (self.same_optimizer and (keeps_pending or imported.pending is None)):
                     self._put_moments(self.stores[row], shard, imported, row, flush=not keeps_pending)
-                _copy(states, shard, imported, row, self.reader.saved["states"])
+                self._copy(states, shard, imported, row)
         if not self.same_optimizer:
             # Bias corrections of moments that begin at zero begin anew as well.
             known = self.reader.saved["optimizer"] == type(self.optimizer.inner).__name__
@@ -209,23 +212,24 @@ class _Receiver:
             square = torch.maximum(saved, square) if flush else saved
         target_sq.copy_(square)
 
+    def _copy(self, states: list[State], shard: Shard, imported: ImportedState, row: int) -> None:
+        """Load state that every method of the same kind can continue with, or that needs the same layout.
 
-def _copy(
-    states: list[State], shard: Shard, imported: ImportedState, row: int, saved: dict[str, dict[str, Any]]
-) -> None:
-    """Load state that every method of the same kind can continue with; of a replica its own, or the replicas' mean.
-
-    Weights of a replica that are part of the model's mean are loaded as well: the model was loaded before.
-    """
-    for state in (s for s in states if s.on_migration == "copy" or (s.on_migration == "model" and s.per_replica)):
-        values, described = imported.kinds.get(state.kind), saved.get(state.kind, {})
-        if values is None or described.get("on_migration") != state.on_migration:
-            continue
-        if values.dtype != state.tensors[shard.name].dtype:
-            continue
-        if state.per_replica and described["per_replica"]:
-            values = imported.replica_copies[state.kind].of_replica(row)
-        state.load_entries(shard.name, values)
+        Of a replica its own, or the replicas' mean. Weights of a replica that are part of the model's mean are loaded
+        as well: the model was loaded before.
+        """
+        for state in states:
+            continues = state.on_migration == "copy" or (state.on_migration == "model" and state.per_replica)
+            if not continues and not (state.on_migration in ("rebuild", "pending") and self.same_layout):
+                continue
+            values, described = imported.kinds.get(state.kind), self.reader.saved["states"].get(state.kind, {})
+            if values is None or described.get("on_migration") != state.on_migration:
+                continue
+            if values.dtype != state.tensors[shard.name].dtype:
+                continue
+            if state.per_replica and described["per_replica"]:
+                values = imported.replica_copies[state.kind].of_replica(row)
+            state.load_entries(shard.name, values)
 
 
 def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool) -> bool:

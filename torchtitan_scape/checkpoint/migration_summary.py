@@ -21,6 +21,7 @@ class MigrationSummary:
         flushed: pending gradients were added to first moments.
         lost: pending gradients of parameters without a first moment, or with beta1 = 0.
         complete_exchange: the next exchange is complete.
+        unreadable: pending gradients in coordinates that only the layout, method and options that saved them know.
     """
 
     def __init__(self, reader: CheckpointReader, exact: bool, optimizer: ReplicaOptimizer) -> None:
@@ -28,6 +29,7 @@ class MigrationSummary:
         self._squares = torch.zeros((), dtype=torch.float64, device=optimizer.grad_norm.device)
         self._has_pending = False
         self.copied = self.moments_continue = self.flushed = self.lost = self.complete_exchange = False
+        self.unreadable = False
 
     def count(self, shard: Shard, imported: ImportedState) -> None:
         """Add a parameter to the norm of the pending gradients' mean. Collective."""
@@ -45,6 +47,8 @@ class MigrationSummary:
         parts = [self._weights_and_moments(), self._pending()]
         if self.lost:
             parts.append("without a first moment, or with beta1 = 0, pending gradients are lost")
+        if self.unreadable:
+            parts.append("pending gradients are lost: they are stored in the bases of the other layout or options")
         if self.complete_exchange:
             parts.append("the next exchange is complete")
         return "; ".join(part for part in parts if part)

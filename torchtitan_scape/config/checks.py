@@ -25,11 +25,12 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which supports "
             f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
         )
-    if config.sync.overlap and not METHODS[method].supports_overlap:
+    if config.sync.overlap and not options_of(config.sync).cost().supports_overlap:
         names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
+        label = options_of(config.sync).label()
         raise ValueError(
-            f"[sync] overlap = true with method = {method!r}, which needs all gradients before its exchange starts; "
-            f"set overlap = false, or method = {names}"
+            f"[sync] overlap = true with method {label!r}, which needs all gradients before its exchange starts; "
+            f"set overlap = false, or method = {names} with its default options"
         )
     _check_levels(config)
     _check_hugging_face(config)

@@ -27,6 +27,7 @@ class GradientCost:
         "gradients",
         "residual",
         "owner_error",
+        "bases",
         "masks",
         "messages",
         "chunks in flight",
@@ -45,6 +46,9 @@ class GradientCost:
         return 0.0, self.traffic_per_parameter() * model.entries
 
     def extra_orthogonalizations(self, replicas: int) -> float:
+        return 0.0
+
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
     def residual_entries(self, model: LocalModel) -> int:

@@ -41,11 +41,13 @@ class State:
             check).
         on_migration: the treatment under another layout, replica count or method.
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
+            "pending": pending gradients in coordinates that only the same layout, method and options know. They are
+                loaded there, and lost elsewhere.
             "displacement": pending changes of the weights, anchor minus weight, of a method with per-replica weights.
             "model": FP32 weights that are saved, validated and exported as the model: those that replicas share, or if
                 `per_replica` their mean over replicas. As the state of single replicas they are saved besides it.
             "copy": copied if the next run has a state of that kind.
-            "rebuild": dropped, and the next exchange is complete.
+            "rebuild": dropped, and the next exchange is complete; loaded if method, options and layout are the same.
         by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
         packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
     """
@@ -53,14 +55,19 @@ class State:
     kind: str
     tensors: dict[str, Tensor]
     per_replica: bool
-    on_migration: Literal["gradient", "displacement", "model", "copy", "rebuild"]
+    on_migration: Literal["gradient", "pending", "displacement", "model", "copy", "rebuild"]
     by_parameter: bool = True
     packed: bool = False
 
     @property
     def is_pending(self) -> bool:
         """Whether it holds an update that was not delivered yet."""
-        return self.on_migration in ("gradient", "displacement")
+        return self.is_gradient or self.on_migration == "displacement"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it holds gradients that were not delivered yet."""
+        return self.on_migration in ("gradient", "pending")
 
     def is_in_model(self, residual: str) -> bool:
         """Whether the model of a checkpoint contains it, for `[checkpoint] residual`."""
@@ -283,8 +290,8 @@ class Method(ABC):
     def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
         """Return a parameter's first moment and its pending update, FP32 (n,); None where there is none. Collective."""
         moment = self.context.optimizer.state.get(shard.parameter, {}).get("exp_avg")
-        states = [s for s in self.states() if s.on_migration == "gradient" and shard.name in s.tensors]
-        residual = torch.stack([s.tensors[shard.name].view(-1) for s in states]).sum(0) if states else None
+        states = [s for s in self.states() if s.is_gradient and shard.name in s.tensors]
+        residual = torch.stack([self.pending_gradient(s, shard.name) for s in states]).sum(0) if states else None
         return None if moment is None else local(moment).view(-1), residual
 
     def metrics(self) -> dict[str, float]:
@@ -294,14 +301,19 @@ class Method(ABC):
         as the root mean square over replicas.
         """
         figures = {"density": self.density()}
-        pending = [state for state in self.states() if state.on_migration == "gradient"]
+        pending = [state for state in self.states() if state.is_gradient]
         if pending:
             counted = {shard.name for shard in self.context.shards if shard.counted}
             squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
-            for values in (t for state in pending for name, t in state.tensors.items() if name in counted):
-                squares += sum_of_squares(values)
+            for state in pending:
+                for name in (name for name in state.tensors if name in counted):
+                    squares += sum_of_squares(self.pending_gradient(state, name))
             figures["residual_norm"] = self.root_mean_square(squares)
         return figures
+
+    def pending_gradient(self, state: State, name: str) -> Tensor:
+        """Return a parameter's pending gradient of a state, FP32 (n,), in the model's own coordinates."""
+        return state.tensors[name].reshape(-1)
 
     def root_mean_square(self, squares: Tensor) -> float:
         """Return the root of a sum of squares over all ranks, divided by the number of replicas. Collective."""

@@ -45,6 +45,9 @@ class MethodCost(Protocol):
         A sum of steps of these matrices is then a state.
         """
 
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
+        """Return the floating-point operations of the exchange's FP32 matrix products in a step, on this rank."""
+
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:

@@ -58,10 +58,10 @@ class Observation:
         states, unsent = describe_states(optimizers, "exact"), optimizers.sharding.unsent.described("exact")
         # Residuals of the shard axis are stored per parameter group and are not observed.
         self._has_residual = any(
-            state["on_migration"] == "gradient" for kind, state in states.items() if kind not in unsent
+            state["on_migration"] in ("gradient", "pending") for kind, state in states.items() if kind not in unsent
         )
         # A shadow residual requires a complete gradient exchange: no error feedback and no local updates.
-        self._shadows = not any(state["on_migration"] in ("gradient", "model") for state in states.values())
+        self._shadows = not any(state["on_migration"] in ("gradient", "pending", "model") for state in states.values())
         self._moments = [
             observed
             for observed in self.tensors

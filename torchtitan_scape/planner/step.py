@@ -26,6 +26,10 @@ from torchtitan_scape.sharding.cost import (
 )
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 
+BF16_PER_FP32 = (
+    2.0  # matrix products of FP32 numbers as TF32 have half the rate on an H100; more on a MI250X (a quarter)
+)
+
 # ------------------------------------------------------------------------------------------- the step
 
 
@@ -234,6 +238,7 @@ def predict(
     divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
     sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
     flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
+    flops += BF16_PER_FP32 * run.options.cost().matrix_flops(model, layout.replicate)
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]

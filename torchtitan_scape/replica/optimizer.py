@@ -305,7 +305,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 self.replicas.run(lambda i: self._local(i).exchange(info))
             self.sharding.version.changed()
             return
-        pending = any(s.on_migration == "gradient" for s in self.methods[0].declared_states())
+        pending = any(s.is_gradient for s in self.methods[0].declared_states())
         if pending or self.sharding.unsent.described("exact"):
             self.zero_grad()
             self.request_full_exchange()

@@ -80,8 +80,8 @@ def replicate(
     options, entry = _method(method)
     if isinstance(optimizer, torch.optim.Optimizer):
         _name_parameters(model, optimizer)
-    if overlap and not entry.method.supports_overlap:
-        raise ValueError(f"overlap = True does not go with method {options.method_name()!r}; leave it out")
+    if overlap and not options.cost().supports_overlap:
+        raise ValueError(f"overlap = True does not go with method {options.label()!r}; leave it out")
     return ReplicaOptimizer(
         optimizer,
         entry.method,

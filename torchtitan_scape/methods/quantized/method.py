@@ -6,7 +6,7 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from kernels import block_code, choose_backend, exchange_passes
 from kernels.exchange.layout import BlockSlices
 from topology.comm_stream import Handle
 from topology.partition import Chunk
+from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized.whitening import WhiteningBases
 
 
 class Quantized(ChunkedMethod):
@@ -32,6 +35,8 @@ class Quantized(ChunkedMethod):
 
     With one or two bits, N times the error of the mean is a state of its own, "owner_error". The owner adds the error
     to its next mean, before it encodes that (Tang et al., arXiv:1905.05957, "DoubleSqueeze").
+
+    With `whiten_every`, x is the gradient in the basis of `whitening.WhiteningBases`, and so are both errors.
 
     Within a node sums are sent in FP32, and the encoded means are forwarded unchanged. With a single replica nothing is
     encoded.
@@ -48,12 +53,46 @@ class Quantized(ChunkedMethod):
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
         self._uncompressed = False  # in this step
+        self._bases = None
+        if options.whiten_every and self.collectives.replicas > 1:
+            self._bases = WhiteningBases.of(context.shards, options.whiten_every)
+            self._check_bases()
         fused = self.sends_gradients and len(self.collectives.levels) == 1 and not options.fills_blocks
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
 
+    def _check_bases(self) -> None:
+        """Raise ValueError if no parameter of any pipeline stage is a matrix of a numbered layer."""
+        shards = self.context.shards
+        found = any(shard.parameter.ndim == 2 and layer_of(shard.name) is not None for shard in shards)
+        if not any(self.collectives.gather_from_stages(found)[0]):
+            raise ValueError(
+                f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of numbered layers, "
+                f"named like 'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; "
+                "set it to 0"
+            )
+
     def begin(self) -> None:
         self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
+
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        self._enter_bases(gradients, info)
+        return self._leave_bases(super().synchronize(gradients, info), info)
+
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        self._enter_bases(gradients, info)
+        finish = super().start(gradients, info)
+        return lambda: self._leave_bases(finish(), info)
+
+    def _enter_bases(self, gradients: list[Tensor], info: StepInfo) -> None:
+        if self._bases is not None:
+            pending = (self._pending.tensors, self._owner_error.tensors)
+            self._bases.begin(gradients, info.number, pending, info.applied)
+
+    def _leave_bases(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        if self._bases is not None:
+            self._bases.finish(gradients, info.applied)
+        return gradients
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
         self.scale_to_mean([values])
@@ -132,7 +171,7 @@ class Quantized(ChunkedMethod):
             return None, None
         carried_error = self._owned(buffer) / self.collectives.replicas
         self._owned(buffer).zero_()
-        values.add_(buffer)  # not zero if the owners were others before: a checkpoint of another layout
+        values.add_(buffer)  # not zero if the owners or the bases were others before
         return carried_error, buffer
 
     def _owned(self, buffer: Tensor) -> Tensor:
@@ -157,6 +196,27 @@ class Quantized(ChunkedMethod):
         flat = [states.tensors[self.context.shards[s.tensor].name].view(-1) for s in chunk.slices]
         return [state[s.first : s.first + s.length] for s, state in zip(chunk.slices, flat, strict=True)]
 
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        if self._bases is not None:
+            self._bases.reset()
+            for errors in (self._pending, self._owner_error):
+                errors.clear(torch.tensor(True))
+
     def states(self) -> list[State]:
+        migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"
         kinds = (("residual", self._pending), ("owner_error", self._owner_error))
-        return [State(kind, each.tensors, True, "gradient") for kind, each in kinds if each.tensors]
+        states = [State(kind, each.tensors, True, migration) for kind, each in kinds if each.tensors]
+        return states if self._bases is None else [*states, self._bases.state()]
+
+    def pending_gradient(self, state: State, name: str) -> Tensor:
+        basis = None if self._bases is None else self._bases.of_shard(name)
+        errors = super().pending_gradient(state, name)
+        return errors if basis is None else basis.decode(errors).reshape(-1)
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        found = super().replicated_tensors()
+        for one in found:
+            if self._bases is not None and one.name and (basis := self._bases.of_shard(one.name)):
+                one.parts.extend((f"basis.{kind}", tensor) for kind, tensor in basis.tensors().items())
+        return found

@@ -1,17 +1,21 @@
 """Options and cost of gradients in block codes of 1 to 8 bits."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
-from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.core.workloads import LocalModel, Shape, layer_of
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
+
+ITERATIONS = 14  # of the inverse root of second moments, see `whitening.roots`
+ROTATED_TOGETHER = 256  # entries at most that the cosine transform mixes
 
 Code = Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
 
@@ -33,9 +37,24 @@ class QuantizedOptions(MethodOptions):
     error_feedback: bool = field(default=True, metadata=LAYOUT)
     """Keep the quantization error (FP32, 4 bytes per parameter) and add it to the next gradient; otherwise drop it"""
 
+    whiten_every: int = field(default=0, metadata=LAYOUT)
+    """Steps between updates of the bases in which the matrices of the blocks are encoded, made of the second moments of
+    the synchronized gradients; 0 encodes the entries themselves. Measured with code = "2bit"; without overlap"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
+        self.require(
+            self.whiten_every >= 0, "whiten_every", "it must be 1 or more, or 0 to encode the entries themselves"
+        )
+
+    def layout(self) -> dict[str, Any]:
+        """Return the options that determine the states. In a basis, errors of one code are not those of another."""
+        values = super().layout()
+        if self.whiten_every:
+            return values | {"code": self.code}
+        del values["whiten_every"]  # checkpoints from before this option lack it
+        return values
 
     @property
     def fills_blocks(self) -> bool:
@@ -53,7 +72,7 @@ class QuantizedOptions(MethodOptions):
         return True
 
     def label(self) -> str:
-        return f"{self.method_name()} {self.code}"
+        return f"{self.method_name()} {self.code}" + (" whitened" if self.whiten_every else "")
 
     def cost(self) -> "QuantizedCost":
         return QuantizedCost(self)
@@ -64,7 +83,11 @@ class QuantizedCost(GradientCost):
     """All gradients in a block code, in chunks."""
 
     options: QuantizedOptions
-    supports_overlap = True
+
+    @property
+    def supports_overlap(self) -> bool:  # type: ignore[override]
+        """Whether chunks are independent: a basis needs whole matrices."""
+        return not self.options.whiten_every
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
@@ -91,6 +114,35 @@ class QuantizedCost(GradientCost):
         feedback = 28.0 if self.options.error_feedback else 0.0
         return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
 
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic of the exchange and of the bases.
+
+        A matrix with bases is read and written for each side and direction, and twice read for each second moment.
+        """
+        pack, rest = super().memory_traffic(model, replicas)
+        for shape, sides in self._whitened(model) if replicas > 1 else ():
+            rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
+        return pack, rest
+
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
+        """Return the products with bases, in and out, the second moments, and the updates of the bases."""
+        total = 0.0
+        for shape, sides in self._whitened(model) if replicas > 1 else ():
+            for side, whitened in zip(shape, sides, strict=True):
+                other = math.prod(shape) // side
+                width = side if whitened else min(side, ROTATED_TOGETHER)
+                total += 4.0 * width * side * other
+                if whitened:
+                    total += 2.0 * side * side * other + 6.0 * ITERATIONS * side**3 / self.options.whiten_every
+        return total
+
+    def _whitened(self, model: LocalModel) -> list[tuple[Shape, tuple[bool, bool]]]:
+        """Return shape and whitened sides of the matrices that have a basis."""
+        if not self.options.whiten_every:
+            return []
+        sides = [whitened_sides(shape, name) for name, shape in zip(model.names, model.shapes, strict=True)]
+        return [(shape, each) for shape, each in zip(model.shapes, sides, strict=True) if any(each)]
+
     @property
     def chunk_bytes(self) -> float:
         """Values, the sent and the received message, the quantization error, and a copy of the owner's error."""
@@ -102,5 +154,21 @@ class QuantizedCost(GradientCost):
         return model.entries if self.options.error_feedback else 0
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        owner_error = {"owner_error": 4.0 * model.entries} if self.options.keeps_owner_error(replicas) else {}
-        return super().device_memory(model, replicas) | owner_error
+        kinds = super().device_memory(model, replicas)
+        if self.options.keeps_owner_error(replicas):
+            kinds["owner_error"] = 4.0 * model.entries
+        sides = [n for shape, each in self._whitened(model) for n, on in zip(shape, each, strict=True) if on]
+        if sides and replicas > 1:
+            kinds["bases"] = 12.0 * sum(n * n for n in sides)  # two products and the second moments
+        return kinds
+
+
+def whitened_sides(shape: Shape, name: str = "layers.0.weight") -> tuple[bool, bool]:
+    """Return which sides of a shard get a basis by its second moments: the shorter one, or both of a square matrix.
+
+    The longer side is only rotated, because its second moments would need more memory than the matrix. No side of
+    embedding and output, whose rows differ by the frequency of a token, and of vectors.
+    """
+    if len(shape) != 2 or layer_of(name) is None or min(shape) < 2:
+        return False, False
+    return shape[0] <= shape[1], shape[1] <= shape[0]

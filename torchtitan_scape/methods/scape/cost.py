@@ -63,6 +63,9 @@ class ScapeCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
+        return 0.0
+
     # ------------------------------------------------------------------------------- derived options
 
     @property

@@ -1,0 +1,264 @@
+"""Gradients encoded in bases of equal variance: the bases, what is conserved, exact resume, and the cost."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.replicas import run_replicas
+from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from torchtitan_scape import replicate
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.quantized.options import QuantizedOptions, whitened_sides
+from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cosine_rotation, roots
+from torchtitan_scape.optimizers.muon import orthogonalized
+
+# A square, a wide and a tall matrix of a block; the others have no basis.
+SHAPES = {
+    "embedding": (50, 24),
+    "layers.0.wq": (24, 24),
+    "layers.0.w1": (48, 24),
+    "layers.1.w2": (24, 40),
+    "norm": (24,),
+}
+APPLIED = torch.tensor(True)
+
+
+def make(collectives: ReplicaCollectives, **options: Any) -> Quantized:
+    optimizer = torch.optim.SGD([(name, nn.Parameter(torch.zeros(shape))) for name, shape in SHAPES.items()])
+    shards = collect_shards(optimizer.param_groups)
+    options = {"code": "2bit", "block": 32, "whiten_every": 3} | options
+    return Quantized(MethodContext(shards, collectives, optimizer), QuantizedOptions(**options))
+
+
+def ill_conditioned(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return a gradient whose singular values fall by a factor of 1000, in directions that stay the same."""
+    if len(shape) < 2:
+        return torch.randn(shape, generator=generator)
+    fixed = torch.Generator().manual_seed(shape[0])
+    left, right = (torch.linalg.qr(torch.randn(n, n, generator=fixed))[0] for n in shape)
+    fall = torch.logspace(0, -3, min(shape))
+    noise = torch.randn(len(fall), len(fall), generator=generator) * 0.3 + torch.eye(len(fall))
+    return left[:, : len(fall)] @ (fall.sqrt()[:, None] * noise * fall.sqrt()) @ right[: len(fall)]
+
+
+def gradients(step: int, replica: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return [ill_conditioned(shape, generator).view(-1) for shape in SHAPES.values()]
+
+
+def means(steps: int, **options: Any) -> Callable[[ReplicaCollectives], tuple[Quantized, list[list[Tensor]]]]:
+    def run(collectives: ReplicaCollectives) -> tuple[Quantized, list[list[Tensor]]]:
+        method = make(collectives, **options)
+        found = []
+        for n in range(1, steps + 1):
+            own = gradients(n, collectives.replica)
+            found.append([g.clone() for g in method.synchronize(own, StepInfo(n, APPLIED))])
+        return method, found
+
+    return run
+
+
+def pending(method: Quantized) -> list[Tensor]:
+    """Return the pending errors of all shards in the model's own basis, (n,)."""
+    states = [state for state in method.states() if state.is_gradient]
+    return [sum(method.pending_gradient(state, name) for state in states) for name in SHAPES]
+
+
+def test_the_rotation_is_orthogonal_and_mixes_all_entries() -> None:
+    for size, width in ((24, 24), (80, 80), (2560, 256), (514, 2), (7, 7)):
+        rotation = cosine_rotation(size, torch.device("cpu"))
+        assert rotation.shape == (width, width)
+        assert (rotation @ rotation.T - torch.eye(width)).abs().max() < 1e-6
+    assert cosine_rotation(80, torch.device("cpu")).abs().max() < 0.16
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e8])
+def test_roots_equal_those_of_the_eigenvalues(condition: float) -> None:
+    q = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), 64, dtype=torch.float64)
+    root, inverse = roots(((q * values) @ q.T * 5.0).float())
+    floored = (values / values.norm() + FLOOR) / (1 + FLOOR)
+    for found, power in ((root, 0.5), (inverse, -0.5)):
+        expected = (q * floored**power) @ q.T
+        assert (found - expected).norm() < 1e-3 * expected.norm()
+    assert (root @ inverse - torch.eye(64)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-15, 1e-13, 1e10])
+def test_roots_of_tiny_and_huge_gradients_are_finite(size: float) -> None:
+    gradient = size * torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    root, inverse = roots(gradient @ gradient.T)
+    assert (root @ inverse - torch.eye(8)).abs().max() < 1e-3
+
+
+def test_gradients_that_stay_zero_end_in_zeros() -> None:
+    method = make(DryRunCollectives(replicas=2), whiten_every=10)
+    for n in range(1, 42):
+        own = [1e-12 * g if n < 5 else torch.zeros_like(g) for g in gradients(n, 0)]
+        found = method.synchronize(own, StepInfo(n, APPLIED))
+    assert all(g.isfinite().all() and g.abs().max() < 1e-6 for g in found)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (48, 24), (24, 512)])
+def test_a_basis_is_undone_before_and_after_an_update(shape: tuple[int, int]) -> None:
+    basis, generator = MatrixBasis.of(shape, torch.device("cpu")), torch.Generator().manual_seed(1)
+    matrix, error = (ill_conditioned(shape, generator) for _ in range(2))
+    held = basis.encode(error)
+    for _ in range(2):
+        assert (basis.decode(basis.encode(matrix)) - matrix).norm() < 1e-3 * matrix.norm()
+        assert (basis.decode(held) - error).norm() < 2e-3 * error.norm()
+        basis.observe(matrix, APPLIED)
+        basis.update([held], APPLIED)
+
+
+def test_embedding_output_and_vectors_have_no_basis() -> None:
+    assert [name for name, shape in SHAPES.items() if any(whitened_sides(shape, name))] == list(SHAPES)[1:4]
+    assert whitened_sides((24, 24)) == (True, True)
+    assert whitened_sides((48, 24)) == (False, True)
+    assert whitened_sides((24, 40)) == (True, False)
+
+
+@pytest.mark.parametrize(("replicas", "code"), [(2, "2bit"), (5, "1bit"), (4, "e2m1")])
+def test_every_gradient_is_applied_or_pending(replicas: int, code: str) -> None:
+    steps = 8  # two updates of the bases
+    found = run_replicas(replicas, means(steps, code=code))
+    for i in range(len(SHAPES)):
+        given = sum(gradients(n, r)[i] for n in range(1, steps + 1) for r in range(replicas))
+        applied = replicas * sum(step[i] for step in found[0][1])
+        held = sum(pending(method)[i] for method, _ in found)
+        assert (applied + held - given).norm() < 2e-3 * given.norm()
+
+
+def test_replicas_receive_the_same_bits() -> None:
+    found = run_replicas(3, means(5))
+    for method, steps in found[1:]:
+        for own, first in zip(steps, found[0][1], strict=True):
+            assert all(map(torch.equal, own, first))
+        bases = [next(s for s in m.states() if s.kind == "basis").tensors for m in (method, found[0][0])]
+        assert all(torch.equal(value, bases[1][name]) for name, value in bases[0].items())
+
+
+def test_weak_directions_of_the_momentum_keep_their_signal() -> None:
+    """The orthogonalized mean of 20 steps is nearer to that of the exact means than without bases."""
+
+    def distance(**options: Any) -> float:
+        exact = [sum(gradients(n, r)[1] for r in range(2)) / 2 for n in range(11, 31)]
+        coded = [step[1] for step in run_replicas(2, means(30, **options))[0][1][10:]]
+        a, b = (orthogonalized(torch.stack(each).mean(0).view(24, 24)).float() for each in (exact, coded))
+        return float((a - b).norm() / a.norm())
+
+    assert distance() < 0.5 * distance(whiten_every=0)
+
+
+def test_a_skipped_step_changes_no_state() -> None:
+    def run(collectives: ReplicaCollectives) -> list[bool]:
+        method = make(collectives)
+        same = []
+        for n in range(1, 9):
+            applied = n not in (4, 6)  # 4 is an update of the bases
+            own = gradients(n, collectives.replica)
+            before = copy.deepcopy(method.state_dict())
+            if not applied:
+                own[1][0] = torch.nan
+            method.synchronize(own, StepInfo(n, torch.tensor(applied)))
+            if not applied:
+                after = method.state_dict()
+                same += [torch.equal(before[k][name], v) for k, kind in after.items() for name, v in kind.items()]
+        return same
+
+    for same in run_replicas(2, run):
+        assert all(same)
+        assert len(same) > 20
+
+
+def test_resume_is_exact() -> None:
+    def run(collectives: ReplicaCollectives) -> bool:
+        whole, first, second = (make(collectives) for _ in range(3))
+        for n in range(1, 11):
+            part = first if n <= 5 else second
+            if n == 6:
+                second.load_state_dict(copy.deepcopy(first.state_dict()))
+            results = [m.synchronize(gradients(n, collectives.replica), StepInfo(n, APPLIED)) for m in (whole, part)]
+            if not all(map(torch.equal, *results)):
+                return False
+        return True
+
+    assert all(run_replicas(2, run))
+
+
+def test_a_single_replica_keeps_its_gradients() -> None:
+    method, found = means(4)(DryRunCollectives(replicas=1))
+    assert all(torch.equal(a, b) for n, step in enumerate(found, 1) for a, b in zip(step, gradients(n, 0), strict=True))
+    assert [state.kind for state in method.states()] == ["residual"]
+
+
+def test_a_full_exchange_leaves_nothing_pending() -> None:
+    def run(collectives: ReplicaCollectives) -> float:
+        method = make(collectives)
+        for n in range(1, 6):
+            method.synchronize(gradients(n, collectives.replica), StepInfo(n, APPLIED))
+        before = method.metrics()["residual_norm"]
+        method.request_full_exchange()
+        method.synchronize([torch.zeros_like(g) for g in gradients(6, 0)], StepInfo(6, APPLIED))
+        return before if method.metrics()["residual_norm"] == 0.0 else 0.0
+
+    assert all(before > 0.1 for before in run_replicas(2, run))
+
+
+def test_the_consistency_check_compares_the_bases() -> None:
+    method = make(DryRunCollectives(replicas=2))
+    kinds = {found.name: [kind for kind, _ in found.parts] for found in method.replicated_tensors()}
+    assert {"basis.left.forward", "basis.left.backward", "basis.left.moment"} < set(kinds["layers.0.wq"])
+    assert not [kind for kind in kinds["embedding"] if kind and kind.startswith("basis")]
+
+
+def test_another_code_is_another_layout_and_older_checkpoints_are_the_same() -> None:
+    layouts = [QuantizedOptions(code=code, whiten_every=3).layout() for code in ("2bit", "e2m1")]
+    assert layouts[0] != layouts[1]
+    assert QuantizedOptions(code="2bit").layout() == {"error_feedback": True}
+
+
+def test_overlap_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="overlap = True does not go with method 'quantized 2bit whitened'"):
+        replicate(
+            model,
+            torch.optim.SGD(model.parameters()),
+            QuantizedOptions(code="2bit", whiten_every=10),
+            overlap=True,
+        )
+
+
+def test_the_planner_knows_memory_and_products() -> None:
+    model = LocalModel(tuple(SHAPES), tuple(SHAPES.values()))
+    method, _ = run_replicas(2, means(1))[0]
+    basis = next(state for state in method.states() if state.kind == "basis")
+    held = sum(t.numel() * t.element_size() for t in basis.tensors.values())
+    cost = method.options.cost()
+    assert cost.device_memory(model, 2)["bases"] == held
+    assert cost.matrix_flops(model, 1) == 0.0
+
+    method = make(DryRunCollectives(replicas=2))
+    with FlopCounterMode(display=False) as counter:
+        for n in range(2, 5):  # one of every three steps updates the bases
+            method.synchronize(gradients(n, 0), StepInfo(n, APPLIED))
+    counted = counter.get_total_flops() / 3
+    # A change of the basis also decodes and encodes both pending errors, and rotates the two roots.
+    assert cost.matrix_flops(model, 2) < counted < 1.4 * cost.matrix_flops(model, 2)
+
+
+def test_a_model_without_numbered_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.named_parameters())
+    context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
+    with pytest.raises(ValueError, match="whiten_every = 10 is for matrices of numbered layers"):
+        Quantized(context, QuantizedOptions(code="2bit", whiten_every=10))
