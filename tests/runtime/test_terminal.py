@@ -5,6 +5,7 @@ import math
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,26 @@ def exit_code(process: int, seconds: float) -> int:
             deadline = math.inf
         time.sleep(0.1)
     return os.waitstatus_to_exitcode(ended[1])
+
+
+def test_a_signal_during_the_start_of_the_ranks_stops_them(tmp_path: Path) -> None:
+    """It arrived after the ranks were started and before their pids were known: they stayed behind."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "launcher.py").write_text(
+        "import os, signal, time\n"
+        "from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent\n"
+        "start = LocalElasticAgent._start_workers\n"
+        "def slow(self, group):\n    found = start(self, group)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(3)\n    return found\n"
+        "LocalElasticAgent._start_workers = slow\n"
+        "from torchtitan_scape.runtime.launch import main\nmain()\n"
+    )
+    command = [sys.executable, str(tmp_path / "launcher.py"), "--nproc_per_node=1", str(tmp_path / "rank.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, str(tmp_path / "saved")], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 75 and (tmp_path / "saved").exists(), result.stderr
 
 
 class Gone(io.StringIO):
