@@ -1,6 +1,7 @@
 """Stored results of scripts/test_versions.sh: one line for each release of torch.
 
 python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --tests "all but slow"
+python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --rerun     # only the failed tests were run again
 """
 
 import datetime
@@ -44,6 +45,36 @@ def counts(junit: Path) -> dict[str, Any]:
     }
 
 
+def outcomes(junit: Path) -> dict[str, bool]:
+    """Return for each test of a JUnit file, by name without parameters, whether it passed with all parameters."""
+    found: dict[str, bool] = {}
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
+        good = all(case.find(tag) is None for tag in ("failure", "error", "skipped"))
+        found[name] = found.get(name, True) and good
+    return found
+
+
+def after_rerun(result: dict[str, Any], junit: Path) -> dict[str, Any]:
+    """Return a stored result whose failed tests were run again. Those that passed now are named as such.
+
+    Raises:
+        ValueError: The file of pytest is missing or incomplete.
+    """
+    counts(junit)
+    found = outcomes(junit)
+    passed = [name for name in result["failures"] if found.get(name.partition("[")[0], False)]
+    rerun = [*result.get("rerun", []), *({"name": name, "commit": commit()} for name in passed)]
+    failures = [name for name in result["failures"] if name not in passed]
+    return {
+        **result,
+        "passed": result["passed"] + len(passed),
+        "failed": len(failures),
+        "failures": failures,
+        "rerun": rerun,
+    }
+
+
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -57,6 +88,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for release in order:
         result = results[release]
         notes += [f"- {release}: failed: `{name}`" for name in result.get("failures", [])]
+        notes += [
+            f"- {release}: failed, and passed when it was run again with commit {again['commit']}: `{again['name']}`"
+            for again in result.get("rerun", [])
+        ]
         if "not_installed" in result:
             notes.append(f"- {release}: not tested, because it could not be installed: {result['not_installed']}")
     parts = ["# Releases of torch", "`scripts/test_versions.sh`, on CPUs.", markdown(rows), "\n".join(notes)]
@@ -68,21 +103,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("release")
     options.add_argument("--junit", type=Path, help="results of pytest, run by this Python")
     options.add_argument("--tests", default="all but slow", help="the tests that ran")
+    options.add_argument("--rerun", action="store_true", help="they are those that failed in the stored run")
+    options.add_argument("--failed", action="store_true", help="print the failed tests of the stored run, and end")
     options.add_argument("--not-installed", help="why there are no results")
     options.add_argument("--output", type=Path, default=FOLDER)
     chosen = options.parse_args(arguments)
 
     def work() -> None:
+        results = read(chosen.output / "versions.json") or {}
+        before = results.get(chosen.release, {"passed": 0, "failures": []})
+        if chosen.failed:
+            for name in before["failures"]:
+                print(name)
+            return
         result: dict[str, Any] = {"torch": chosen.release, "tests": chosen.tests, "commit": commit()}
         result["date"] = datetime.date.today().isoformat()
         if chosen.not_installed:
             result |= {"tests": "none", "not_installed": " ".join(chosen.not_installed.split())}
+        elif chosen.junit and chosen.rerun:
+            result = after_rerun(before, chosen.junit)
         elif chosen.junit:
             result |= {name: package_version(name) for name in ("torch", "triton", "numpy")} | counts(chosen.junit)
             result["python"] = platform.python_version()
         else:
             raise ValueError("give --junit FILE, or --not-installed REASON")
-        results = (read(chosen.output / "versions.json") or {}) | {chosen.release: result}
+        results |= {chosen.release: result}
         write(chosen.output / "versions.json", results)
         write(chosen.output / "table.md", table(results))
 

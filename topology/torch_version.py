@@ -1,5 +1,7 @@
 """Everything that depends on the release of PyTorch. Importing it raises ImportError if torch is too old."""
 
+import functools
+import inspect
 import re
 from typing import Any
 
@@ -44,6 +46,9 @@ RELEASE = release_of(torch.__version__)
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# 2.10 passes the mask of flex attention by position, and TorchTitan's module accepts it by name only.
+FLEX_ON_PARTS = RELEASE >= (2, 11)
+
 # Before 2.13 the stager of asynchronous checkpoints cannot be used for a second save.
 STAGER_SAVES_ONCE = RELEASE < (2, 13)
 
@@ -74,3 +79,26 @@ def distinguish_embeddings() -> None:
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         backward = torch.ops.aten.embedding_dense_backward.default
         propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(static_argnum=2)
+
+
+def permute_copies() -> None:
+    """Let context parallelism permute copies of inputs, labels and positions for its load balancing.
+
+    2.10 permutes the tensors themselves, one sample after the other. TorchTitan's positions are one row that all
+    samples of a batch share, which is then permuted once per sample: from two samples on, positions are wrong.
+    """
+    if RELEASE < (2, 11):
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        module: Any = _attention
+        divide = inspect.unwrap(module._context_parallel_buffers)
+
+        @functools.wraps(divide)
+        def divide_copies(mesh: Any, buffers: Any, *more: Any, **named: Any) -> Any:
+            owned = [
+                buffer.clone(memory_format=torch.contiguous_format) if isinstance(buffer, torch.Tensor) else buffer
+                for buffer in buffers
+            ]
+            return divide(mesh, owned, *more, **named)
+
+        module._context_parallel_buffers = divide_copies

@@ -70,6 +70,9 @@ check_values() {
         *) refuse "LAUNCHER=$LAUNCHER; it must be srun, ibrun or mpirun" ;;
     esac
     command -v "$LAUNCHER" >/dev/null || refuse "LAUNCHER=$LAUNCHER, but there is no $LAUNCHER on PATH"
+    if [ "$LAUNCHER" = mpirun ] && ! [[ "$(mpirun --version 2>&1 || true)" =~ "Open MPI"|OpenRTE ]]; then
+        refuse "LAUNCHER=mpirun, but $(command -v mpirun) is not that of Open MPI; use srun or ibrun"
+    fi
     [[ "${BROADCAST_NODES:-64}" =~ ^[0-9]{1,6}$ ]] ||
         refuse "BROADCAST_NODES=$BROADCAST_NODES; it must be a number of nodes, or 0 for never"
     [[ "${REQUEUE:-1}" =~ ^[01]$ ]] || refuse "REQUEUE=$REQUEUE; it must be 0 or 1"
@@ -123,9 +126,12 @@ broadcast_environment() {
     export PYTHONPATH="$PYTHONPATH:$target"
 }
 
-# Passes USR1 to the launcher. ibrun may be a shell script, which the signal would end: its children receive it.
+# Passes USR1 to the launcher. If that is a shell script, which the signal would end, its children receive it. A script
+# may also have replaced itself by the program, whose children are daemons that the signal would end.
 pass_signal() {
-    if [ "$LAUNCHER" = ibrun ] && pkill -USR1 -P "$1" 2>/dev/null; then return; fi
+    case "$(readlink "/proc/$1/exe" || true)" in
+        */sh | */bash | */dash | */ksh* | */zsh*) if pkill -USR1 -P "$1"; then return; fi ;;
+    esac
     kill -USR1 "$1" 2>/dev/null || true
 }
 
@@ -214,8 +220,8 @@ launch() {
     start_ranks "$@" || status=$?
     # The messages precede the requeue, which may end this script.
     read -r event step _ < <(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true) || true
-    if [ "$status" -ne 0 ] && [ "${event:-}" = stopped ]; then
-        status=75 # srun reports the code of any rank
+    if [ "${event:-}" = stopped ]; then
+        status=75 # srun reports the code of any rank, and Hydra may report 0 after a signal
         echo "stopped on request after step $step, with a checkpoint (exit code 75); submit the same job to continue"
     elif [ "$status" -ne 0 ]; then
         error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)

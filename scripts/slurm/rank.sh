@@ -34,7 +34,7 @@ from_slurm() {
 # The same from the variables of Open MPI, PMIx, or the PMI of MPICH and Intel MPI. PMIx has no variables for the
 # numbers of ranks; launch.sh knows them. Slurm's variables are those of the launcher's daemons.
 from_mpi() {
-    local name position=0
+    local name this position=0
     RANK="${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${PMI_RANK:-}}}"
     if [[ ! "$RANK" =~ ^[0-9]+$ ]]; then
         unset RANK
@@ -48,8 +48,11 @@ from_mpi() {
             "sbatch --ntasks-per-node=$RANKS_PER_NODE"
     fi
     node=$((RANK / per_node)) # if the node's name is not in the list
+    # The host name comes first: Hydra, the launcher of MPICH, passes SLURMD_NODENAME of the first node to all ranks.
+    this="$(hostname -s)"
+    if [[ " ${NODE_NAMES:-} " != *" $this "* ]]; then this="${SLURMD_NODENAME:-}"; fi
     for name in ${NODE_NAMES:-}; do
-        if [ "$name" = "${SLURMD_NODENAME:-$(hostname -s)}" ]; then node="$position"; fi
+        if [ "$name" = "$this" ]; then node="$position"; fi
         position=$((position + 1))
     done
     export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE="$per_node"

@@ -107,11 +107,27 @@ def test_float8_needs_torchao_and_a_device(monkeypatch: pytest.MonkeyPatch) -> N
         (["--model.flavor=debugmodel_flex_attn", "--parallelism.context_parallel_load_balancer=x"], "= 'x' with flex"),
     ],
 )
-def test_context_parallelism_is_refused_before_the_model_is_built(arguments: list[str], message: str) -> None:
+def test_context_parallelism_is_refused_before_the_model_is_built(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchtitan_scape.trainer.specs import register
 
+    monkeypatch.setattr("torchtitan_scape.trainer.specs.FLEX_ON_PARTS", True)
     config = parse([*RECIPE, "--parallelism.context_parallel_degree=2", *arguments])
     with pytest.raises(ValueError, match=message):
         register(config, with_data=False)
     config.parallelism.context_parallel_degree = 1
+    register(config, with_data=False)
+
+
+def test_context_parallelism_with_flex_attention_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.10 calls the attention with five positional arguments: TypeError at the first step."""
+    from torchtitan_scape.trainer.specs import register
+
+    config = parse([*RECIPE, "--parallelism.context_parallel_degree=2", "--model.flavor=debugmodel_flex_attn"])
+    monkeypatch.setattr("torchtitan_scape.trainer.specs.FLEX_ON_PARTS", False)
+    with pytest.raises(ValueError, match=r"flex attention; install torch 2\.11 or later") as info:
+        register(config, with_data=False)
+    assert "\n" not in str(info.value)
+    monkeypatch.setattr("torchtitan_scape.trainer.specs.FLEX_ON_PARTS", True)
     register(config, with_data=False)

@@ -290,16 +290,21 @@ def test_sharding_systems_combine_with_methods(name: str) -> None:
         assert {key: values[key] for key in wanted} == wanted
 
 
+INITIAL = ["--optimizer.lr=1e-12"]
 SHORT = ["--training.steps=3", "--validation.no-enable", "--metrics.no-enable-tensorboard", "--sync.flush_at_end"]
 
 
 def train_each(folder: str, files: dict[str, list[str]]) -> dict[str, tuple[list[float], bool]]:
-    """Train three steps with each file; return the losses, and whether all parameters are finite."""
+    """Train three steps with each file; return the losses, and whether all parameters are finite.
+
+    "initial" is AdamW with a learning rate near zero. Every step has other data, whose losses differ by more than three
+    steps change them, so that losses are compared with those of the initial weights on the same data.
+    """
     from tests.test_training import train
 
     found = {}
     for name, more in files.items():
-        recipe = f"--job.config_file={given('embedded', f'methods/{name}')}"
+        recipe = f"--job.config_file={given('embedded', 'methods/adamw' if name == 'initial' else f'methods/{name}')}"
         result = train(f"{folder}/{name}", [*SHORT, recipe, *more])
         found[name] = result["losses"], bool(result["parameters"].isfinite().all())
     return found
@@ -310,19 +315,29 @@ def test_every_method_file_trains(pool2: Pool, tmp_path: Path) -> None:
 
     1-bit Adam has a warm-up of two steps: 15 % of three steps would freeze the squares of one gradient.
     """
-    more = {"onebit_adam": ["--sync.onebit_adam.warmup_steps=2"]}
-    results = pool2(train_each, str(tmp_path), {name: more.get(name, []) for name in METHODS}, timeout=600)
+    more = {"onebit_adam": ["--sync.onebit_adam.warmup_steps=2"], "initial": INITIAL}
+    results = pool2(
+        train_each, str(tmp_path), {name: more.get(name, []) for name in [*METHODS, "initial"]}, timeout=600
+    )
     for name in METHODS:
-        losses, finite = results[0][name]
-        assert len(losses) == 3 and losses[2] < losses[0] and finite, (name, losses)
-        assert results[1][name][0] == losses, name
+        check_losses(*results[0][name], results[0]["initial"][0])
+        assert results[1][name][0] == results[0][name][0], name
+
+
+def check_losses(losses: list[float], finite: bool, initial: list[float]) -> None:
+    """Check that two steps reduced the loss of the third step's data. Top-k's falls by 0.05.
+
+    The first losses differ by the rounding of weights that ZeRO++ gathers in int8.
+    """
+    assert losses[0] == pytest.approx(initial[0], rel=1e-3) and len(losses) == 3
+    assert losses[2] < initial[2] - 0.02 and finite, (losses, initial)
 
 
 @pytest.mark.parametrize("name", SHARDING)
 def test_every_sharding_file_trains(name: str, pool4: Pool, tmp_path: Path) -> None:
     """Two nodes of two ranks. The file of three levels is for nodes of eight ranks."""
     of_two = ["--sharding.levels.gradients=2", "--parallelism.data_parallel_shard_degree=2"]
-    more = ["--topology.ranks_per_node=2", *(of_two if name == "levels" else [])]
-    for result in pool4(train_each, str(tmp_path), {name: more}, timeout=600):
-        losses, finite = result[name]
-        assert len(losses) == 3 and losses[2] < losses[0] and finite, losses
+    nodes = ["--topology.ranks_per_node=2"]
+    more = {name: [*nodes, *(of_two if name == "levels" else [])], "initial": [*nodes, *INITIAL]}
+    for result in pool4(train_each, str(tmp_path), more, timeout=600):
+        check_losses(*result[name], result["initial"][0])

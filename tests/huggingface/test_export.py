@@ -190,8 +190,10 @@ def test_the_check_detects_errors(export: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Path) -> None:
-    """The BF16 logits of both differ by no more than BF16 and FP32 of this project; the most likely tokens are
-    equal.
+    """The BF16 logits of both differ by no more than BF16 and FP32 of this project.
+
+    The most likely token differs only where the two best FP32 logits are closer than both can be rounded. How many
+    positions that are depends on the weights: initial weights differ between releases of torch.
     """
     transformers = pytest.importorskip("transformers")
     code, output, found = export(name, "--dtype=bfloat16")
@@ -211,8 +213,8 @@ def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Pa
         )
         found16 = theirs(tokens).logits.float()
     assert float((found16 - rounded).norm()) <= float((rounded - exact).norm())
-    same = (found16.argmax(-1) == rounded.argmax(-1)).float().mean()
-    assert float(same) >= 0.99
+    chosen = exact.gather(-1, found16.argmax(-1, keepdim=True)).squeeze(-1)
+    assert float((exact.amax(-1) - chosen).max()) <= 2 * float((rounded - exact).abs().max())
 
 
 def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> None:

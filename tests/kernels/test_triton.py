@@ -69,8 +69,8 @@ def test_kernels_in_the_interpreter(all_examples: str) -> None:
 def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     """Ahead of time, without a GPU, in some configurations of the script, which fails on loops and on spills.
 
-    At the default block size no kernel spills registers on NVIDIA. Passes over whole tiles of parameters have accesses
-    of 128 bits.
+    At the default block size no kernel spills registers on NVIDIA, except that Triton 3.6, of torch 2.10 and 2.11,
+    spills four of 255 registers of the DCT kernel. Passes over whole tiles of parameters have accesses of 128 bits.
     """
     run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "compiled.json").read_text())[triton.__version__]
@@ -95,7 +95,8 @@ def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
     assert all(row["registers"] > 0 and "spilled_bytes" in row for row in rows)
     for row in rows:
         if row["target"] == "cuda:90" and row["constants"].get("BLOCK", 1024) == 1024:
-            assert row["spilled_bytes"] == 0, row
+            old = Version(triton.__version__) < (3, 7) and row["kernel"] == "components_kernel"
+            assert row["spilled_bytes"] <= (16 if old else 0), row
         if row["kernel"] in ("update_kernel", "write_kernel") and row["constants"]["ALIGNED_TILE"]:
             assert row["load_bits"] == row["store_bits"] == 128, row
 

@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -51,3 +52,28 @@ def test_a_package_that_cannot_be_imported_ends_the_trainer_with_one_line(capsys
                 train.main()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def test_context_parallelism_permutes_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.10 permuted the one row of positions that all samples share once per sample."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    def in_place(mesh: Any, buffers: list[Any]) -> list[Any]:
+        for buffer in buffers:
+            if isinstance(buffer, torch.Tensor):
+                for i in range(len(buffer)):
+                    buffer[i] = buffer[i][[2, 0, 1]]
+        return buffers
+
+    monkeypatch.setattr(torch_version, "RELEASE", (2, 10))
+    monkeypatch.setattr(_attention, "_context_parallel_buffers", in_place)
+    for _ in range(2):  # of two trainers in one process
+        torch_version.permute_copies()
+    positions = torch.arange(3).expand(2, 3)
+    permuted, other = _attention._context_parallel_buffers(None, [positions, "mask"])  # type: ignore[list-item, arg-type]
+    assert permuted.tolist() == [[2, 0, 1], [2, 0, 1]] and positions.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert other == "mask"
+    monkeypatch.setattr(torch_version, "RELEASE", (2, 11))
+    monkeypatch.setattr(_attention, "_context_parallel_buffers", in_place)
+    torch_version.permute_copies()
+    assert _attention._context_parallel_buffers is in_place

@@ -77,6 +77,7 @@ class Ranks:
         self._finish = finish
         self.requested: signal.Signals | None = None
         self.pids: list[int] = []
+        self.starting = threading.Lock()  # Held while ranks are started, whose pids are not known yet.
         self.processes: list[subprocess.Popen[bytes]] = []
         self.across_nodes, self.store = False, ("", 0)
         self._stop_seconds = stop_seconds
@@ -89,7 +90,9 @@ class Ranks:
         while True:
             number = signal.Signals(signal.sigwait(self._forwarded))
             number = signal.SIGTERM if number == signal.SIGHUP else number
-            if not self.pids:
+            with self.starting:
+                running = bool(self.pids)
+            if not running:
                 _print_line(f"{number.name}: stopped while no ranks were running")
                 self._finish(STOPPED if "SCAPE_RESTARTS" in os.environ else 128 + number)
             if self.requested is None:
@@ -135,8 +138,9 @@ class Ranks:
 
         class Agent(LocalElasticAgent):
             def _start_workers(self, worker_group: Any) -> Any:
-                found = super()._start_workers(worker_group)
-                ranks.pids = list(found.values())
+                with ranks.starting:
+                    found = super()._start_workers(worker_group)
+                    ranks.pids = list(found.values())
                 ranks.across_nodes = worker_group.group_world_size > 1
                 ranks.store = worker_group.master_addr, worker_group.master_port
                 if ranks.requested is not None:

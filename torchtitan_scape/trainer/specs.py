@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from topology.torch_version import FLEX_ON_PARTS
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.read_ahead import ReadAheadLoader
@@ -103,6 +104,12 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         raise ValueError(
             f"[model] flavor = {flavor!r} with parallelism.context_parallel_degree = {context}: its varlen attention "
             "has no context parallelism; set the degree to 1, or select another flavor"
+        )
+    if context > 1 and attention == "flex" and not FLEX_ON_PARTS:
+        raise ValueError(
+            f"[model] flavor = {flavor!r} with parallelism.context_parallel_degree = {context}: context parallelism of "
+            f"torch {torch.__version__} does not support TorchTitan's flex attention; install torch 2.11 or later, or "
+            "select a flavor with sdpa attention"
         )
     known = ("headtail", "ptrr", None) if attention == "flex" else ("headtail", None)
     if context > 1 and balancer not in known:

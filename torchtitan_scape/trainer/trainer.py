@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from topology.groups import build_groups, build_level_groups
 from topology.layout import Layout
+from topology.torch_version import permute_copies
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import check_config, import_custom, remarks
@@ -77,6 +78,8 @@ class ScapeTrainer(Trainer):
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
         self.layout = layout_of(job_config)
+        if self.layout.context > 1:
+            permute_copies()
         check_layout(job_config.optimizer.name, self.layout, job_config.sharding.levels.active)
         if job_config.sharding.levels.active:
             check_levels(job_config.sharding, self.layout)

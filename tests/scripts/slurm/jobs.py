@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import server
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,6 +45,28 @@ def stand_ins(folder: Path) -> Path:
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
     return programs
+
+
+def real_mpi(folder: Path, launcher: str) -> dict[str, str]:
+    """Place a real launcher of MPI in a folder for PATH; return the variables of a job with it. Skips without it.
+
+    Args:
+        launcher: "mpirun" for Open MPI's, "hydra" for MPICH's, which is started as `ibrun` starts it on some systems.
+    """
+    names = {"mpirun": ("mpirun.openmpi", "mpirun"), "hydra": ("mpiexec.hydra",)}[launcher]
+    package = {"mpirun": "openmpi-bin", "hydra": "mpich"}[launcher]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found and launcher == "mpirun":
+        version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+        found = found if "Open MPI" in version or "OpenRTE" in version else None
+    if found is None:
+        pytest.skip(f"there is no {names[0]}; on Debian: apt install {package}")
+    program = folder / ("mpirun" if launcher == "mpirun" else "ibrun")
+    program.write_text(f'#!/bin/bash\nexec {found} "$@"\n')
+    program.chmod(0o755)
+    # Open MPI refuses to run as root otherwise. Slurm removes CUDA_VISIBLE_DEVICES if a job has no GPU.
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {"LAUNCHER": program.name, "HIP_VISIBLE_DEVICES": "", **root}
 
 
 def allocation(directory: Path) -> dict[str, str]:

@@ -14,6 +14,9 @@ from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, s
 MPI = """#!/usr/bin/env python3
 import os, subprocess, sys
 given, ranks, names = sys.argv[1:], 0, []
+if given == ["--version"]:
+    print("mpirun (Open MPI) 4.1.4" if os.environ.get("VARIABLES") != "MPICH" else "HYDRA build details:")
+    sys.exit(0)
 while given and given[0].startswith("-"):
     option, value = given[0], given[1]
     ranks = int(value) if option in ("-n", "-np") else ranks
@@ -67,6 +70,7 @@ def test_ranks_of_mpi_are_those_of_srun(launcher: str, variables: str, tmp_path:
         ({"LAUNCHER": "jsrun"}, "LAUNCHER=jsrun; it must be srun, ibrun or mpirun"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "none"}, "set none of OMPI_COMM_WORLD_RANK, PMIX_RANK and PMI_RANK"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "cyclic"}, "but ranks must fill one node after the other"),
+        ({"LAUNCHER": "mpirun", "VARIABLES": "MPICH"}, "/mpirun is not that of Open MPI; use srun or ibrun"),
         ({"REQUEUE": "yes"}, "REQUEUE=yes; it must be 0 or 1"),
         ({"BROADCAST_NODES": "many"}, "BROADCAST_NODES=many; it must be a number of nodes"),
     ],
@@ -76,7 +80,7 @@ def test_a_wrong_launcher_is_refused(environment: dict[str, str], message: str, 
     given = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": "2", **environment}
     result, _ = submit("vista", tmp_path, given)
     assert result.returncode == 2 and message in result.stderr, result.stderr
-    if environment.get("VARIABLES") is None:
+    if environment.get("VARIABLES") in (None, "MPICH"):
         assert len(result.stderr.splitlines()) == 1
 
 
@@ -173,13 +177,26 @@ def test_the_rocm_release_may_be_that_of_the_environment_in_the_repository(tmp_p
     assert result.stdout == "7.1\n", result.stderr
 
 
-def test_a_signal_does_not_end_a_launcher_that_is_a_shell_script() -> None:
-    """The program that the script started receives it; here it ends with exit code 7."""
-    program = "trap 'exit 7' USR1; while :; do sleep 0.1; done"
-    command = """source scripts/slurm/launch.sh; LAUNCHER=ibrun
-bash -c 'bash -c "$1"; exit $?' ibrun "$1" &
-sleep 1; pass_signal $!; wait $!; echo $?"""
-    result = subprocess.run(
-        ["bash", "-c", command, "job", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_signal_does_not_end_a_launcher_that_is_a_shell_script(replaced: bool, tmp_path: Path) -> None:
+    """The program that the script started, or that replaced it, receives the signal; here it ends with exit code 7.
+
+    The children of a program are daemons, which the signal would end.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, subprocess, sys\n"
+        "daemon = subprocess.Popen(['sleep', '60'])\n"
+        "def end(*_):\n    alive = daemon.poll() is None\n    daemon.kill()\n    sys.exit(7 if alive else 8)\n"
+        "signal.signal(signal.SIGUSR1, end)\nprint('ready', flush=True)\ndaemon.wait()\nsignal.pause()\n"
     )
+    script = tmp_path / "ibrun"
+    script.write_text(f"#!/bin/bash\n{'exec ' * replaced}{sys.executable} {program}\nexit $?\n")
+    script.chmod(0o755)
+    command = """source scripts/slurm/launch.sh
+"$1" >"$2" & child=$!
+until grep -q ready "$2"; do sleep 0.1; done
+pass_signal "$child"; wait "$child"; echo $?"""
+    arguments = ["bash", "-c", command, "job", str(script), str(tmp_path / "out")]
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout == "7\n", result.stderr

@@ -1,6 +1,7 @@
 """The .sbatch files and the sweep on a real Slurm cluster of this host; see scripts/slurm_cluster.py."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from scripts.emulated_cluster import ClusterError
 from scripts.faults.fault_runs import COMMON, differences
 from scripts.slurm_cluster import SlurmCluster, SlurmError
 from scripts.study.store import SETUP, Store
+from tests.scripts.slurm.jobs import real_mpi
 
 pytestmark = pytest.mark.slow
 EMBEDDED = "train_configs/embedded.toml"
@@ -112,6 +114,29 @@ def test_a_job_of_frontier_with_gpus_is_requeued(slurm: SlurmCluster, tmp_path: 
     text = job.text()
     assert job.state() == "COMPLETED", text[-3000:]
     assert "4 ranks on 2 node(s) of 2" in text and text.count("requeueing job") == 1
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "hydra"])
+def test_launchers_of_mpi_pass_the_signal(
+    launcher: str, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their daemons run as tasks of srun. The batch script receives USR1, and the job is requeued with a checkpoint.
+
+    Hydra passed the first node's SLURMD_NODENAME to all ranks, and returned 0 after the signal.
+    """
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    environment = real_mpi(programs, launcher)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    job = Job(slurm, "vista", tmp_path / "m", "--training.steps=12", **environment)
+    job.wait_for_step(3)
+    slurm.run("scancel", "--signal=USR1", "--batch", job.number)
+    job.start_now()
+    job.wait_for_end()
+    text = job.text()
+    assert job.state() == "COMPLETED", text[-3000:]
+    assert text.count("requeueing job") == 1 and "Resumed from" in text
+    assert "2 ranks on 2 node(s) of 1" in text and "Summary of 12 steps" in text
 
 
 def test_a_canceled_job_is_not_requeued_and_a_fixed_one_says_how_to_continue(
