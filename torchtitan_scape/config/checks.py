@@ -27,10 +27,10 @@ def check_config(config: JobConfig, device_type: str) -> None:
         )
     if config.sync.overlap and not options_of(config.sync).cost().supports_overlap:
         names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
-        label = options_of(config.sync).label()
+        why = " and these options" if METHODS[method].supports_overlap else ""
         raise ValueError(
-            f"[sync] overlap = true with method {label!r}, which needs all gradients before its exchange starts; "
-            f"set overlap = false, or method = {names} with its default options"
+            f"[sync] overlap = true with method = {method!r}{why}, which needs all gradients before its exchange "
+            f"starts; set overlap = false, or method = {names} with its default options"
         )
     _check_levels(config)
     _check_hugging_face(config)

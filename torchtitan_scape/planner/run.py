@@ -30,7 +30,9 @@ class PlannedRun:
     def __post_init__(self) -> None:
         get_optimizer_cost(self.optimizer)
         if self.overlap and not self.options.cost().supports_overlap:
-            raise ValueError(f"{self.options.label()} does not support overlap; overlap must be False")
+            raise ValueError(
+                f"{self.options.method_name()} does not support overlap with these options; overlap must be False"
+            )
 
     def __hash__(self) -> int:
         return hash((repr(self.options), self.optimizer, self.overlap))

@@ -81,7 +81,9 @@ def replicate(
     if isinstance(optimizer, torch.optim.Optimizer):
         _name_parameters(model, optimizer)
     if overlap and not options.cost().supports_overlap:
-        raise ValueError(f"overlap = True does not go with method {options.label()!r}; leave it out")
+        raise ValueError(
+            f"overlap = True does not go with method {options.method_name()!r} and these options; leave it out"
+        )
     return ReplicaOptimizer(
         optimizer,
         entry.method,

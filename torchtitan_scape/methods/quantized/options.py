@@ -50,11 +50,7 @@ class QuantizedOptions(MethodOptions):
 
     def layout(self) -> dict[str, Any]:
         """Return the options that determine the states. In a basis, errors of one code are not those of another."""
-        values = super().layout()
-        if self.whiten_every:
-            return values | {"code": self.code}
-        del values["whiten_every"]  # checkpoints from before this option lack it
-        return values
+        return super().layout() | ({"code": self.code} if self.whiten_every else {})
 
     @property
     def fills_blocks(self) -> bool:
