@@ -14,11 +14,13 @@ from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
-from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.core.workloads import LocalModel, get_workload
+from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized
-from torchtitan_scape.methods.quantized.options import QuantizedOptions, whitened_sides
+from torchtitan_scape.methods.quantized.options import QuantizedOptions, has_basis, whitened_sides
 from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cosine_rotation, roots
+from torchtitan_scape.optimizers.cost import muon_flops
 from torchtitan_scape.optimizers.muon import orthogonalized
 
 # A square, a wide and a tall matrix of a block; the others have no basis.
@@ -121,7 +123,7 @@ def test_a_basis_is_undone_before_and_after_an_update(shape: tuple[int, int]) ->
 
 
 def test_embedding_output_and_vectors_have_no_basis() -> None:
-    assert [name for name, shape in SHAPES.items() if any(whitened_sides(shape, name))] == list(SHAPES)[1:4]
+    assert [name for name, shape in SHAPES.items() if has_basis(name, shape)] == list(SHAPES)[1:4]
     assert whitened_sides((24, 24)) == (True, True)
     assert whitened_sides((48, 24)) == (False, True)
     assert whitened_sides((24, 40)) == (True, False)
@@ -262,3 +264,12 @@ def test_a_model_without_numbered_layers_is_refused() -> None:
     context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
     with pytest.raises(ValueError, match="whiten_every = 10 is for matrices of numbered layers"):
         Quantized(context, QuantizedOptions(code="2bit", whiten_every=10))
+
+
+def test_the_figures_of_the_page_are_those_of_llama_1_8b() -> None:
+    workload = get_workload("llama_1_8b")
+    model, options = workload.local(1), QuantizedOptions(code="2bit", block=512, whiten_every=10)
+    cost = options.cost()
+    assert share_of_dense(options, model, 64) == pytest.approx(0.0645, abs=5e-5)
+    assert cost.device_memory(model, 64)["bases"] / model.entries == pytest.approx(7.3, abs=0.05)
+    assert cost.matrix_flops(model, 64) / muon_flops(workload.shapes(), 1) == pytest.approx(0.53, abs=0.01)

@@ -17,11 +17,11 @@ from topology.comm_stream import Handle
 from topology.partition import Chunk
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
+from torchtitan_scape.optimizers.muon import is_hidden
 
 
 class Quantized(ChunkedMethod):
@@ -64,8 +64,7 @@ class Quantized(ChunkedMethod):
     def _check_bases(self) -> None:
         """Raise ValueError if no parameter of any pipeline stage is a matrix of a numbered layer."""
         shards = self.context.shards
-        found = any(shard.parameter.ndim == 2 and layer_of(shard.name) is not None for shard in shards)
-        if not any(self.collectives.gather_from_stages(found)[0]):
+        if not any(self.collectives.gather_from_stages(any(map(is_hidden, shards)))[0]):
             raise ValueError(
                 f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of numbered layers, "
                 f"named like 'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; "
@@ -210,13 +209,13 @@ class Quantized(ChunkedMethod):
         return states if self._bases is None else [*states, self._bases.state()]
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
-        basis = None if self._bases is None else self._bases.of_shard(name)
+        basis = None if self._bases is None else self._bases.bases.get(name)
         errors = super().pending_gradient(state, name)
         return errors if basis is None else basis.decode(errors).reshape(-1)
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         found = super().replicated_tensors()
         for one in found:
-            if self._bases is not None and one.name and (basis := self._bases.of_shard(one.name)):
+            if self._bases is not None and one.name and (basis := self._bases.bases.get(one.name)):
                 one.parts.extend((f"basis.{kind}", tensor) for kind, tensor in basis.tensors().items())
         return found

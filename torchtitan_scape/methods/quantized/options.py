@@ -136,8 +136,8 @@ class QuantizedCost(GradientCost):
         """Return shape and whitened sides of the matrices that have a basis."""
         if not self.options.whiten_every:
             return []
-        sides = [whitened_sides(shape, name) for name, shape in zip(model.names, model.shapes, strict=True)]
-        return [(shape, each) for shape, each in zip(model.shapes, sides, strict=True) if any(each)]
+        named = zip(model.names, model.shapes, strict=True)
+        return [(shape, whitened_sides(shape)) for name, shape in named if has_basis(name, shape)]
 
     @property
     def chunk_bytes(self) -> float:
@@ -159,12 +159,17 @@ class QuantizedCost(GradientCost):
         return kinds
 
 
-def whitened_sides(shape: Shape, name: str = "layers.0.weight") -> tuple[bool, bool]:
-    """Return which sides of a shard get a basis by its second moments: the shorter one, or both of a square matrix.
+def has_basis(name: str, shape: Shape) -> bool:
+    """Return whether a shard is encoded in a basis: the matrices of the blocks.
 
-    The longer side is only rotated, because its second moments would need more memory than the matrix. No side of
-    embedding and output, whose rows differ by the frequency of a token, and of vectors.
+    Not those of embedding and output, whose rows differ by the frequency of a token.
     """
-    if len(shape) != 2 or layer_of(name) is None or min(shape) < 2:
-        return False, False
+    return len(shape) == 2 and layer_of(name) is not None and min(shape) > 1
+
+
+def whitened_sides(shape: Shape) -> tuple[bool, bool]:
+    """Return which sides of a matrix get a basis by its second moments: the shorter one, or both of a square matrix.
+
+    The longer side is only rotated, because its second moments would need more memory than the matrix.
+    """
     return shape[0] <= shape[1], shape[1] <= shape[0]

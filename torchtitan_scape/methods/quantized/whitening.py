@@ -1,7 +1,7 @@
-"""Bases in which the entries of a matrix's gradient have about equal variance and no outliers.
+"""Bases in which the entries of a matrix's gradient have about equal variance and fewer outliers.
 
-A code of few bits makes an error of about equal size in every entry of a block. The singular values of a gradient span
-three orders of magnitude, and Muon moves all singular directions by the same distance: the error covers the weak ones.
+A code of few bits makes an error of about equal size in every entry of a block. The singular values of a gradient
+differ widely, and Muon moves all singular directions by the same distance: the error covers the weak ones.
 In a basis that divides every direction by its root mean square, the error is smallest where the gradient is. The second
 moments are those of Shampoo (Gupta et al., arXiv:1802.09568); they are made of synchronized gradients, which all
 replicas have, so that no basis is sent.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.quantized.options import ITERATIONS, ROTATED_TOGETHER, whitened_sides
+from torchtitan_scape.methods.quantized.options import ITERATIONS, ROTATED_TOGETHER, has_basis, whitened_sides
 
 DECAY = 0.95  # of the second moments, per step
 FLOOR = 1e-3  # added to the eigenvalues, relative to the norm of the second moments
@@ -113,26 +113,27 @@ class MatrixBasis:
 
 @dataclass
 class WhiteningBases:
-    """The bases of all matrices of a model's blocks, by their position among the shards.
+    """The bases of all matrices of a model's blocks, by the name of the parameter.
 
     A shard of a matrix, as FSDP2 makes it, is treated as a matrix.
 
     Attributes:
         interval: Steps between two updates of the bases.
+        numbers: Positions of these parameters among the shards.
     """
 
     interval: int
-    bases: dict[int, MatrixBasis] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
+    bases: dict[str, MatrixBasis] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, shards: Sequence[Shard], interval: int) -> "WhiteningBases":
         found = cls(interval)
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
-            if any(whitened_sides(shape, shard.name)):
-                found.bases[i] = MatrixBasis.of((shape[0], shape[1]), shard.device)
-                found.names[i] = shard.name
+            if has_basis(shard.name, shape):
+                found.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device)
+                found.numbers.append(i)
         return found
 
     def begin(
@@ -145,35 +146,28 @@ class WhiteningBases:
             pending: Errors by name, in the bases; changed in place.
         """
         if number > 1 and (number - 1) % self.interval == 0:
-            for i, basis in self.bases.items():
-                basis.update([errors[self.names[i]] for errors in pending if errors], applied)
-        for i, basis in self.bases.items():
+            for name, basis in self.bases.items():
+                basis.update([errors[name] for errors in pending if errors], applied)
+        for i, basis in zip(self.numbers, self.bases.values(), strict=True):
             gradients[i].copy_(basis.encode(gradients[i]).view(-1))
 
     def finish(self, gradients: Sequence[Tensor], applied: Tensor) -> None:
         """Replace the synchronized gradients by their values in the model's own basis."""
-        for i, basis in self.bases.items():
+        for i, basis in zip(self.numbers, self.bases.values(), strict=True):
             gradient = basis.decode(gradients[i])
             basis.observe(gradient, applied)
             gradients[i].copy_(gradient.view(-1))
 
-    def of_shard(self, name: str) -> MatrixBasis | None:
-        """Return the basis of a parameter's shard, or None if it has none."""
-        return next((basis for i, basis in self.bases.items() if self.names[i] == name), None)
-
     def reset(self) -> None:
         """Return to the state at the start of a run."""
         for basis in self.bases.values():
-            for size, side in zip(basis.shape, (basis.left, basis.right), strict=True):
-                start = Side.of(size, side.moment is not None, side.forward.device)
-                for kind, tensor in side.tensors().items():
-                    tensor.copy_(start.tensors()[kind])
+            start = MatrixBasis.of(basis.shape, basis.left.forward.device).tensors()
+            for name, tensor in basis.tensors().items():
+                tensor.copy_(start[name])
 
     def state(self) -> State:
         """Return all tensors but the rotations, which follow from the shapes."""
-        tensors = {
-            f"{self.names[i]}.{kind}": t for i, basis in self.bases.items() for kind, t in basis.tensors().items()
-        }
+        tensors = {f"{name}.{kind}": t for name, basis in self.bases.items() for kind, t in basis.tensors().items()}
         return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
 
 

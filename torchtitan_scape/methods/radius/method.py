@@ -133,7 +133,7 @@ class Radius(GradientMethod):
         counts = self._entries_in_mask()
         sparse = [gradients[i] for i in self._sparse]
         uncompressed = [gradients[i] for i in self._uncompressed]
-        # With one replica nothing is sent, and a payload that nobody sends is never filled.
+        # With one replica nothing is sent, and an unsent payload is never filled.
         if self._kernels is not None and counts and min(counts) > 0 and self.collectives.replicas > 1:
             versions = [bits._version for bits in self._bits]  # a repair writes into the masks, too
             if versions != self._versions:
