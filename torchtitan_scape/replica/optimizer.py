@@ -99,61 +99,58 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.attempted_steps = 0
         self._counted_from = 0  # the step from which the ledger counts
         self._full_exchange_next = self._full_exchange_in_flight = False  # requested for the next, the last step
-        collectives = self.collectives
-        # The shapes of the first rank's shards on all ranks, so that all choose the same options.
-        shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], collectives.model_ranks)
-        self.options = options = options.resolve(shapes, collectives.replicas)
-        settings = {
-            "method": options.method_name(),
-            "parameters": agreement.describe_parameters(self._shards),
-            "max_norm": max_norm,
-            "reduction": reduction,
-            "total_steps": total_steps,
-            "max_skipped_steps": max_skipped_steps,
-            **options.fingerprint(),
-        }
-        agreement.check_replicas_agree(collectives, settings, self.param_groups)
-        self.settings = {k: v for k, v in settings.items() if k not in ("total_steps", "max_skipped_steps")}
-        collectives.broadcast_from_first([stored(s.parameter) for s in self._shards])
+        shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], self.collectives.model_ranks)
+        self.options = options.resolve(shapes, self.collectives.replicas)
+        self.settings = self._agree(
+            {"max_norm": max_norm, "reduction": reduction},
+            {"total_steps": total_steps, "max_skipped_steps": max_skipped_steps},
+        )
+        self.collectives.broadcast_from_first([stored(shard.parameter) for shard in self._shards])
         self.weights: list[ReplicaWeights] = []
         if method.per_replica_weights:
             self.weights = weights_of_replicas(len(replicas.endpoints), self._shards, optimizer, make_optimizer)
         self._active_replica = 0  # whose weights the model contains
-        scale = float(collectives.replicas) if reduction == "sum" else 1.0
-
-        def context(replica: int) -> MethodContext:
-            weights = self.weights[replica] if self.weights else None
-            own = {} if replica else {"grad_norm": self.grad_norm, "clip_factor": self.clip_factor, "timer": self.timer}
-            return MethodContext(
-                weights.shards if weights else self._shards,
-                replicas.endpoints[replica],
-                weights.optimizer if weights else self.inner,
-                gradient_scale=scale,
-                total_steps=total_steps,
-                kernels=kernels,
-                max_norm=max_norm,
-                **own,
-            )
-
-        self.methods = replicas.run(lambda i: method(context(i), options))
+        scale = float(self.collectives.replicas) if reduction == "sum" else 1.0
+        common = {"gradient_scale": scale, "total_steps": total_steps, "kernels": kernels, "max_norm": max_norm}
+        self.methods = replicas.run(lambda replica: method(self._context(replica, common), self.options))
         for made in self.methods:
             made.declared_states()  # before an exchange is in flight
-        self.guard = FiniteGuard(
-            [shard.name + endpoint.label for endpoint in replicas.endpoints for shard in self._shards],
-            finite_check(
-                choose_backend(kernels, device, {s.parameter.dtype for s in self._shards}),
-                summable_below(scale * collectives.replicas),
-            ),
-            self.timer.timed("wait", collectives.all_true),
-            collectives.gather_objects,
-            dist.get_rank() if dist.is_initialized() else 0,
-            max_skipped_steps,
-        )
+        self.guard = self._finite_guard(scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
         agreement.refuse_ddp_at_first_step(self, self._shards)
         if self._overlap is not None:
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap
+
+    def _agree(self, fixed: dict[str, Any], of_this_run: dict[str, Any]) -> dict[str, Any]:
+        """Check that all replicas have equal settings, and return those that a checkpoint depends on. Collective."""
+        settings = {
+            "method": self.options.method_name(),
+            "parameters": agreement.describe_parameters(self._shards),
+            **fixed,
+            **self.options.fingerprint(),
+        }
+        agreement.check_replicas_agree(self.collectives, settings | of_this_run, self.param_groups)
+        return settings
+
+    def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
+        """Return what the method of a replica of this process works on; the first one's results are this object's."""
+        own = {} if replica else {"grad_norm": self.grad_norm, "clip_factor": self.clip_factor, "timer": self.timer}
+        weights = self.weights[replica] if self.weights else None
+        shards, optimizer = (weights.shards, weights.optimizer) if weights else (self._shards, self.inner)
+        return MethodContext(shards, self.replicas.endpoints[replica], optimizer, **common, **own)
+
+    def _finite_guard(self, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
+        """Return the check of the gradients of all replicas, which are multiplied by `scale` afterwards."""
+        backend = choose_backend(kernels, self.grad_norm.device, {s.parameter.dtype for s in self._shards})
+        return FiniteGuard(
+            [shard.name + endpoint.label for endpoint in self.replicas.endpoints for shard in self._shards],
+            finite_check(backend, summable_below(scale * self.collectives.replicas)),
+            self.timer.timed("wait", self.collectives.all_true),
+            self.collectives.gather_objects,
+            dist.get_rank() if dist.is_initialized() else 0,
+            max_skipped_steps,
+        )
 
     # The groups and the state are the wrapped optimizer's, which replaces both lists when it loads a state.
     # `Optimizer.__init__` assigns empty ones.
