@@ -1,4 +1,4 @@
-"""Imports and files that tests/server.py loads once for all its forks: trainer, a parsed recipe, the corpus."""
+"""What tests/server.py loads once for all its forks: trainer, a parsed recipe and its model, the corpus."""
 
 import gc
 import importlib
@@ -16,14 +16,19 @@ for _name in (
 ):
     importlib.import_module(_name)
 
+from tests import test_training  # noqa: E402
 from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data import standard_library  # noqa: E402
+from torchtitan_scape.data.identity import data_digest  # noqa: E402
 from torchtitan_scape.methods.registry import METHODS  # noqa: E402
+from torchtitan_scape.models.registry import workload_of  # noqa: E402
+from torchtitan_scape.runtime.agreement import code_versions  # noqa: E402
 
-parse(["--job.config_file=train_configs/embedded.toml"])
+workload_of(parse(test_training.RECIPE))
+code_versions()
 for _entry in METHODS.values():
     _ = _entry.method  # imports its module
-standard_library.load_train()
+data_digest(standard_library.load_train())
 standard_library.load_validation()
 gc.collect()
 gc.freeze()  # otherwise a garbage collection in a fork would write to every page of memory, and so copy it

@@ -19,6 +19,7 @@ SAVING = [
     "--checkpoint.interval=6",
     "--checkpoint.no-last-save-model-only",
 ]
+ALONE = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=1"]
 MORE = {
     "4x1": ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
     "3x1": ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree=1"],
@@ -26,11 +27,9 @@ MORE = {
     "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
     # One group of two shards that simulates three replicas.
     "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
-    "6 alone": [
-        "--parallelism.data_parallel_replicate_degree=1",
-        "--parallelism.data_parallel_shard_degree=1",
-        "--topology.simulate_replicas=6",
-    ],
+    # Of one process.
+    "3 alone": [*ALONE, "--topology.simulate_replicas=3"],
+    "6 alone": [*ALONE, "--topology.simulate_replicas=6"],
     "6 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=6"],
 }
 WHERE = LAYOUTS | MORE
@@ -87,6 +86,7 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def pool_of(layout: str, request: pytest.FixtureRequest) -> Pool:
     name = {
+        "3 alone": "pool1",
         "6 alone": "pool1",
         "3x1": "pool3",
         "3 shards": "pool3",

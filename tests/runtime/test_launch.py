@@ -21,6 +21,13 @@ SHORT = [
     "--validation.local_batch_size=1",
     "--validation.seq_len=32",
     "--validation.steps=1",
+    "--sample.characters=0",
+]
+# A model on bytes, of which a step takes a tenth of the embedded model's time.
+SMALL = [
+    "--model.flavor=study",
+    "--model.hf_assets_path=./torchtitan_scape/data/byte_tokenizer",
+    "--sync.scape.block_size=64",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Script for its own network namespace: bytes of FSDP2's collectives and of the hooks on the network interface.
+"""Script with a network namespace of its own: bytes of FSDP2's collectives and of the hooks on the network interface.
 
 Prints, for FSDP2's own collectives, for all of ZeRO++ and for TAGC on 2 nodes of 2 ranks, the bytes that all ranks
 count as sent and the bytes that crossed the interface in the same period.
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.sharding import toy
-from tests.topology.interface_bytes import bring_loopback_up, interface_bytes
+from tests.topology.interface_bytes import interface_bytes, isolate
 from torchtitan_scape.sharding.options import ShardingOptions
 
-WORLD, STEPS = 4, 3
+WORLD, STEPS = 4, 2
 VARIANTS = {
     "dense": ShardingOptions(),
     "all": ShardingOptions(weights="int8", secondary=True, gradients="int8+int4"),
@@ -57,7 +57,7 @@ def rank(number: int, store: str, queue: Any) -> None:
 
 
 def main() -> None:
-    bring_loopback_up()
+    isolate()
     context = multiprocessing.get_context("fork")  # Safe, because gloo is not initialized in this process.
     queue: Any = context.Queue()
     store = f"{tempfile.mkdtemp()}/store"

@@ -155,7 +155,7 @@ def test_bfloat16_weights(pool2: Pool) -> None:
 
 
 def losses() -> dict[str, float]:
-    """Return the mean loss of the last 10 of 40 steps."""
+    """Return the mean loss of the last 10 of 24 steps."""
     variants: dict[str, dict[str, Any]] = {
         "dense": {},
         "int8": {"weights": "int8", "gradients": "int8"},
@@ -163,7 +163,7 @@ def losses() -> dict[str, float]:
     }
     found = {}
     for name, options in variants.items():
-        run = train(make(2, ShardingOptions(**options)), steps=40, micro_batches=1)
+        run = train(make(2, ShardingOptions(**options)), steps=24, micro_batches=1)
         total = torch.tensor(sum(run.losses[-10:]))
         dist.all_reduce(total)
         found[name] = total.item()

@@ -1,22 +1,22 @@
 """Counted bytes equal the input of collectives and the bytes on the network interface."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
+from tests import server
 from tests.marks import slow
+from tests.topology.interface_bytes import NO_NAMESPACE
 
 
-def isolated() -> list[str]:
-    """Return a command prefix that creates a network namespace, so that no other traffic is counted."""
-    for command in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
-        if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            return command
-    pytest.skip("cannot create a network namespace (needs root or user namespaces)")
+def measured(module: str, *arguments: str) -> Any:
+    """Return the result of a script with a network namespace of its own."""
+    result = server.run(module, *arguments)
+    if result.returncode == NO_NAMESPACE:
+        pytest.skip("cannot create a network namespace (needs root or user namespaces)")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -24,16 +24,7 @@ def isolated() -> list[str]:
     [slow(2, 0.1, "replicated", "float32"), (3, 0.05, "sharded", "float32"), (2, 0.2, "replicated", "int4")],
 )
 def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str, wire: str) -> None:
-    arguments = [str(world), str(density), update, wire]
-    result = subprocess.run(
-        [*isolated(), sys.executable, "-m", "tests.topology.interface_bytes", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    ranks = json.loads(result.stdout.splitlines()[-1])
+    ranks = measured("tests.topology.interface_bytes", str(world), str(density), update, wire)
     assert len(ranks) == world
     for rank in ranks:
         assert rank["given"] == rank["intercepted"] > 0

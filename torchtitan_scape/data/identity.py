@@ -1,5 +1,6 @@
 """Digests that tell whether a resumed run reads the data and the tokenizer of its checkpoint."""
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ SAMPLED, SAMPLED_CHARACTERS = 1024, 1 << 14
 _BATCH = 4096
 
 
+@functools.lru_cache(maxsize=2)  # The corpora of this package are one object in each process.
 def data_digest(data: Any) -> str:
     """Return a digest of a dataset; "" if it has nothing to identify it by.
 

@@ -31,6 +31,9 @@ MODEL_FAMILIES = {
 }
 
 
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
+
+
 def model_args(model: Model) -> BaseModelArgs:
     """Return the model's arguments: those of the flavor with the sizes of [model.sizes].
 
@@ -49,9 +52,7 @@ def workload_of(config: JobConfig) -> Workload:
     """Return the configured model and batch for the cost model. Nothing is allocated."""
     args: Any = model_args(config.model)
     args.update_from_config(config)
-    with torch.device("meta"):
-        built = MODEL_FAMILIES[config.model.name].model_cls(args)
-    parameters = {name: tuple(p.shape) for name, p in built.named_parameters()}
+    parameters = _parameter_shapes(config.model.name, args)
     workload = Workload(
         name=config.model.title,
         layers=args.n_layers,
@@ -66,6 +67,17 @@ def workload_of(config: JobConfig) -> Workload:
     )
     assert dict(zip(workload.names(), workload.shapes(), strict=True)) == parameters
     return workload
+
+
+def _parameter_shapes(name: str, args: BaseModelArgs) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by name. The model of the last arguments is built once."""
+    key = f"{name} {args}"
+    if key not in _SHAPES:
+        with torch.device("meta"):
+            built = MODEL_FAMILIES[name].model_cls(args)
+        _SHAPES.clear()
+        _SHAPES[key] = {parameter: tuple(p.shape) for parameter, p in built.named_parameters()}
+    return _SHAPES[key]
 
 
 def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:

@@ -5,6 +5,7 @@ leaves them waiting in a collective, without an explanation. One all-gather of 1
 ranks differ do they exchange the values.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -41,6 +42,7 @@ SAMPLE_BYTES, MAX_FILES = 1 << 16, 32
 MAX_NAMED = 5  # Differing ranks listed in the error.
 
 
+@functools.cache
 def code_versions() -> dict[str, str]:
     """Return hashes of this project's packages, and the versions of its dependencies."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -16,7 +16,7 @@ from tests import server
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 SLURM = ROOT / "scripts" / "slurm"
-REPORT = "tests/scripts/slurm/report.py"
+REPORT = "-m tests.scripts.slurm.report"
 EMBEDDED = "train_configs/embedded.toml"
 
 

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.marks import covering
 from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
 
 # A stand-in for Open MPI's mpirun and TACC's ibrun: the variables of the ranks, and Slurm's of the daemons.
@@ -49,8 +51,7 @@ def mpi(folder: Path) -> None:
         (programs / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "ibrun"])
-@pytest.mark.parametrize("variables", ["OMPI", "PMIX"])
+@pytest.mark.parametrize("launcher, variables", covering(product(("mpirun", "ibrun"), ("OMPI", "PMIX"))))
 def test_ranks_of_mpi_are_those_of_srun(launcher: str, variables: str, tmp_path: Path) -> None:
     """Slurm's variables are those of the daemons, one per node, in such a job."""
     mpi(tmp_path)
@@ -91,7 +92,7 @@ def test_a_launcher_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    environment = {"TRAIN_SCRIPT": "tests/scripts/slurm/report.py", "HOME": str(home), "NODE_DIR": "/tmp/node"}
+    environment = {"TRAIN_SCRIPT": REPORT, "HOME": str(home), "NODE_DIR": "/tmp/node"}
     shown = {"HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_TOKEN_PATH", "TRITON_CACHE_DIR"}
     shown |= {"TORCHINDUCTOR_CACHE_DIR"}
     inherited = dict.fromkeys(shown, "")  # an empty value counts as none

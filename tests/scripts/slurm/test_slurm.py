@@ -11,14 +11,14 @@ import pytest
 
 from scripts.faults.fault_runs import TINY
 from tests.marks import slow
-from tests.runtime.test_launch import SHORT
+from tests.runtime.test_launch import SHORT, SMALL
 from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
 
 
 @pytest.mark.parametrize("machine, per_node", [slow("vista", 1), ("frontier", 2)])
 def test_a_job_on_two_nodes_trains(machine: str, per_node: int, tmp_path: Path) -> None:
     environment = {"CONFIG_FILE": EMBEDDED, "RANKS_PER_NODE": str(per_node)}
-    result, _ = submit(machine, tmp_path, environment, *SHORT, f"--job.dump_folder={tmp_path}/out")
+    result, _ = submit(machine, tmp_path, environment, *SHORT, *SMALL, f"--job.dump_folder={tmp_path}/out")
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["steps"] == 3
@@ -43,7 +43,7 @@ def test_an_invalid_config_ends_the_job_with_a_one_line_error(tmp_path: Path) ->
 def test_a_job_at_its_time_limit_is_requeued_and_continues(tmp_path: Path) -> None:
     """SIGUSR1 to the ranks, a checkpoint, scontrol requeue; the next start continues after the checkpoint."""
     out = tmp_path / "out"
-    arguments = [*TINY, "--training.steps=8", f"--job.dump_folder={out}"]
+    arguments = [*TINY, *SMALL, "--training.steps=8", f"--job.dump_folder={out}"]
     when = {"STANDIN_SIGNAL_WHEN": str(out / "checkpoint" / "step-2")}
     result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
     assert result.returncode != 0 and "Stopped on request at step" in result.stdout + result.stderr, result.stderr
@@ -60,12 +60,14 @@ def test_a_job_at_its_time_limit_is_requeued_and_continues(tmp_path: Path) -> No
 
 
 def test_a_signal_before_the_trainer_runs_stops_it_at_its_first_step(tmp_path: Path) -> None:
-    """As with a time limit shorter than --signal=USR1@300: rank 1 has only begun to write its log."""
-    arguments = [*TINY, "--training.steps=8", f"--job.dump_folder={tmp_path}/out"]
-    when = {"STANDIN_SIGNAL_WHEN": str(tmp_path / "logs" / "rank-1.log"), "PYTHON": sys.executable}  # real starts
-    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when}, *arguments)
-    assert "Stopped on request at step " in result.stdout + result.stderr, result.stderr
-    assert "requeueing job" in result.stdout and "Traceback" not in result.stdout + result.stderr
+    """As with a time limit shorter than --signal=USR1@300: the rank has only begun to write its log."""
+    arguments = [*TINY, *SMALL, "--training.steps=8", f"--job.dump_folder={tmp_path}/out"]
+    log = tmp_path / "logs" / "rank-0.log"
+    when = {"STANDIN_SIGNAL_WHEN": str(log), "PYTHON": sys.executable}  # a real start, which takes seconds
+    one = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost", "LOG_RANK": "1"}
+    result, _ = submit("vista", tmp_path, {"CONFIG_FILE": EMBEDDED, **when, **one}, *arguments)
+    assert "Stopped on request at step " in log.read_text(), result.stderr
+    assert "requeueing job" in result.stdout and "Traceback" not in log.read_text() + result.stderr
     assert result.returncode == 75 and "error:" not in result.stderr
     assert "stopped on request after step " in result.stdout and "submit the same job" in result.stdout
 
