@@ -14,6 +14,7 @@ import pytest
 from scripts.faults.fault_runs import TINY, Launch, differences, free_endpoint, seconds_until_gone
 from tests import server
 from tests.pool import Pool
+from tests.runtime.test_launch import SMALL
 from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
 from tests.server import Process
 from tests.test_training import EMBEDDED, train
@@ -188,7 +189,7 @@ def test_a_broken_recipe_on_one_node_ends_both_without_a_restart(forks: dict[str
 
 
 def test_a_stop_without_checkpoints_reports_that_nothing_was_saved(forks: dict[str, str], tmp_path: Path) -> None:
-    arguments = [*ARGUMENTS, "--checkpoint.no-enable", "--training.steps=1000"]
+    arguments = [*SMALL, *TINY, "--checkpoint.no-enable", "--training.steps=1000"]
     with Launch(arguments, tmp_path, environment={"MAX_RESTARTS": "1", **forks}) as run:
         run.wait_for_training(1)
         os.kill(run.ranks()[1], signal.SIGTERM)  # One rank only; the others learn of it in the all-reduced flag.

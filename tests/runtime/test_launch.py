@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import server
+from tests.marks import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = [
@@ -95,6 +96,7 @@ def test_a_dry_run_can_take_steps(tmp_path: Path) -> None:
     result, _ = launch(
         {"COMM_MODE": "fake_backend", "NGPU": "3", "CONFIG_FILE": ",".join(recipes)},
         *SHORT,
+        *SMALL,
         f"--job.dump_folder={tmp_path}",
         "--training.steps=4",
         "--sync.scape.density_warmup_steps=0",
@@ -179,7 +181,7 @@ def test_two_nodes_of_one_rank_communicate_over_the_network(tmp_path: Path) -> N
     assert list(summary["bytes_sent_per_step_and_rank"]) == ["network"]
 
 
-@pytest.mark.parametrize("recipe, parameters", [("llama_500m", "513,590,784"), ("llama_1_8b", "1,831,201,280")])
+@pytest.mark.parametrize("recipe, parameters", [slow("llama_500m", "513,590,784"), ("llama_1_8b", "1,831,201,280")])
 def test_dry_runs_build_the_papers_models_for_64_ranks(recipe: str, parameters: str, tmp_path: Path) -> None:
     """The model cards of H2O-Danube3-500M and H2O-Danube-1.8B state 514 M and 1.83 B."""
     result, _ = launch(

@@ -6,6 +6,7 @@ command line parser prints a box of several lines and raises SystemExit. Here bo
 
 import contextlib
 import difflib
+import functools
 import io
 import json
 import os
@@ -51,6 +52,7 @@ class _Composed(ConfigManager):
         return self._table
 
     @staticmethod
+    @functools.cache  # TorchTitan has one registry, and every parser would add the same rules to it again
     def register_tyro_rules(registry: ConstructorRegistry) -> None:
         """Register TorchTitan's rules, and one for lists of lists of integers."""
         ConfigManager.register_tyro_rules(registry)
