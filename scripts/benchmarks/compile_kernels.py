@@ -118,6 +118,18 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
     return list(found.values())
 
 
+def one_of_each_kernel(found: list[Any]) -> list[Any]:
+    """Return for each kernel the launch with most features in use, which are constants that are not false or none."""
+    chosen: dict[tuple[str, str], tuple[int, Any]] = {}
+    for launch in found:
+        kernel, _, constants, *_ = launch
+        key = kernel.fn.__module__, kernel.fn.__name__
+        features = sum(bool(value) and value != "none" for value in constants.values())
+        if key not in chosen or features > chosen[key][0]:
+            chosen[key] = features, launch
+    return [launch for _, launch in chosen.values()]
+
+
 def _take_steps(quick: bool) -> None:
     for options in [{}, *(QUICK_STEPS if quick else SCAPE_STEPS)]:
         _scape_step(**options)
@@ -338,7 +350,8 @@ def _range(values: list[int]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     rows, failed = [], 0
-    for kernel, signature, constants, attributes, warps in launches(args.quick):
+    found = launches(args.quick or args.once)
+    for kernel, signature, constants, attributes, warps in one_of_each_kernel(found) if args.once else found:
         shown = {name: getattr(value, "name", value) for name, value in constants.items()}
         for name in args.target:
             package = kernel.fn.__module__.split(".")[1]
@@ -370,7 +383,8 @@ def stored_text(stored: dict[str, list[dict[str, Any]]]) -> str:
 if __name__ == "__main__":
     options = {
         "--target": dict(nargs="+", choices=TARGETS, default=list(TARGETS)),
-        "--quick": dict(action="store_true", help="as few configurations as launch every kernel"),
+        "--quick": dict(action="store_true", help="few configurations of every kernel"),
+        "--once": dict(action="store_true", help="one configuration of every kernel, with most of its features"),
         "--output": dict(type=Path, default=RESULTS / "compile_kernels"),
     }
     sys.exit(run_command(__doc__, run, options))

@@ -37,6 +37,8 @@ from kernels.topk import triton_cosine
 from kernels.topk import triton_kernels as topk_kernels
 from scripts.benchmarks import compile_kernels
 from scripts.benchmarks.assembly import SPILL_LIMITS, regressions
+from tests import server
+from tests.marks import slow
 from torchtitan_scape import AdamS, Scape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,13 +68,15 @@ def test_kernels_in_the_interpreter(all_examples: str) -> None:
     assert "skipped" not in run("-m", "pytest", *tests, TRITON_INTERPRET="1", SCAPE_ALL_EXAMPLES=all_examples)
 
 
-def test_every_kernel_compiles_for_both_vendors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("configurations", ["--once", slow("--quick")])
+def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: Path) -> None:
     """Ahead of time, without a GPU, in some configurations of the script, which fails on loops and on spills.
 
     At the default block size no kernel spills registers on NVIDIA, except that Triton 3.6, of torch 2.10 and 2.11,
     spills four of 255 registers of the DCT kernel. Passes over whole tiles of parameters have accesses of 128 bits.
     """
-    run("scripts/benchmarks/compile_kernels.py", "--quick", "--output", str(tmp_path))
+    done = server.run("scripts.benchmarks.compile_kernels", configurations, "--output", str(tmp_path), timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     rows = json.loads((tmp_path / "compiled.json").read_text())[triton.__version__]
     device_code = [
         codec_kernels,

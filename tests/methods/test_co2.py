@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.methods import test_local_updates as local
-from tests.methods.test_local_updates import SHAPES, far, flushed, flushed_alone, start, trained
+from tests.methods.test_local_updates import SHAPES, far, final, flushed, flushed_alone, start, trained
 from tests.pool import Pool
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
@@ -72,18 +72,18 @@ def norm(values: Weights) -> float:
     ids=["both terms", "neither", "no momentum"],
 )
 def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """Parameters, anchor and outer momentum of 50 steps, with three simulated replicas and with two gloo ranks."""
+    """Parameters, anchor and outer momentum of 27 steps, with three simulated replicas and with two gloo ranks."""
     options = CO2 | changes
     for replicas in (3, 2):
         literal = Literal(replicas, **options)  # type: ignore[arg-type]
-        for _ in range(50):
+        for _ in range(27):
             literal.step()
-        entries = 7 * sum(torch.Size(shape).numel() for shape in SHAPES.values())  # of seven outer steps
+        entries = 3 * sum(torch.Size(shape).numel() for shape in SHAPES.values())  # of three outer steps
         assert 0 < literal.clipped < entries if options["momentum_clip"] else not literal.clipped
         if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(trained, 50, "co2", options, 3))
+            ((own, states),) = (run[-1] for run in pool1(final, 27, "co2", options, 3))
         else:
-            ranks = [run[-1] for run in pool2(trained, 50, "co2", options, 1)]
+            ranks = [run[-1] for run in pool2(final, 27, "co2", options, 1)]
             own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
         for i in range(replicas):
             assert far(own[i], literal.theta[i]) < 1e-6

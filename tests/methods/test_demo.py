@@ -13,7 +13,7 @@ from kernels.topk.cosine import Basis
 from tests.marks import slow
 from tests.methods import test_local_updates as local
 from tests.methods.test_contract import Case, close, mean, play
-from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, trained
+from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, final
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
@@ -91,13 +91,13 @@ def cosines(size: int) -> Tensor:
 
 @pytest.mark.parametrize("values", [slow("float32"), "sign"])
 def test_equals_the_reference_algorithm(values: str, pool1: Pool, pool2: Pool) -> None:
-    """Parameters and momentum of 50 steps, with two simulated replicas and with two gloo ranks."""
+    """Parameters and momentum of 27 steps, with two simulated replicas and with two gloo ranks."""
     options = OPTIONS | {"values": values}
     literal = Literal(2, **options)
-    for _ in range(50):
+    for _ in range(27):
         literal.step()
-    first, second = (run[-1] for run in pool2(trained, 50, "demo", options, 1, inner="SignSGD"))
-    ((own, states),) = (run[-1] for run in pool1(trained, 50, "demo", options, 2, inner="SignSGD"))
+    first, second = (run[-1] for run in pool2(final, 27, "demo", options, 1, inner="SignSGD"))
+    ((own, states),) = (run[-1] for run in pool1(final, 27, "demo", options, 2, inner="SignSGD"))
     assert all(torch.equal(first[0][0][n], second[0][0][n]) for n in SHAPES)
     for theta in (own[0], first[0][0]):
         assert far(theta, literal.theta) < 1e-6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.test_local_updates import SHAPES, Literal, build, far, parameters, start, step, trained
+from tests.methods.test_local_updates import SHAPES, Literal, build, far, final, parameters, start, step, trained
 from tests.pool import Pool
 from topology.pairs import partners
 from torchtitan_scape.core.workloads import LocalModel
@@ -50,16 +50,16 @@ class LiteralNoloco(Literal):
 
 @pytest.mark.parametrize("gamma", [0.9, 0.7])
 def test_equals_the_reference_algorithm(gamma: float, pool1: Pool, pool2: Pool) -> None:
-    """Parameters, slow weights and momenta of 50 steps: five simulated replicas, of which one rests, two gloo ranks."""
+    """Parameters, slow weights and momenta of 27 steps: five simulated replicas, of which one rests, two gloo ranks."""
     options = NOLOCO | {"averaging_rate": gamma}
     for replicas in (5, 2):
         literal = LiteralNoloco(replicas, **options)  # type: ignore[arg-type]
-        for _ in range(50):
+        for _ in range(27):
             literal.step()
         if replicas == 5:
-            ((own, states),) = (run[-1] for run in pool1(trained, 50, "noloco", options, 5))
+            ((own, states),) = (run[-1] for run in pool1(final, 27, "noloco", options, 5))
         else:
-            ranks = [run[-1] for run in pool2(trained, 50, "noloco", options, 1)]
+            ranks = [run[-1] for run in pool2(final, 27, "noloco", options, 1)]
             own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
         for i in range(replicas):
             assert far(own[i], literal.theta[i]) < 1e-6

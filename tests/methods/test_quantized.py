@@ -29,7 +29,7 @@ from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
-CHUNK, STEPS = 128, 50
+CHUNK, STEPS = 128, 30
 LEVELS = {
     "int8": np.arange(128.0),
     "int4": np.arange(8.0),

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.methods import test_local_updates as local
 from tests.methods import test_topk as topk
-from tests.methods.test_local_updates import SHAPES, far, trained
+from tests.methods.test_local_updates import SHAPES, far, final
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
@@ -49,15 +49,15 @@ class Literal(local.Literal):
 
 @pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "values": "float32"}], ids=["published", "equations"])
 def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """Parameters, anchor and residual of 50 steps, with three simulated replicas and with two gloo ranks."""
+    """Parameters, anchor and residual of 27 steps, with three simulated replicas and with two gloo ranks."""
     for replicas in (3, 2):
         literal = Literal(replicas, 6, **{**PUBLISHED, **changes})
-        for _ in range(50):
+        for _ in range(27):
             literal.step()
         if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(trained, 50, "sparseloco", {"inner_steps": 6, **changes}, 3))
+            ((own, states),) = (run[-1] for run in pool1(final, 27, "sparseloco", {"inner_steps": 6, **changes}, 3))
         else:
-            ranks = [run[-1] for run in pool2(trained, 50, "sparseloco", {"inner_steps": 6, **changes}, 1)]
+            ranks = [run[-1] for run in pool2(final, 27, "sparseloco", {"inner_steps": 6, **changes}, 1)]
             own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
         for i in range(replicas):
             assert far(own[i], literal.theta[i]) < 1e-6

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.marks import covering
-from tests.methods.test_local_updates import SHAPES, Literal, far, trained
+from tests.marks import covering, slow
+from tests.methods.test_local_updates import SHAPES, Literal, far, final
 from tests.pool import Pool
 from topology.groups import build_groups
 from topology.in_process import SimulatedReplicas
@@ -59,12 +59,12 @@ def test_equals_the_reference_algorithm(pool1: Pool, pool2: Pool) -> None:
     options = {"interval": 3, "code": "float32", "warmup_steps": 0}
     for replicas in (3, 2):
         literal = LiteralSparta(replicas, 3)
-        for _ in range(50):
+        for _ in range(27):
             literal.step()
         if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(trained, 50, "sparta", options, 3))
+            ((own, states),) = (run[-1] for run in pool1(final, 27, "sparta", options, 3))
         else:
-            ranks = [run[-1] for run in pool2(trained, 50, "sparta", options, 1)]
+            ranks = [run[-1] for run in pool2(final, 27, "sparta", options, 1)]
             own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
         for i in range(replicas):
             assert far(own[i], literal.theta[i]) < 1e-6
@@ -139,8 +139,8 @@ def test_quantization_errors_stay_in_the_replicas_parameters(code: str, replicas
 
     During the warm-up slices have other owners.
     """
-    alone, count = Alone(replicas, chunk, interval=4, code=code, warmup_steps=10), range(replicas)
-    for number in range(1, 30):
+    alone, count = Alone(replicas, chunk, interval=4, code=code, warmup_steps=6), range(replicas)
+    for number in range(1, 18):
         alone.move(number)
         before, corrected_before = [alone.of(i) for i in count], [alone.corrected(i) for i in count]
         alone.step(number)
@@ -160,12 +160,12 @@ def test_quantization_errors_stay_in_the_replicas_parameters(code: str, replicas
 
 def test_no_replica_is_far_from_the_mean() -> None:
     """With many replicas, during and after the warm-up: N times the owner's error is a separate state."""
-    alone, count, far_off = Alone(16, interval=3, warmup_steps=60), range(16), {1: 0.0, 2: 0.0}
-    for number in range(1, 90):
+    alone, count, far_off = Alone(16, interval=3, warmup_steps=30), range(16), {1: 0.0, 2: 0.0}
+    for number in range(1, 46):
         alone.move(number)
         alone.step(number)
         block_groups = len(alone.methods[0].block_groups(number))
-        if block_groups == 3 or number % 4:
+        if block_groups == 3 or number % 2:
             continue
         corrected, own = [alone.corrected(i) for i in count], [alone.of(i)[1] for i in count]
         for k in (k for k, t in enumerate(own[0]) if t.numel()):
@@ -230,7 +230,7 @@ def test_padding_does_not_change_the_means_of_a_block(code: str) -> None:
         assert torch.equal(theta, then) and torch.equal(anchor, then)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 5, 8])
+@pytest.mark.parametrize("replicas", [2, slow(3), 5, slow(8)])
 def test_a_skipped_step_changes_nothing_and_a_full_exchange_equalizes(replicas: int) -> None:
     alone = Alone(replicas, interval=3)
     for number in range(1, 5):

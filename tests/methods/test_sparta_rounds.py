@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, trained
+from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, final, trained
 from tests.methods.test_sparta import LiteralSparta
 from tests.optimizers import test_muon as muon
 from tests.optimizers.test_muon import HIDDEN
@@ -40,7 +40,7 @@ class LiteralRounds(muon.Literal, LiteralSparta):
 def trained_with_few(steps: int) -> list[tuple[list[Any], list[Any]]]:
     """Run `trained` as if two replicas were many."""
     with patch.object(options, "MANY_REPLICAS", 1):
-        return trained(steps, "sparta", FP32, 1, inner="Muon")
+        return final(steps, "sparta", FP32, 1, inner="Muon")
 
 
 def test_equals_the_reference_algorithm(pool1: Pool, pool2: Pool) -> None:
@@ -50,7 +50,7 @@ def test_equals_the_reference_algorithm(pool1: Pool, pool2: Pool) -> None:
         for _ in range(20):
             literal.step()
         if replicas == 5:
-            ((own, states),) = (run[-1] for run in pool1(trained, 20, "sparta", FP32, 5, inner="Muon"))
+            ((own, states),) = (run[-1] for run in pool1(final, 20, "sparta", FP32, 5, inner="Muon"))
         else:
             ranks = [run[-1] for run in pool2(trained_with_few, 20)]
             own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]

@@ -1,6 +1,7 @@
 """Gradients encoded in bases of equal variance: the bases, what is conserved, exact resume, and the cost."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.replicas import run_replicas
+from tests.replicas import run_replicas as run_with_chunks
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from torchtitan_scape import replicate
@@ -32,6 +33,7 @@ SHAPES = {
     "norm": (24,),
 }
 APPLIED = torch.tensor(True)
+run_replicas = functools.partial(run_with_chunks, chunk_entries=512)  # eight chunks
 
 
 def make(collectives: ReplicaCollectives, **options: Any) -> Quantized:

@@ -162,7 +162,7 @@ def test_rows_and_columns_of_several_tiles() -> None:
 
 def test_a_large_payload() -> None:
     """More than one complete tile in the sum of squares."""
-    check_step(Case((7, 20_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
+    check_step(Case((7, 17_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
 
 
 @settings(max_examples=examples(15))
