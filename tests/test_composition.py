@@ -104,7 +104,7 @@ def compared(pool2: Pool, pool4: Pool, folder: Path, options: dict[str, list[str
         yield one, [other[1] for other in others], *summaries
 
 
-@pytest.mark.parametrize("names", [("dense", "scape", "diloco"), slow(tuple(CASES)[3:8]), slow(tuple(CASES)[8:])])
+@pytest.mark.parametrize("names", [("scape", "diloco"), slow(("dense", *tuple(CASES)[3:8])), slow(tuple(CASES)[8:])])
 def test_context_parallelism_gives_the_same_steps(
     names: tuple[str, ...], pool2: Pool, pool4: Pool, tmp_path: Path
 ) -> None:
@@ -127,7 +127,7 @@ def test_context_parallelism_of_gpt2(pool2: Pool, pool4: Pool, tmp_path: Path) -
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao, of the extra `float8`, is not installed")
-@pytest.mark.parametrize("names", [("dense", "scape", "diloco"), slow(tuple(CASES)[3:8]), slow(tuple(CASES)[8:])])
+@pytest.mark.parametrize("names", [("scape", "diloco"), slow(("dense", *tuple(CASES)[3:8])), slow(tuple(CASES)[8:])])
 def test_float8_gives_nearly_the_same_steps(names: tuple[str, ...], pool2: Pool, tmp_path: Path) -> None:
     rows = {name: [*CASES[name][0], *LAYOUTS["1x2"]] for name in names}
     calls = ((str(tmp_path / name), [*own, TWELVE], STEPS) for name, own in rows.items())

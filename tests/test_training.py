@@ -253,10 +253,10 @@ def test_the_loss_decreases(method: str, layout: str, run_of_12: Any) -> None:
 
 def test_layouts_have_equal_first_norms_and_density_one_is_dense(pool2: Pool, run_of_12: Any, tmp_path: Path) -> None:
     """Gradients of replicas are summed, not averaged twice: first norms agree between layouts. Property 1."""
-    run = {(m, where): first_steps(6, run_of_12(m, where)[1][0]) for m, where in (("adams", "1x2"), ("scape", "2x1"))}
+    run = {(m, where): first_steps(4, run_of_12(m, where)[1][0]) for m, where in (("adams", "1x2"), ("scape", "2x1"))}
     for m, where in (("adams", "2x1"), ("scape-1", "1x2"), ("scape-1", "2x1")):
         arguments = [*METHODS[m], *LAYOUTS[where], TWELVE]
-        run[m, where] = pool2(train, str(tmp_path / f"{m}{where}"), arguments, stop_after=6)[0]
+        run[m, where] = pool2(train, str(tmp_path / f"{m}{where}"), arguments, stop_after=4)[0]
     dense = run["adams", "1x2"]
     for other in run.values():
         assert other["losses"][0] == pytest.approx(dense["losses"][0], rel=1e-5)
@@ -266,7 +266,7 @@ def test_layouts_have_equal_first_norms_and_density_one_is_dense(pool2: Pool, ru
         assert run[key]["norms"] == pytest.approx(dense["norms"], rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["adams", "scape"])
+@pytest.mark.parametrize("method", [slow("adams"), "scape"])
 def test_gradient_accumulation_needs_one_exchange(method: str, pool2: Pool, run_of_12: Any, tmp_path: Path) -> None:
     whole = first_steps(4, run_of_12(method, "1x2")[1][0])
     # The same documents in the same order, in micro-batches of 1 instead of 2.
@@ -332,11 +332,12 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         slow("topk-adams", "1x2", None),
         slow("powersgd", "1x2", 4),
         slow("powersgd", "2x2", None),
-        ("radius", "1x2", 4),  # between two refreshes
+        slow("radius", "1x2", 4),  # between two refreshes
         slow("radius-adams", "2x2", None),  # right after one
         slow("quantized", "nodes", 4),
-        ("quantized-whitened", "2x2", 4),  # the skipped step is the one that changes the bases
-        ("onebit", "2x2", 3),  # a skipped step between two updates of the variance
+        ("quantized-whitened", "1x2", 4),  # the skipped step is the one that changes the bases
+        slow("quantized-whitened", "2x2", 4),
+        slow("onebit", "2x2", 3),  # a skipped step between two updates of the variance
         ("diloco", "1x2", 3),  # within a round, with a skipped exchange
         slow("muon", "1x2", 4),
         slow("demo", "2x2", 4),
@@ -347,7 +348,8 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         slow("sparta", "2x2", 4),
         slow("sparta-muon", "2x1", None),  # inside a round, with matrices sharded by rows
         slow("sparseloco", "2x2", 4),  # inside a round
-        ("co2", "2x2", 4),  # inside a round, with the last one in flight
+        ("co2", "1x2", 4),  # inside a round, with the last one in flight
+        slow("co2", "2x2", 4),
         slow("noloco", "nodes", 3),  # inside a round, with a skipped exchange and pairs of nodes
         slow("noloco", "2x2", None),
         slow("scape", "1x2", 4),

@@ -33,13 +33,13 @@ def summary(folder: Path) -> dict[str, Any]:
         slow("powersgd", []),
         slow("radius-adams", []),
         slow("quantized", []),
-        ("onebit", []),
+        slow("onebit", []),
         slow("diloco-muon", []),
         slow("demo", ["--sync.demo.values=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),
         slow("streaming", ["--sync.streaming_diloco.code=float32"]),
         ("co2", []),
-        ("noloco", []),
+        slow("noloco", []),
     ],
 )
 def test_simulated_replicas_equal_a_run_of_two_ranks(

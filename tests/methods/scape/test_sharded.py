@@ -44,17 +44,17 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
 
 
 @pytest.mark.parametrize("replicas, density, scaling, more", covering(GRID[::3]))
-def test_equals_the_reference_algorithm_for_50_steps(
+def test_equals_the_reference_algorithm_for_30_steps(
     replicas: int, density: float, scaling: bool, more: dict[str, Any]
 ) -> None:
     """Properties 3, 4 and 5: parameters within 1e-6 of Algorithm 1, and bitwise equal on all replicas."""
-    check(replicas, 50, 1e-6, SPARSE + DENSE, density=density, staleness_scaling=scaling, **more)
+    check(replicas, 30, 1e-6, SPARSE + DENSE, density=density, staleness_scaling=scaling, **more)
 
 
 @pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), ROUNDED)))
 def test_quantized_exchanges_follow_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
     """Senders store the payload's quantization errors; owners store masters of quantized values."""
-    check(replicas, 20, 1e-5, SPARSE + DENSE, **{"density": 0.1, **options})
+    check(replicas, 14, 1e-5, SPARSE + DENSE, **{"density": 0.1, **options})
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "int4"])

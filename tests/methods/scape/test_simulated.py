@@ -15,7 +15,7 @@ from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 
 SHAPES = SPARSE + DENSE
-STEPS = 12
+STEPS = 10
 
 
 def drawn(options: dict[str, Any]) -> list[nn.Parameter]:
