@@ -99,6 +99,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.attempted_steps = 0
         self._counted_from = 0  # the step from which the ledger counts
         self._full_exchange_next = self._full_exchange_in_flight = False  # requested for the next, the last step
+        # The shapes of the first rank's shards on all ranks, so that all choose the same options.
         shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], self.collectives.model_ranks)
         self.options = options.resolve(shapes, self.collectives.replicas)
         self.settings = self._agree(
