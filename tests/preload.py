@@ -1,7 +1,10 @@
-"""What tests/server.py loads once for all its forks: trainer, a parsed recipe and its model, the corpus."""
+"""Imports and data that tests/server.py loads once for all its forks.
+
+The trainer, a parsed recipe and its model, and the corpus."""
 
 import gc
 import importlib
+from typing import Any
 
 import torch
 from datasets.distributed import split_dataset_by_node
@@ -19,8 +22,7 @@ for _name in (
 
 from tests import test_training  # noqa: E402
 from torchtitan_scape.config.parsing import parse  # noqa: E402
-from torchtitan_scape.data import standard_library  # noqa: E402
-from torchtitan_scape.data.identity import data_digest  # noqa: E402
+from torchtitan_scape.data import loader, standard_library  # noqa: E402
 from torchtitan_scape.methods.registry import METHODS  # noqa: E402
 from torchtitan_scape.models.registry import workload_of  # noqa: E402
 from torchtitan_scape.runtime.agreement import code_versions  # noqa: E402
@@ -29,7 +31,21 @@ workload_of(parse(test_training.RECIPE))
 code_versions()
 for _entry in METHODS.values():
     _ = _entry.method  # imports its module
-data_digest(split_dataset_by_node(standard_library.load_train(), 0, 1))  # as every reader has it
+_digest, _DIGESTS = loader.data_digest, {}
+
+
+def _digest_once(data: Any) -> str:
+    """Return the digest of a dataset, which is computed once for each fingerprint of its content."""
+    key = getattr(data, "_fingerprint", None)
+    if key is None:
+        return _digest(data)
+    if key not in _DIGESTS:
+        _DIGESTS[key] = _digest(data)
+    return _DIGESTS[key]
+
+
+loader.data_digest = _digest_once
+_digest_once(split_dataset_by_node(standard_library.load_train(), 0, 1))  # as every reader has it
 standard_library.load_validation()
 gc.collect()
 gc.freeze()  # otherwise a garbage collection in a fork would write to every page of memory, and so copy it

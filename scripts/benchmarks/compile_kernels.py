@@ -119,7 +119,7 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
 
 
 def one_of_each_kernel(found: list[Any]) -> list[Any]:
-    """Return for each kernel the launch with most features in use, which are constants that are not false or none."""
+    """Return one launch per kernel: the one with the most constants that are neither false nor "none"."""
     chosen: dict[tuple[str, str], tuple[int, Any]] = {}
     for launch in found:
         kernel, _, constants, *_ = launch
@@ -383,7 +383,7 @@ def stored_text(stored: dict[str, list[dict[str, Any]]]) -> str:
 if __name__ == "__main__":
     options = {
         "--target": dict(nargs="+", choices=TARGETS, default=list(TARGETS)),
-        "--quick": dict(action="store_true", help="few configurations of every kernel"),
+        "--quick": dict(action="store_true", help="as few configurations as launch every kernel"),
         "--once": dict(action="store_true", help="one configuration of every kernel, with most of its features"),
         "--output": dict(type=Path, default=RESULTS / "compile_kernels"),
     }

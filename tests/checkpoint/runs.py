@@ -27,7 +27,7 @@ MORE = {
     "tensor": [*LAYOUTS["1x2"], "--parallelism.tensor_parallel_degree=2"],
     # One group of two shards that simulates three replicas.
     "3 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=3"],
-    # Of one process.
+    # One process simulates all replicas.
     "3 alone": [*ALONE, "--topology.simulate_replicas=3"],
     "6 alone": [*ALONE, "--topology.simulate_replicas=6"],
     "6 simulated": [*LAYOUTS["2x1"], "--topology.simulate_replicas=6"],

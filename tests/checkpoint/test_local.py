@@ -126,7 +126,7 @@ def first_half(
         slow("4x1", "1x2", "co2", "co2"),
         slow("1x2", "1x2", "co2", "diloco"),
         ("3 alone", "2x1", "co2", "adamw"),
-        slow("1x2", "2x1", "co2", "adamw"),
+        ("1x2", "2x1", "co2", "adamw"),
         slow("1x2", "1x2", "streaming", "co2"),
         slow("1x2", "1x2", "sparseloco", "co2"),
         ("3 alone", "1x2", "noloco", "noloco"),
@@ -144,7 +144,7 @@ def test_local_state_migrates_to_another_layout_or_method(
 ) -> None:
     """The anchor is the model; a run with another method starts at the mean of the replicas' weights."""
     saved = first_half(before, method, tmp_path)
-    steps = 9 if into == "co2" else 7
+    steps = 9 if into in LOCAL else 7  # rounds of four steps end at step 8
     results = pool_of(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], steps)
     found = results[0]["loaded"]
     (line,) = results[0]["told"]
@@ -200,7 +200,7 @@ def test_a_checkpoint_with_means_can_be_resumed(
     """Or only the model, for a method without outer momentum and an optimizer without moments."""
     arguments = [*LOCAL[method], *LAYOUTS["1x2"], f"--checkpoint.residual={residual}", *signs]
     saved = pool2(trained, str(tmp_path), arguments, 6)[0]["after"]
-    found = pool2(trained, str(tmp_path), arguments, 7)[0]["loaded"]
+    found = pool2(trained, str(tmp_path), arguments, 9)[0]["loaded"]  # with the end of a round
     assert largest(model_of(found), model_of(saved)) <= (1e-7 if method == "noloco" else 0.0)
     assert method != "noloco" or largest(found["slow_momentum"], saved["slow_momentum"]) < 1e-6
     assert signs or largest(found["exp_avg"], saved["exp_avg"]) < 1e-6

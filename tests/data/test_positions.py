@@ -226,7 +226,6 @@ def test_other_data_of_the_same_size_are_refused(
     whole: int, texts: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "WHOLE", whole)  # with 0 the documents are sampled
-    monkeypatch.setattr(identity, "_DIGESTS", {})
     state = loader(texts, tokenizer, 0, 1).state_dict()
     for file in texts.glob("*.jsonl"):
         (texts / "other").mkdir(exist_ok=True)

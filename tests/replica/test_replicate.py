@@ -140,7 +140,7 @@ def train_and_resume(name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def outcomes(pool2: Pool) -> dict[str, list[tuple[bool, Any]]]:
     """Return the outcomes of `train_and_resume` by method and rank. The ranks are started once for all methods."""
-    ranks = pool2(attempts, train_and_resume, *((name,) for name in METHODS))
+    ranks = pool2(attempts, train_and_resume, *((name,) for name in METHODS), timeout=300)
     return dict(zip(METHODS, map(list, zip(*ranks, strict=True)), strict=True))
 
 

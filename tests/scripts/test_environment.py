@@ -166,7 +166,7 @@ def would_install(python: Path, index: Path, requirement: str) -> dict[str, str]
 
 
 @pytest.mark.skipif(find_spec("pip") is None, reason="there is no pip")
-@pytest.mark.parametrize("kept", [KEPT[:4:3], slow(KEPT)], ids=["some", "all"])
+@pytest.mark.parametrize("kept", [[KEPT[0], KEPT[3]], slow(KEPT)], ids=["some", "all"])
 def test_pip_keeps_the_installed_torch_and_its_triton(
     kept: list[tuple[str, str, str]], index: Path, tmp_path: Path
 ) -> None:

@@ -267,7 +267,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
         "options": {"training.seq_len": 32, "model.sizes.n_layers": 1},
     }
     launch = {"machine": "vista", "steps": 2, "warm_up": 2}
-    late = one | {"name": "late", "methods": ["adams"], "launch": launch | {"timeout": 0.3}}
+    late = one | {"name": "late", "methods": ["adams"], "launch": launch | {"timeout": 0.05}}
     grid = declare(tmp_path, late, one | {"methods": ["adamw", "scape-0.1"], "launch": launch})
     result = run(grid, "--poll=0.1", "--sbatch=-A project", **environment)
     assert result.returncode == 1 and "2 runs done, 1 failed" in result.stdout, result.stdout + result.stderr
@@ -283,7 +283,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     assert "#SBATCH --time=00:13:00" in text and "--requeue" not in text and "USR1" not in text
     assert '"synthetic": true' in text and "--training.dataset=standard_library" in text
 
-    (tmp_path / "grid.toml").write_text(grid.read_text().replace('"timeout" = 0.3', '"timeout" = 100'))
+    (tmp_path / "grid.toml").write_text(grid.read_text().replace('"timeout" = 0.05', '"timeout" = 100'))
     result = run(grid, "--poll=0.1", "--sbatch", "--time=00:10:00", **environment)
     assert result.returncode == 0 and "3 runs done, 0 failed" in result.stdout, result.stdout + result.stderr
     assert "--time=00:10:00" in (tmp_path / "submitted").read_text().splitlines()[2]

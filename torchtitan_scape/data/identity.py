@@ -10,7 +10,6 @@ from datasets import Dataset
 WHOLE = 1 << 26  # Stored bytes up to which all documents are hashed, which takes a tenth of a second.
 SAMPLED, SAMPLED_CHARACTERS = 1024, 1 << 14
 _BATCH = 4096
-_DIGESTS: dict[str, str] = {}  # Of this process, by the fingerprint of the datasets library.
 
 
 def data_digest(data: Any) -> str:
@@ -28,12 +27,6 @@ def data_digest(data: Any) -> str:
         return _digest(str(file).encode() for file in files) if files else ""
     if "text" not in data.column_names:
         return ""
-    if data._fingerprint not in _DIGESTS:
-        _DIGESTS[data._fingerprint] = _text_digest(data)
-    return _DIGESTS[data._fingerprint]
-
-
-def _text_digest(data: Dataset) -> str:
     text = data.select_columns(["text"])
     if data.data.nbytes <= WHOLE:
         chunks = (text[begin : begin + _BATCH]["text"] for begin in range(0, len(data), _BATCH))

@@ -31,7 +31,7 @@ MODEL_FAMILIES = {
 }
 
 
-_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # by the model's arguments
 
 
 def model_args(model: Model) -> BaseModelArgs:
@@ -70,7 +70,7 @@ def workload_of(config: JobConfig) -> Workload:
 
 
 def _parameter_shapes(name: str, args: BaseModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by name. The model of the last arguments is built once."""
+    """Return the shapes of a model's parameters by name. Only the last model's shapes are cached."""
     key = f"{name} {args}"
     if key not in _SHAPES:
         with torch.device("meta"):

@@ -123,19 +123,22 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap
 
-    def _agree(self, fixed: dict[str, Any], of_this_run: dict[str, Any]) -> dict[str, Any]:
+    def _agree(self, checkpoint_settings: dict[str, Any], run_settings: dict[str, Any]) -> dict[str, Any]:
         """Check that all replicas have equal settings, and return those that a checkpoint depends on. Collective."""
         settings = {
             "method": self.options.method_name(),
             "parameters": agreement.describe_parameters(self._shards),
-            **fixed,
+            **checkpoint_settings,
             **self.options.fingerprint(),
         }
-        agreement.check_replicas_agree(self.collectives, settings | of_this_run, self.param_groups)
+        agreement.check_replicas_agree(self.collectives, settings | run_settings, self.param_groups)
         return settings
 
     def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
-        """Return what the method of a replica of this process works on; the first one's results are this object's."""
+        """Return the `MethodContext` of a replica of this process.
+
+        The first replica shares `grad_norm`, `clip_factor` and `timer` with this object.
+        """
         own = {} if replica else {"grad_norm": self.grad_norm, "clip_factor": self.clip_factor, "timer": self.timer}
         weights = self.weights[replica] if self.weights else None
         shards, optimizer = (weights.shards, weights.optimizer) if weights else (self._shards, self.inner)
