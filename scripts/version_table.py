@@ -76,8 +76,13 @@ def after_rerun(result: dict[str, Any], junit: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """Return the commit, with "-dirty" if files other than this table have been changed."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results/torch_versions")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
