@@ -66,7 +66,8 @@ def real_mpi(folder: Path, launcher: str) -> dict[str, str]:
     program.chmod(0o755)
     # Open MPI refuses to run as root otherwise. Slurm removes CUDA_VISIBLE_DEVICES if a job has no GPU.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {"LAUNCHER": program.name, "HIP_VISIBLE_DEVICES": "", **root}
+    # Hydra starts its daemons with srun in a job of Slurm, and here srun is a stand-in. All ranks are on this host.
+    return {"LAUNCHER": program.name, "HIP_VISIBLE_DEVICES": "", "HYDRA_BOOTSTRAP": "fork", **root}
 
 
 def allocation(directory: Path) -> dict[str, str]:
