@@ -135,10 +135,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return settings
 
     def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
-        """Return the `MethodContext` of a replica of this process.
-
-        The first replica shares `grad_norm`, `clip_factor` and `timer` with this object.
-        """
+        """Return a replica's context. The first one shares `grad_norm`, `clip_factor` and `timer` with this object."""
         own = {} if replica else {"grad_norm": self.grad_norm, "clip_factor": self.clip_factor, "timer": self.timer}
         weights = self.weights[replica] if self.weights else None
         shards, optimizer = (weights.shards, weights.optimizer) if weights else (self._shards, self.inner)
