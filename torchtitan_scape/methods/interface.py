@@ -28,6 +28,7 @@ from torchtitan_scape.core.workloads import LocalModel
 
 # The kind of state that contains the weights of replicas that differ.
 REPLICA_WEIGHTS = "replica_weights"
+PENDING_GRADIENTS = ("gradient", "pending")  # values of `on_migration` of gradients that were not delivered yet
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class State:
     @property
     def is_gradient(self) -> bool:
         """Whether it holds gradients that were not delivered yet."""
-        return self.on_migration in ("gradient", "pending")
+        return self.on_migration in PENDING_GRADIENTS
 
     def is_in_model(self, residual: str) -> bool:
         """Whether the model of a checkpoint contains it, for `[checkpoint] residual`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan_scape.checkpoint.state import describe_states
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.tensors import sum_of_squares
+from torchtitan_scape.methods.interface import PENDING_GRADIENTS
 from torchtitan_scape.observe import figures
 from torchtitan_scape.observe.record import Frequency, Record, Row
 from torchtitan_scape.observe.tensors import Observed, chosen, whole
@@ -58,10 +59,10 @@ class Observation:
         states, unsent = describe_states(optimizers, "exact"), optimizers.sharding.unsent.described("exact")
         # Residuals of the shard axis are stored per parameter group and are not observed.
         self._has_residual = any(
-            state["on_migration"] in ("gradient", "pending") for kind, state in states.items() if kind not in unsent
+            state["on_migration"] in PENDING_GRADIENTS for kind, state in states.items() if kind not in unsent
         )
         # A shadow residual requires a complete gradient exchange: no error feedback and no local updates.
-        self._shadows = not any(state["on_migration"] in ("gradient", "pending", "model") for state in states.values())
+        self._shadows = not any(state["on_migration"] in (*PENDING_GRADIENTS, "model") for state in states.values())
         self._moments = [
             observed
             for observed in self.tensors
