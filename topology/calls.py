@@ -26,6 +26,8 @@ class CollectiveCall:
         hidden: The call overlaps with the next forward and backward pass.
         chunks: Number of chunks, each a collective of its own; 0 for one that the caller may divide.
         largest_chunk: FP32 elements of the largest chunk, padding included.
+        active: Fraction of the replicas that receive a share of a reduction, or give one of an all-gather; 1 unless
+            shares differ. Bytes are averaged over replicas.
     """
 
     kind: Literal["all_reduce", "reduce_scatter", "all_gather", "pair_mean"]
@@ -35,9 +37,14 @@ class CollectiveCall:
     hidden: bool = False
     chunks: int = 0
     largest_chunk: int = 0
+    active: float = 1.0
+
+    def slowest_stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
+        """Return `stages` of the replicas that send or receive most, which determine the time."""
+        return replace(self, active=1.0).stages(levels, flat)
 
     def stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
-        """Return the stages of the call on each level, averaged over steps.
+        """Return the stages of the call on each level, averaged over steps and replicas.
 
         Args:
             levels: Levels that the replicas span, innermost first. Levels of one rank send nothing.
@@ -57,6 +64,8 @@ class CollectiveCall:
                 stages = pair_mean_stages(tiers, 4.0 * self.count, flat)
         if self.chunks > 1:
             stages = [replace(stage, rounds=self.chunks * stage.rounds) for stage in stages]
+        if self.active < 1.0:
+            stages = [replace(stage, sent=self.active * stage.sent) for stage in stages]
         return stages if self.share == 1.0 else [stage.of_a_share(self.share) for stage in stages]
 
     @property

@@ -3,10 +3,13 @@
 Block codes of 8 bits and fewer are in `kernels.codec`.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from topology.partition import ALIGNED
 
 
 class Codec(Protocol):
@@ -74,3 +77,18 @@ class Bfloat16:
         if error is not None and adds_error:
             mean += error
         return self.encode(mean.view(1, -1), None if error is None else error.view(1, -1))
+
+
+def entries_together(codec: Codec | None) -> int:
+    """Return the number of entries that must not be divided between ranks; None stands for FP32."""
+    return ALIGNED if codec is None else codec.block_size
+
+
+def message_bytes(count: int, codec: Codec | None) -> int:
+    """Return the bytes of a message of `count` entries."""
+    return 4 * count if codec is None else codec.message_bytes(count)
+
+
+def message_size(codec: Codec | None) -> Callable[[int], int] | None:
+    """Return the size of a message as a function of its entries; None for FP32."""
+    return None if codec is None else codec.message_bytes

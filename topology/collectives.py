@@ -21,14 +21,14 @@ from torch.distributed import ProcessGroup
 
 from topology import calls
 from topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
-from topology.codecs import Codec
+from topology.codecs import Codec, entries_together, message_bytes, message_size
 from topology.comm_stream import Handle
+from topology.group_queries import gather_lists, gather_scalars, levels_of, size_and_rank, successor_level
 from topology.groups import ReplicaGroups
 from topology.pairs import partners
 from topology.partition import ALIGNED, CHUNK_ENTRIES, chunk_limit
 from topology.rank_group import RankGroup, replica_index
-from topology.ring_bytes import MessageBytes, gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
-from topology.torch_version import all_gather_into
+from topology.ring_bytes import gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
 from topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 
@@ -88,7 +88,7 @@ class ReplicaCollectives(ABC):
 
     def chunk_limit(self, entries: int, codec: Codec | None = None) -> int:
         """Return the maximum entries of a chunk of an exchange; see `topology.partition.chunk_limit`."""
-        return self.chunk_entries or chunk_limit(entries, self.replicas, _message_bytes(codec))
+        return self.chunk_entries or chunk_limit(entries, self.replicas, message_size(codec))
 
     def all_reduce(
         self,
@@ -116,7 +116,7 @@ class ReplicaCollectives(ABC):
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % self.size_multiple(codec) == 0
-        self._count(kind, reduce_bytes(tensor.numel(), self.levels, _message_bytes(codec)))
+        self._count(kind, reduce_bytes(tensor.numel(), self.levels, message_size(codec)))
         return self._all_reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
     def all_reduce_messages(
@@ -206,9 +206,58 @@ class ReplicaCollectives(ABC):
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
-        assert tensor.numel() % (self.replicas * _block_size(codec)) == 0
-        self._count(kind, scatter_bytes(tensor.numel(), self.levels, _message_bytes(codec)))
+        assert tensor.numel() % (self.replicas * entries_together(codec)) == 0
+        self._count(kind, scatter_bytes(tensor.numel(), self.levels, message_size(codec)))
         return self._reduce_scatter(tensor, float(self.replicas), codec, error)
+
+    def reduce_to_owners(
+        self,
+        rows: Tensor,
+        owners: Sequence[int],
+        codec: Codec | None = None,
+        error: Tensor | None = None,
+        kind: str = "payload",
+    ) -> Handle:
+        """Start computing the mean of each row on its owner: `reduce_scatter` with owners that need not be all.
+
+        Args:
+            rows: FP32 (owners, n), contiguous; n is a multiple of 4, or of the block size of the codec. Row i becomes
+                its mean on replica owners[i], and undefined on the others.
+            owners: Replicas in increasing order; all of them if there are several levels.
+            codec, error, kind: As in `reduce_scatter`.
+        """
+        assert rows.shape[1] % entries_together(codec) == 0 and len(rows) == len(owners)
+        if len(owners) == self.replicas:
+            return self.reduce_scatter(rows.view(-1), kind, codec, None if error is None else error.view(-1))
+        (level,), size = self.levels, message_bytes(rows.shape[1], codec)
+        others = len(owners) - (self.replica in owners)
+        self._count(kind, [(level.level, len(owners) * size, float(others * size))])
+        return self._reduce_to_owners(rows, owners, codec, error)
+
+    def gather_from_owners(
+        self, row: Tensor, count: int, owners: Sequence[int], codec: Codec | None = None, kind: str = "payload"
+    ) -> tuple[Handle, Tensor]:
+        """Start gathering the rows of some replicas on all, encoded.
+
+        Args:
+            row: FP32 (count,), that of this replica; (0,) if it is no owner.
+            count: Entries of a row.
+            owners: As in `reduce_to_owners`.
+            codec: Encodes the row; None for FP32.
+
+        Returns:
+            The handle, and uint8 (owners, bytes), complete after `Handle.wait`: messages of the codec, or FP32 bytes.
+        """
+        size = message_bytes(count, codec)
+        message = row.new_empty(0, dtype=torch.uint8)
+        if self.replica in owners:
+            message = row.view(torch.uint8) if codec is None else codec.encode(row.view(1, -1)).view(-1)
+        gathered = torch.empty(len(owners), size, dtype=torch.uint8, device=row.device)
+        if len(owners) == self.replicas:
+            return self.all_gather(gathered.view(-1), message, kind), gathered
+        (level,) = self.levels
+        self._count(kind, [(level.level, message.numel(), float((self.replicas - 1) * message.numel()))])
+        return self._gather_from_owners(gathered, message, owners), gathered
 
     def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:
         """Start an all-gather of `input` (b,) into `output` (replicas * b,), in replica order.
@@ -247,11 +296,11 @@ class ReplicaCollectives(ABC):
         """Return the bytes that this rank sends in an all-reduce of `count` FP32 entries."""
         if self.replicas == 1:
             return 0.0
-        return sum(sent for _, _, sent in reduce_bytes(count, self.levels, _message_bytes(codec)))
+        return sum(sent for _, _, sent in reduce_bytes(count, self.levels, message_size(codec)))
 
     def scattered_bytes(self, count: int, codec: Codec | None = None) -> float:
         """Return the bytes that this rank sends in a reduce-scatter of `count` FP32 entries."""
-        return sum(sent for _, _, sent in scatter_bytes(count, self.levels, _message_bytes(codec)))
+        return sum(sent for _, _, sent in scatter_bytes(count, self.levels, message_size(codec)))
 
     def gathered_bytes(self, input_bytes: int) -> float:
         """Return the bytes that this rank sends in an all-gather of `input_bytes` per rank."""
@@ -280,6 +329,16 @@ class ReplicaCollectives(ABC):
     @abstractmethod
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         """Start this replica's slice of tensor = (sum over replicas) / divisor."""
+
+    @abstractmethod
+    def _reduce_to_owners(
+        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
+    ) -> Handle:
+        """Start row i of rows = (sum over replicas) / replicas on replica owners[i]; there is one level."""
+
+    @abstractmethod
+    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
+        """Start gathered[i] = `message` of replica owners[i], which is (0,) on replicas that own nothing."""
 
     @abstractmethod
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
@@ -388,47 +447,3 @@ class ReplicaCollectives(ABC):
 
     def _count_scalar(self, axis: str, group: ProcessGroup, kind: str, input_bytes: int, factor: float) -> None:
         self.ledger.add(axis, successor_level(self.groups, group), kind, input_bytes, factor * input_bytes)
-
-
-def _block_size(codec: Codec | None) -> int:
-    """Return the number of entries that must not be divided between ranks."""
-    return ALIGNED if codec is None else codec.block_size
-
-
-def _message_bytes(codec: Codec | None) -> MessageBytes | None:
-    return None if codec is None else codec.message_bytes
-
-
-def gather_scalars(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather a scalar of every rank as (ranks,), in rank order."""
-    values = torch.empty(group.size(), dtype=value.dtype, device=value.device)
-    all_gather_into(values, value.view(1), group=group)
-    return values
-
-
-def size_and_rank(group: ProcessGroup | None) -> tuple[int, int]:
-    """Return (size, rank in the group); None stands for this rank alone."""
-    return (1, 0) if group is None else (group.size(), group.rank())
-
-
-def levels_of(groups: ReplicaGroups) -> tuple[RankGroup, ...]:
-    """Return the levels of the groups, else one level of all replicas; () for a single replica."""
-    if groups.levels or groups.replicate is None:
-        return groups.levels
-    return (RankGroup(successor_level(groups, groups.replicate), *size_and_rank(groups.replicate)),)
-
-
-def successor_level(groups: ReplicaGroups, group: ProcessGroup) -> str:
-    """Return the level of the link from this rank to the next rank of `group`."""
-    if groups.layout is None:
-        return "network"
-    return groups.layout.successor_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
-
-
-def gather_lists(group: ProcessGroup | None, items: list[Any]) -> list[Any]:
-    """Gather a list from every rank of the group and concatenate them. None stands for this rank alone."""
-    if group is None:
-        return items
-    lists: list[Any] = [None] * group.size()
-    dist.all_gather_object(lists, items, group=group)
-    return [item for entries in lists for item in entries]

@@ -4,14 +4,16 @@ It serves dry runs of many ranks in one process, and code that acts for all simu
 inputs have been summed already, or are equal on all replicas.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives, gather_lists
+from topology.collectives import ReplicaCollectives
 from topology.comm_stream import Handle
+from topology.group_queries import gather_lists
 from topology.groups import ReplicaGroups
 from topology.rank_group import RankGroup
 from topology.traffic import REPLICATE
@@ -46,6 +48,18 @@ class DryRunCollectives(ReplicaCollectives):
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         return self._all_reduce(tensor, divisor, codec, error, None)
+
+    def _reduce_to_owners(
+        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
+    ) -> Handle:
+        return self._all_reduce(rows, 1.0, codec, error, None)
+
+    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
+        if self.replica in owners:
+            gathered.copy_(message.expand_as(gathered))
+        else:
+            gathered.zero_()
+        return Handle()
 
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         return Handle()

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives, gather_lists
+from topology.collectives import ReplicaCollectives
 from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
+from topology.group_queries import gather_lists
 from topology.groups import ReplicaGroups
 from topology.pairs import partners
 from topology.rank_group import RankGroup
@@ -78,6 +79,16 @@ class InProcessCollectives(ReplicaCollectives):
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         self._exchange((tensor, error), lambda pairs: _reduce_scatter(pairs, divisor, codec))
         return Handle()
+
+    def _reduce_to_owners(
+        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
+    ) -> Handle:
+        self._exchange((rows, error), lambda pairs: _reduce_to_owners(pairs, owners, codec))
+        return Handle()
+
+    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
+        messages = self._exchange(message.clone(), list)
+        return Handle(lambda: torch.stack([messages[owner] for owner in owners], out=gathered))
 
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         self._exchange(tensor, lambda tensors: _pair_means(tensors, draw))
@@ -349,3 +360,19 @@ def _reduce_scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None)
     for replica, (own, _) in enumerate(pairs):
         own.fill_(torch.nan)
         own.view(len(pairs), -1)[replica] = parts[replica]
+
+
+def _reduce_to_owners(pairs: Sequence[_Pair], owners: Sequence[int], codec: Codec | None) -> None:
+    """Compute `topology.stages.reduce_to_owners`; rows of others become NaN. pairs: of every replica, by owner."""
+    if codec is None:
+        means = torch.stack([rows for rows, _ in pairs]).sum(0)
+    else:
+        messages = torch.stack([codec.encode(rows, error) for rows, error in pairs], 1)
+        means = torch.empty_like(pairs[0][0])
+        for received, total in zip(messages, means, strict=True):
+            codec.decode_and_sum(received, total)
+    means.div_(len(pairs))
+    for replica, (rows, _) in enumerate(pairs):
+        rows.fill_(torch.nan)
+        if replica in owners:
+            rows[owners.index(replica)] = means[owners.index(replica)]

@@ -1,6 +1,6 @@
 """`ReplicaCollectives` of a rank in a distributed run: collectives on process groups, level by level."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives, gather_lists, gather_scalars
+from topology.collectives import ReplicaCollectives
 from topology.comm_stream import CommStream, Handle
 from topology.dry_run import DryRunCollectives
+from topology.group_queries import gather_lists, gather_scalars
 from topology.groups import ReplicaGroups
 from topology.rank_group import RankGroup
 from topology.stages import (
@@ -23,9 +24,11 @@ from topology.stages import (
     all_reduce_messages,
     all_reduce_or_,
     exchange_pair,
+    gather_from_owners,
     pair_mean_,
     reduce_scatter_,
     reduce_scatter_encoded,
+    reduce_to_owners,
 )
 from topology.torch_version import all_gather_into, reduce_scatter_into
 from topology.traffic import REPLICATE
@@ -91,6 +94,14 @@ class ProcessGroupCollectives(ReplicaCollectives):
         parts = torch.empty_like(tensor)  # gloo: an all-to-all moves fewer bytes, see `topology.stages`
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
         return Handle(work.wait, lambda: torch.sum(parts.view(self.replicas, -1), 0, out=own).div_(divisor))
+
+    def _reduce_to_owners(
+        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
+    ) -> Handle:
+        return self._start(lambda levels: reduce_to_owners(rows, owners, levels[0], codec, error), rows.device)
+
+    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
+        return self._start(lambda levels: gather_from_owners(gathered, message, owners, levels[0]), gathered.device)
 
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         partner = self.partner(draw)

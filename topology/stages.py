@@ -185,6 +185,49 @@ def reduce_scatter_encoded(x: Tensor, levels: Levels, divisor: float, codec: Cod
     mean.div_(divisor)
 
 
+def reduce_to_owners(
+    rows: Tensor, owners: Sequence[int], group: RankGroup, codec: Codec | None, error: Tensor | None
+) -> None:
+    """Write the mean of each row over one group to that row on its owner; the others become undefined.
+
+    Args:
+        rows: FP32 (owners, n).
+        owners: Ranks of the group, in increasing order.
+        codec: Encodes the rows; None for FP32.
+        error: FP32 (owners, n), receives the quantization error; None to discard it.
+    """
+    own = owners.index(group.group_rank) if group.group_rank in owners else None
+    sent = rows.view(torch.uint8) if codec is None else codec.encode(rows, error)
+    size = sent.shape[1]
+    received = sent.new_empty(0 if own is None else group.size, size)
+    dist.all_to_all_single(
+        received.view(-1),
+        sent.view(-1),
+        [0 if own is None else size] * group.size,
+        [size if rank in owners else 0 for rank in range(group.size)],
+        group=group.process_group,
+    )
+    if own is not None:
+        if codec is None:
+            torch.sum(received.view(torch.float32), 0, out=rows[own])
+        else:
+            codec.decode_and_sum(received, rows[own])
+        rows[own].div_(group.size)
+
+
+def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int], group: RankGroup) -> None:
+    """Gather the messages of some ranks of a group on all of them.
+
+    Args:
+        gathered: uint8 (owners, bytes), in the order of `owners`.
+        message: uint8 (bytes,), or (0,) of a rank that is none of them.
+        owners: Ranks of the group, in increasing order.
+    """
+    sizes = [gathered.shape[1] if rank in owners else 0 for rank in range(group.size)]
+    copies = message.repeat(group.size)
+    dist.all_to_all_single(gathered.view(-1), copies, sizes, [message.numel()] * group.size, group=group.process_group)
+
+
 def _reduce_scatter_inner(x: Tensor, levels: Levels, error: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Sum x over these levels. Returns this rank's slices of x and of the error; the whole error is set to zero."""
     if error is not None:

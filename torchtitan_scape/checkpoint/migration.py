@@ -113,6 +113,8 @@ class _Receiver:
             for row, states in enumerate(self._states(shard, imported)):
                 if row < len(self.stores):
                     self._put_weights(self.stores[row], index, imported, row, states)
+                if imported.weights is None:
+                    self._put_shared_displacements(index, imported, row, states)
                 keeps_pending = self._put_pending(shard, imported, row, states)
                 if row < len(self.stores) and not (self.same_optimizer and (keeps_pending or imported.pending is None)):
                     self._put_moments(self.stores[row], shard, imported, row, flush=not keeps_pending)
@@ -155,6 +157,19 @@ class _Receiver:
             else:
                 start = start - values.of_replica(row)
         weight.copy_(start.view(weight.shape))
+
+    def _put_shared_displacements(self, index: int, imported: ImportedState, row: int, states: list[State]) -> None:
+        """Load changes that all replicas have in common: into the state of their kind, else into the weights."""
+        name = self.optimizer.shards()[index].name
+        for kind, values in imported.displacements.items():
+            target = next(
+                (s.tensors[name] for s in states if s.kind == kind and s.on_migration == "displacement"), None
+            )
+            if target is not None:
+                target.copy_(values.of_replica(row).view(target.shape))
+            elif row < len(self.stores):
+                weight = stored(self.stores[row].shards[index].parameter)
+                weight.sub_(values.of_replica(row).view(weight.shape))
 
     def _put_pending(self, shard: Shard, imported: ImportedState, row: int, states: list[State]) -> bool:
         """Load pending gradients; return whether this method keeps any of this parameter."""

@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.methods.interface import State
+from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.simulation import create_state, mean_of_rows, rows_of
+from torchtitan_scape.replica.simulation import mean_of_rows, rows_of
 
 # Values of `[checkpoint] residual`.
 RESIDUALS = ("exact", "mean", "drop")
@@ -27,7 +28,7 @@ def has_dense_state(optimizer: ReplicaOptimizer) -> bool:
 def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     """Return the wrapped optimizer's state by parameter name ("state.NAME.exp_avg"); empty if `states` contains it.
 
-    This makes an optimizer create its state if it has not taken a step yet.
+    Collective. This makes an optimizer create its state if it has not taken a step yet.
 
     Raises:
         ValueError: the optimizer has no state yet, and it does not start from zeros.
@@ -37,10 +38,15 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     assert optimizer.model is not None
     if not optimizer.inner.state:
         create_state(optimizer.inner)  # PyTorch would create it, too, but as that after one step
+    _gather_state(optimizer)
     for module in optimizer.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # Names of gathered weights, as after a validation, are not found.
     return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
+
+
+def _gather_state(optimizer: ReplicaOptimizer) -> None:
+    optimizer.replicas.run(lambda i: optimizer.methods[i].gather_state())
 
 
 def load_dense_state(optimizer: ReplicaOptimizer, state: dict[str, Any]) -> None:
@@ -58,6 +64,7 @@ def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
         residual: "exact"; "mean" for the replicas' mean of everything that differs between them; or "drop" for that
             mean without pending updates.
     """
+    _gather_state(optimizer)
     found = rows_of(optimizer.replicas.run(lambda i: _of_replica(optimizer, i, residual)))
     if residual != "exact":
         found = [state for state in found if not (residual == "drop" and state.is_pending)]

@@ -44,7 +44,8 @@ class State:
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
             "pending": pending gradients in coordinates that only the same layout, method and options know. They are
                 loaded there, and lost elsewhere.
-            "displacement": pending changes of the weights, anchor minus weight, of a method with per-replica weights.
+            "displacement": pending changes of the weights, to be subtracted from them: anchor minus weight of a method
+                with per-replica weights, or what only the owner of a parameter has applied.
             "model": FP32 weights that are saved, validated and exported as the model: those that replicas share, or if
                 `per_replica` their mean over replicas. As the state of single replicas they are saved besides it.
             "copy": copied if the next run has a state of that kind.
@@ -167,6 +168,7 @@ class Method(ABC):
     def __init__(self, context: MethodContext, options: Any) -> None:
         self.context, self.options, self.collectives = context, options, context.collectives
         self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
+        self.is_observed = False  # whether a replica has an observer; equal on all replicas
         self._full_exchange_requested = False
 
     @classmethod
@@ -238,6 +240,12 @@ class Method(ABC):
         Args:
             loaded: the optimizer continues with saved second moments of all parameters.
             step: attempted steps of the run that saved.
+        """
+
+    def gather_state(self) -> None:
+        """Make state that replicas divide among themselves, the optimizer's included, current on all. Collective.
+
+        Called before a checkpoint reads `states` and the optimizer's state.
         """
 
     def allocate(self, kind: str, name: str) -> None:

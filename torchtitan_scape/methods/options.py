@@ -23,6 +23,7 @@ class MethodCost(Protocol):
         includes_optimizer: The method updates the parameters itself: `memory_traffic` and `device_memory` contain
             parameters, gradients and the optimizer's state.
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
+        divides_matrices: Muon's matrices are divided among the replicas; otherwise every replica has all gradients.
         supports_overlap: The exchange can run during the last backward pass of a step.
         scalar_reductions: All-reduces of a scalar that a step waits for.
     """
@@ -32,6 +33,9 @@ class MethodCost(Protocol):
 
     @property
     def per_replica_weights(self) -> bool: ...
+
+    @property
+    def divides_matrices(self) -> bool: ...
 
     @property
     def supports_overlap(self) -> bool: ...

@@ -13,6 +13,7 @@ from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
@@ -90,6 +91,9 @@ METHODS: dict[str, MethodEntry] = {
     "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
     "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
     "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized", supports_pipeline=True),
+    "quantized_update": MethodEntry(
+        QuantizedUpdateOptions, "quantized_update.method.QuantizedUpdate", supports_pipeline=True
+    ),
     "onebit_adam": MethodEntry(OnebitAdamOptions, "onebit_adam.method.OnebitAdam", ("AdamW",)),
     "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),
     "diloco": MethodEntry(DilocoOptions, "diloco.method.Diloco"),

@@ -103,7 +103,7 @@ def predict_step(
         calls = [replace(call, chunks=0) for call in calls]
     exposed, hidden_calls = [c for c in calls if not c.hidden], [c for c in calls if c.hidden]
     stages = [stage for call in exposed for stage in call.stages(levels)]
-    latency, transfer = stage_seconds(stages, links)
+    latency, transfer = stage_seconds([stage for call in exposed for stage in call.slowest_stages(levels)], links)
     # The stages contain the latency of all chunks if the method determines these. Only all-reduces are divided here.
     own_chunks = round(sum(call.share * call.chunks for call in exposed))
     if own_chunks or any(call.kind != "all_reduce" for call in exposed):
@@ -171,7 +171,7 @@ def divides_matrices(
     """
     device, cost = layout.machine.device, run.options.cost()
     stages = gather_stages(run.optimizer, shapes, layout)
-    if not stages or cost.per_replica_weights or cost.includes_optimizer or not device.runtime:
+    if not stages or cost.per_replica_weights or cost.includes_optimizer or cost.divides_matrices or not device.runtime:
         return False
     ranks = layout.shard * layout.context
     replicas = layout.replicate
@@ -235,7 +235,8 @@ def predict(
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
     divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
-    sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
+    by_replicas = divided or (levels is None and run.options.cost().divides_matrices)
+    sharing = layout.shard * layout.context * (layout.replicate if by_replicas else 1)
     flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
     flops += BF16_PER_FP32 * run.options.cost().matrix_flops(model, layout.replicate)
     rest += flops / (device.peak * 1e12 * assumptions.mfu)

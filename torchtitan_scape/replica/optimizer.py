@@ -404,6 +404,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def observe(self, observer: Observer | None) -> None:
         """Pass the synchronized gradients of the next steps to an observer; None to stop."""
         self.methods[0].observer = observer
+        for method in self.methods:
+            method.is_observed = observer is not None
 
     def observed_state(self, shard: Shard) -> ObservedState:
         """Return a parameter's first moment and residuals. Collective; call `finish_previous_step` first."""

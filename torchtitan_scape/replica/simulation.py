@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard, collect_shards, local, stored
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
+from torchtitan_scape.optimizers.initial_state import create_state
 
 Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
-_NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
 @dataclass(frozen=True)
@@ -118,38 +118,6 @@ def weights_of_replicas(
         )
     others = [ReplicaWeights.copy_of(shards, make_optimizer) for _ in range(count - 1) if make_optimizer]
     return [ReplicaWeights.of(shards, optimizer), *others]
-
-
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer create its state as it is before the first step. The weights do not change.
-
-    PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
-
-    Raises:
-        ValueError: the state of this class does not start from zeros.
-    """
-    if isinstance(optimizer, _NOT_FROM_ZEROS):
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps state that does not start from zeros, which checkpoints and methods "
-            "with per-replica weights need; use another optimizer, such as AdamW"
-        )
-    neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}  # with eps = 0 the step would compute 0 / 0
-    kept = [{key: group[key] for key in neutral if key in group} for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    for group, rates in zip(optimizer.param_groups, kept, strict=True):
-        group.update({key: neutral[key] for key in rates})
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for state in optimizer.state.values():
-        for key, values in state.items():
-            if isinstance(values, Tensor):
-                values.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of momenta
-    for group, rates in zip(optimizer.param_groups, kept, strict=True):
-        group.update(rates)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def rows_of(each: Sequence[list[State]]) -> list[State]:

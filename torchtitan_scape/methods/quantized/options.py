@@ -121,15 +121,23 @@ class QuantizedCost(GradientCost):
         return pack, rest
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> float:
-        """Return the products with bases, in and out, the second moments, and the updates of the bases."""
+        return self.basis_flops(model, replicas)
+
+    def basis_flops(self, model: LocalModel, replicas: int, received: float = 1.0) -> float:
+        """Return the products with bases, in and out, the second moments, and the updates of the bases.
+
+        Args:
+            received: Share of the matrices whose synchronized gradients this rank receives.
+        """
         total = 0.0
         for shape, sides in self._whitened(model) if replicas > 1 else ():
             for side, whitened in zip(shape, sides, strict=True):
                 other = math.prod(shape) // side
                 width = side if whitened else min(side, ROTATED_TOGETHER)
-                total += 4.0 * width * side * other
+                total += (2.0 + 2.0 * received) * width * side * other
                 if whitened:
-                    total += 2.0 * side * side * other + 6.0 * ITERATIONS * side**3 / self.options.whiten_every
+                    total += received * 2.0 * side * side * other
+                    total += 6.0 * ITERATIONS * side**3 / self.options.whiten_every
         return total
 
     def _whitened(self, model: LocalModel) -> list[tuple[Shape, tuple[bool, bool]]]:

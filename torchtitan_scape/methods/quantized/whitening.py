@@ -83,6 +83,12 @@ class MatrixBasis:
         sides = (("left", self.left), ("right", self.right))
         return {f"{name}.{kind}": tensor for name, side in sides for kind, tensor in side.tensors().items()}
 
+    def reset(self) -> None:
+        """Return to the state at the start of a run."""
+        start = MatrixBasis.of(self.shape, self.left.forward.device).tensors()
+        for name, tensor in self.tensors().items():
+            tensor.copy_(start[name])
+
     def encode(self, matrix: Tensor) -> Tensor:
         """Return a gradient (n,) or (a, b) in the basis."""
         return along(self.right.forward, along(self.left.forward, matrix.view(self.shape), 0), 1)
@@ -161,9 +167,7 @@ class WhiteningBases:
     def reset(self) -> None:
         """Return to the state at the start of a run."""
         for basis in self.bases.values():
-            start = MatrixBasis.of(basis.shape, basis.left.forward.device).tensors()
-            for name, tensor in basis.tensors().items():
-                tensor.copy_(start[name])
+            basis.reset()
 
     def state(self) -> State:
         """Return all tensors but the rotations, which follow from the shapes."""

@@ -1,0 +1,315 @@
+"""Gradients in few bits to the owner of a parameter, and its update in few bits back to all replicas.
+
+Each replica updates a part of the parameters, as in ZeRO (Rajbhandari et al., arXiv:1910.02054), and sends the change
+of the weights in a block code, as SDP4Bit does (Jia et al., arXiv:2410.15526), with error feedback in both directions.
+With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server for every matrix, apart from the error
+feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import block_code, choose_backend
+from topology.calls import CollectiveCall
+from topology.chunks import Exchange, double_buffered
+from topology.codecs import Codec
+from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.parameters import Shard, local, store_gradient, stored
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
+from torchtitan_scape.methods.quantized_update.bases import SharedBases
+from torchtitan_scape.methods.quantized_update.layout import Column, divide
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
+from torchtitan_scape.methods.update import clip, update
+from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.muon import Muon, is_hidden
+
+ELEMENTWISE = ("Adam", "AdamS", "AdamW", "SGD", "SignSGD")  # optimizers that may update a part of a tensor
+
+
+class QuantizedUpdate(Method):
+    """One step (W: the weights that all replicas have, e: the unsent change of the weights, of the owner of an entry).
+
+    1. Each replica encodes gradient plus residual for the owners, and keeps the error as its residual.
+    2. An owner computes the mean, clips it, and takes the optimizer's step from W + e to the weights V.
+    3. It sends V - W, encoded, to all replicas. They add the decoded change to W; e becomes V - W.
+
+    The errors of step 3 move the weights by less than a step. In the mean of the gradients, which `Quantized` sends
+    instead, they would cost more: Muon magnifies what is small in the gradient.
+
+    A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
+    Moments and unsent changes are current on the owner only; `gather_state` distributes them. Outside of its blocks,
+    the moments of an owner are meaningless.
+    """
+
+    def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
+        super().__init__(context, options)
+        shards, replicas = context.shards, self.collectives.replicas
+        for shard in shards:
+            if (dtype := stored(shard.parameter).dtype) != torch.float32:
+                raise ValueError(
+                    f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
+                    "its rounding would be lost; keep the parameters in FP32 and compute in BF16 by mixed precision"
+                )
+        self._code = block_code(choose_backend(context.kernels, shards[0].device), options.code, options.block)
+        sizes = [shard.size for shard in shards]
+        division = divide(
+            sizes,
+            [shard.entries if _is_whole(shard, context.optimizer) else 0 for shard in shards],
+            replicas,
+            block=options.block,
+            limit=self.collectives.chunk_limit(sum(sizes), self._code),
+            equal_rows=len(self.collectives.levels) > 1,
+        )
+        self._division, self._rows, self._columns = division, division.rows, division.columns
+        self._own = division.rows[self.collectives.replica]
+        self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
+        self._bases: SharedBases | None = None
+        if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
+            owners = {s.tensor: i for i, row in enumerate(self._rows) for s in row if is_hidden(shards[s.tensor])}
+            self._bases = SharedBases(shards, dict(sorted(owners.items())), self.collectives)
+        if not all(context.optimizer.state.get(shard.parameter) for shard in shards):
+            create_state(context.optimizer)  # replicas would create that of different parameters
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        context, phase = self.context, self.context.timer.phase
+        alone = self.collectives.replicas == 1
+        code = None if self.take_full_exchange_request() or alone else self._code
+        if context.gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, context.gradient_scale)
+        if not alone:
+            with phase("exchange"):
+                self._reduce(gradients, code, info)
+        self._observe_all(gradients, info)
+        with phase("clip"):
+            own = [gradients[s.tensor][s.first : s.first + s.length] for s in self._own]
+            context.grad_norm.copy_(torch.where(info.applied, self._norm(own), torch.nan))
+            if context.max_norm is not None:
+                context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm))
+        with phase("update"):
+            changes = self._update_own(gradients, info.applied)
+        if not alone:
+            with phase("exchange"):
+                double_buffered(self._send(column, changes, code, info.applied) for column in self._columns)
+
+    def _reduce(self, gradients: Sequence[Tensor], code: Codec | None, info: StepInfo) -> None:
+        """Replace the gradients by their means where this replica owns them. The rest becomes undefined. Collective."""
+        residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
+        if self._bases is not None:
+            if self.options.changes_bases(info.number):
+                self._bases.change(residuals, info.applied)
+            self._bases.encode(gradients)
+        torch._foreach_add_(list(gradients), residuals)
+        send = partial(self._send_to_owners, values=gradients, residuals=residuals, code=code, applied=info.applied)
+        double_buffered(map(send, self._columns))
+        if self._bases is not None:
+            self._bases.decode_own(gradients, info.applied)
+
+    def _send_to_owners(
+        self, column: Column, values: Sequence[Tensor], residuals: Sequence[Tensor], code: Codec | None, applied: Tensor
+    ) -> Exchange:
+        """Start sending a column; the returned function stores the means that this replica owns, and the residuals."""
+        rows = self._rows_of(column, column.owners, values)
+        error = None if code is None else torch.empty_like(rows)
+        handle = self.collectives.reduce_to_owners(rows, column.owners, code, error)
+
+        def finish() -> None:
+            for i, (owner, slices) in enumerate(zip(column.owners, column.slices, strict=True)):
+                for s in slices:
+                    new = 0.0 if error is None else error[i, s.at : s.at + s.length]
+                    masked_copy_(residuals[s.tensor][s.first : s.first + s.length], new, applied)
+                    if owner == self.collectives.replica:
+                        values[s.tensor][s.first : s.first + s.length] = rows[i, s.at : s.at + s.length]
+
+        return handle, finish
+
+    def _rows_of(self, column: Column, owners: Sequence[int], values: Sequence[Tensor]) -> Tensor:
+        """Return the rows of some owners in a column, FP32 (rows, width), with zeros as padding.
+
+        The entries of a shorter last block are repeated in it: zeros would change the means that codes send as scales.
+        """
+        block, rows = self.options.block, torch.zeros(len(owners), column.width, device=self.context.grad_norm.device)
+        slices = [(row, s) for row, i in zip(rows, owners, strict=True) for s in column.slices[column.owners.index(i)]]
+        if slices:
+            torch._foreach_copy_(
+                [row[s.at : s.at + s.length] for row, s in slices],
+                [values[s.tensor][s.first : s.first + s.length] for _, s in slices],
+            )
+        for row, s in slices:
+            if short := s.length % block:
+                end = s.at + s.length
+                row[end : end + block - short] = row[end - short : end].repeat(-(-block // short))[short:block]
+        return rows
+
+    def _norm(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the synchronized gradient over the whole model, FP32 (). Collective."""
+        counted = [part for part, s in zip(own, self._own, strict=True) if self.context.shards[s.tensor].counted]
+        squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum().float()
+        return self.collectives.sum_over_owners(squares).sqrt()
+
+    def _update_own(self, gradients: Sequence[Tensor], applied: Tensor) -> list[Tensor]:
+        """Run the optimizer on the parameters of which this replica owns entries.
+
+        Returns:
+            The changes that no replica has received yet, FP32 (n,) by shard, (0,) for those of others; the weights are
+            those of before. With one replica the changes are made.
+        """
+        shards, owned = self.context.shards, {s.tensor for s in self._own}
+        kept = [shard.parameter.grad for shard in shards]
+        before: dict[int, Tensor] = {}
+        for i, shard in enumerate(shards):
+            if i not in owned:
+                shard.parameter.grad = None
+                continue
+            store_gradient(shard, self._only_own(i, gradients[i]))
+            before[i] = stored(shard.parameter).clone()
+            stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
+        update(self.context.optimizer, applied)
+        for shard, gradient in zip(shards, kept, strict=True):
+            shard.parameter.grad = gradient
+        changes = [self.context.grad_norm.new_empty(0) for _ in shards]
+        for i, weight in before.items() if self.collectives.replicas > 1 else ():
+            changed = stored(shards[i].parameter)
+            changes[i] = (changed - weight).view(-1)
+            changed.copy_(weight)
+        return changes
+
+    def _only_own(self, number: int, gradient: Tensor) -> Tensor:
+        """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
+        own = [s for s in self._own if s.tensor == number]
+        if sum(s.length for s in own) == len(gradient):
+            return gradient
+        found = torch.zeros_like(gradient)
+        for s in own:
+            found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
+        return found
+
+    def _send(self, column: Column, changes: Sequence[Tensor], code: Codec | None, applied: Tensor) -> Exchange:
+        """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
+        owner = self.collectives.replica
+        row = self._rows_of(column, [owner] if owner in column.owners else [], changes).view(-1)
+        handle, messages = self.collectives.gather_from_owners(row, column.width, column.owners, code)
+
+        def finish() -> None:
+            decoded = torch.empty(len(messages), column.width, device=row.device)
+            if code is None:
+                decoded.copy_(messages.view(torch.float32))
+            else:
+                self._code.decode(messages, decoded)
+            decoded.masked_fill_(~applied, 0.0)
+            self._apply(column, decoded)
+            if owner in column.owners:
+                i = column.owners.index(owner)
+                unsent = decoded[i] - row
+                for s in column.slices[i]:
+                    target = self._unsent.tensors[self.context.shards[s.tensor].name].view(-1)
+                    masked_copy_(target[s.first : s.first + s.length], unsent[s.at : s.at + s.length], applied)
+
+        return handle, finish
+
+    def _apply(self, column: Column, decoded: Tensor) -> None:
+        """Add the decoded changes, FP32 (owners, width), to the weights."""
+        if not self.collectives.is_writer:  # simulated replicas share one set of weights
+            return
+        targets, parts = [], []
+        for slices, row in zip(column.slices, decoded, strict=True):
+            for s in slices:
+                targets.append(stored(self.context.shards[s.tensor].parameter).view(-1)[s.first : s.first + s.length])
+                parts.append(row[s.at : s.at + s.length])
+        torch._foreach_add_(targets, parts)
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    def prepare_to_load(self) -> None:
+        super().prepare_to_load()
+        for errors in (self._residual, self._unsent):
+            errors.clear(torch.tensor(True))
+        if self._bases is not None:
+            self._bases.reset()
+
+    def gather_state(self) -> None:
+        if self.collectives.replicas == 1:
+            return
+        for owner, row in enumerate(self._rows):
+            for s in row:
+                for tensor in self._owned_tensors(self.context.shards[s.tensor]):
+                    if tensor.numel() > 1 or s.first == 0:  # the counter of steps is that of the first owner
+                        self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
+        if self._bases is not None:
+            self._bases.gather()
+
+    def _owned_tensors(self, shard: Shard) -> Iterator[Tensor]:
+        """Yield the tensors of a parameter that are current on its owners, in the same order on all replicas."""
+        yield self._unsent.tensors[shard.name]
+        for _, value in sorted(self.context.optimizer.state[shard.parameter].items()):
+            if isinstance(value, Tensor):
+                yield local(value)
+
+    def _broadcast(self, tensor: Tensor, owner: int) -> None:
+        """Broadcast a tensor, which may be on the host, from its owner."""
+        values = tensor.to(self.context.grad_norm.device).contiguous()
+        self.collectives.broadcast(values, owner)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
+
+    def states(self) -> list[State]:
+        migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"
+        states = [
+            State("residual", self._residual.tensors, per_replica=True, on_migration=migration),
+            State("unsent_update", self._unsent.tensors, per_replica=False, on_migration="displacement"),
+        ]
+        return states if self._bases is None else [*states, self._bases.state()]
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        found = []
+        for shard in self.context.shards:
+            basis = [] if self._bases is None else self._bases.replicated(shard.name)
+            found.append(ReplicatedTensors(shard.name, [(None, stored(shard.parameter)), *basis]))
+        return found
+
+    # -------------------------------------------------------------------------------------------- reports
+
+    def collective_calls(self) -> list[CollectiveCall]:
+        if self.collectives.replicas == 1:
+            return []
+        cost: QuantizedUpdateCost = self.options.cost()
+        return cost.calls_of(self._division, self.local_model(), self.collectives.replicas, self._bases is not None)
+
+    def pending_gradient(self, state: State, name: str) -> Tensor:
+        errors = super().pending_gradient(state, name)
+        return errors if self._bases is None else self._bases.decoded(name, errors)
+
+    def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
+        moment = self.context.optimizer.state[shard.parameter].get("exp_avg")
+        if moment is not None and self.collectives.replicas > 1:
+            self._from_owners(self.context.shards.index(shard), local(moment).view(-1))
+        return super().moment_and_residual(shard)
+
+    def _from_owners(self, number: int, values: Tensor) -> None:
+        """Replace values of a shard, (n,), by those of the owners. Collective."""
+        for owner, row in enumerate(self._rows):
+            for s in row:
+                if s.tensor == number:
+                    self._broadcast(values[s.first : s.first + s.length], owner)
+
+    def _observe_all(self, gradients: Sequence[Tensor], info: StepInfo) -> None:
+        """Pass the synchronized gradients to the observer. Collective in a step that is observed."""
+        if not self.is_observed:
+            return
+        seen = [gradient.clone() for gradient in gradients]
+        for i, values in enumerate(seen if self.collectives.replicas > 1 else ()):
+            self._from_owners(i, values)
+        self._observe(seen, info)
+
+
+def _is_whole(shard: Shard, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether one replica must update the whole parameter."""
+    return is_hidden(shard) if isinstance(optimizer, Muon) else type(optimizer).__name__ not in ELEMENTWISE

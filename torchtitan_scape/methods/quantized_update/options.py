@@ -1,0 +1,160 @@
+"""Options and cost of quantized gradients and updates."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from topology.calls import CollectiveCall, replicas_of
+from topology.partition import chunk_limit
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.options import LAYOUT
+from torchtitan_scape.core.workloads import LocalModel, Shape
+from torchtitan_scape.methods.cost import GradientCost
+from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.quantized.options import (
+    Code,
+    QuantizedCost,
+    QuantizedOptions,
+    has_basis,
+    whitened_sides,
+)
+from torchtitan_scape.methods.quantized_update.layout import Division, divide
+from torchtitan_scape.methods.wire import EncodedSize
+
+FIRST_UPDATES = (10, 20, 40, 80)  # steps after which the bases change, besides the multiples of `whiten_every`
+MOMENT_BYTES = 2  # of an entry of the second moments in a message: BF16
+ALIGNED_BYTES = 16  # of that message
+
+
+@dataclass
+class QuantizedUpdateOptions(MethodOptions):
+    """[sync.quantized_update]: gradients and updates in few bits; every parameter is updated by one replica."""
+
+    section: ClassVar[str] = "sync.quantized_update"
+    main_options = ("code",)
+
+    code: Code = field(default="2bit", metadata=LAYOUT)
+    """Encoding of the gradients on the way to the replica that updates a parameter, and of the change of the weights on
+    the way back, on the outermost level"""
+
+    block: int = 512
+    """Entries that share BF16 scales, a power of two from 32 to 1024; every parameter starts a new block"""
+
+    whiten_every: int = field(default=100, metadata=LAYOUT)
+    """Steps between updates of the bases in which Muon's matrices are encoded, made of the second moments of their
+    gradients; 0 encodes the entries themselves. Other optimizers have no bases"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
+        self.require(
+            self.whiten_every >= 0, "whiten_every", "it must be 1 or more, or 0 to encode the entries themselves"
+        )
+
+    def changes_bases(self, number: int) -> bool:
+        """Return whether the bases change before step `number`, from 1."""
+        done = number - 1
+        if not self.whiten_every or not done:
+            return False
+        return done % self.whiten_every == 0 or (done in FIRST_UPDATES and done < self.whiten_every)
+
+    def needs_comm_streams(self) -> bool:
+        return True
+
+    def label(self) -> str:
+        return f"{self.method_name()} {self.code}"
+
+    def cost(self) -> "QuantizedUpdateCost":
+        return QuantizedUpdateCost(self)
+
+
+@dataclass(frozen=True)
+class QuantizedUpdateCost(GradientCost):
+    """All parameters, in columns. The formulas are those of Muon, whose matrices are not divided."""
+
+    options: QuantizedUpdateOptions
+    divides_matrices: ClassVar[bool] = True
+    scalar_reductions: ClassVar[int] = 2  # the finite flag, and the norm
+
+    @property
+    def message_bytes(self) -> EncodedSize:
+        return EncodedSize(self.options.code, self.options.block)
+
+    @property
+    def bases(self) -> QuantizedCost:
+        """The cost of the bases, which are those of `quantized`."""
+        return QuantizedOptions(code=self.options.code, whiten_every=self.options.whiten_every).cost()
+
+    def division(self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False) -> Division:
+        """Return owners and columns of Muon's parameters."""
+        named = zip(model.names, model.shapes, strict=True)
+        whole = [math.prod(shape) if has_basis(name, shape) else 0 for name, shape in named]
+        limit = chunk_entries or chunk_limit(model.entries, replicas, self.message_bytes)
+        return divide(model.sizes, whole, replicas, block=self.options.block, limit=limit, equal_rows=equal_rows)
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
+    ) -> list[CollectiveCall]:
+        replicas = replicas_of(levels)
+        if replicas == 1:
+            return []
+        division = self.division(model, replicas, chunk_entries, equal_rows=len(levels) > 1)
+        return self.calls_of(division, model, replicas, self.options.whiten_every > 0)
+
+    def calls_of(self, division: Division, model: LocalModel, replicas: int, has_bases: bool) -> list[CollectiveCall]:
+        """Return the collectives of a step. Bytes are averaged over replicas, time is that of the busiest."""
+        calls, message = [], self.message_bytes
+        for column in division.columns:
+            count, active = replicas * column.width, len(column.owners) / replicas
+            calls += [
+                CollectiveCall("reduce_scatter", count, message, chunks=1, largest_chunk=count, active=active),
+                CollectiveCall("all_gather", message(column.width), chunks=1, active=active),
+            ]
+        if has_bases and (moments := moment_bytes(model, division)):
+            calls.append(CollectiveCall("all_gather", moments, share=1.0 / self.options.whiten_every))
+        return calls
+
+    def traffic_per_parameter(self) -> float:
+        """Return the bytes per parameter of the exchange.
+
+        12 to add the residual, 12 to fill a column, 8 to encode it and 12 to store the errors; 12 to decode and apply
+        the updates. Those of an owner are neglected. Products with bases are 16.
+        """
+        return 56.0 + (16.0 if self.options.whiten_every else 0.0)
+
+    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
+        return self.bases.basis_flops(model, replicas, received=1.0 / replicas)
+
+    def residual_entries(self, model: LocalModel) -> int:
+        return model.entries
+
+    def message_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return 0: `chunk_memory` contains the messages."""
+        return 0.0
+
+    def chunk_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of two columns: values, errors, and the messages that are sent and received."""
+        if replicas == 1:
+            return 0.0
+        entries = sorted(len(c.owners) * c.width for c in self.division(model, replicas).columns)[-2:]
+        return sum(8.0 * n + 2.0 * self.message_bytes(n) for n in entries)
+
+    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        kinds = super().device_memory(model, replicas) | {"unsent_update": 4.0 * model.entries}
+        return kinds | {k: v for k, v in self.bases.device_memory(model, replicas).items() if k == "bases"}
+
+
+def moment_entries(shape: Shape) -> int:
+    """Return the entries of a matrix's second moments in a message: the upper triangle of each whitened side."""
+    sides = zip(shape, whitened_sides(shape), strict=True)
+    return sum(n * (n + 1) // 2 for n, whitened in sides if whitened)
+
+
+def moment_bytes(model: LocalModel, division: Division) -> int:
+    """Return the bytes of a message of second moments, padded to that of the owner with most of them."""
+    most = 0
+    for row in division.rows:
+        named = [(model.names[s.tensor], model.shapes[s.tensor]) for s in row]
+        most = max(most, sum(moment_entries(shape) for name, shape in named if has_basis(name, shape)))
+    return -(-MOMENT_BYTES * most // ALIGNED_BYTES) * ALIGNED_BYTES
