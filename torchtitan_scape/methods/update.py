@@ -29,7 +29,8 @@ def norm_over_model(
 def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> Tensor:
     """Scale the gradients in place so that their norm is at most `max_norm`, and return the factor, FP32 ()."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
     return factor
 
 

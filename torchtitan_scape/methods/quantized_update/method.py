@@ -224,7 +224,7 @@ class QuantizedUpdate(Method):
             for s in slices:
                 targets.append(stored(self.context.shards[s.tensor].parameter).view(-1)[s.first : s.first + s.length])
                 parts.append(row[s.at : s.at + s.length])
-        torch._foreach_add_(targets, parts)
+        torch._foreach_add_(targets, parts)  # every column has a slice
 
     # ---------------------------------------------------------------------------------------------- state
 
