@@ -22,7 +22,7 @@ from torchtitan_scape.methods.quantized.options import (
 from torchtitan_scape.methods.quantized_update.layout import Division, divide
 from torchtitan_scape.methods.wire import EncodedSize
 
-FIRST_UPDATES = (10, 20, 40, 80)  # steps after which the bases change, besides the multiples of `whiten_every`
+FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 MOMENT_BYTES = 2  # of an entry of the second moments in a message: BF16
 ALIGNED_BYTES = 16  # of that message
 
@@ -41,7 +41,7 @@ class QuantizedUpdateOptions(MethodOptions):
     block: int = 512
     """Entries that share BF16 scales, a power of two from 32 to 1024; every parameter starts a new block"""
 
-    whiten_every: int = field(default=100, metadata=LAYOUT)
+    whiten_every: int = field(default=200, metadata=LAYOUT)
     """Steps between updates of the bases in which Muon's matrices are encoded, made of the second moments of their
     gradients; 0 encodes the entries themselves. Other optimizers have no bases"""
 

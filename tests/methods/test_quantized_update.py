@@ -1,0 +1,312 @@
+"""Updates in few bits by the owners of parameters: the division, Muon's matrices, bases, skipped steps, resume, cost."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.methods.test_whitening import SHAPES as NAMED
+from tests.methods.test_whitening import gradients, ill_conditioned
+from tests.pool import Pool
+from tests.replicas import run_replicas as run_with_chunks
+from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from topology.process_groups import ProcessGroupCollectives
+from topology.ring_bytes import LevelSize
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import LocalModel, get_workload
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.quantized_update.layout import Division, divide
+from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
+from torchtitan_scape.optimizers.muon import Muon
+
+APPLIED = torch.tensor(True)
+run_replicas = functools.partial(run_with_chunks, chunk_entries=512)
+MATRICES = [name for name in NAMED if name.startswith("layers.")]
+
+
+# --------------------------------------------------------------------------------------------- the division
+
+
+def entries_of(division: Division, sizes: list[int]) -> list[list[int]]:
+    """Return the owner of every entry, by tensor; -1 for none."""
+    found = [[-1] * size for size in sizes]
+    for owner, row in enumerate(division.rows):
+        for s in row:
+            for i in range(s.first, s.first + s.length):
+                assert found[s.tensor][i] == -1
+                found[s.tensor][i] = owner
+    return found
+
+
+@pytest.mark.parametrize("equal_rows", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 16])
+def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool) -> None:
+    sizes, whole = [200, 96, 64, 7, 0, 33, 64], [0, 96, 64, 0, 0, 0, 64]
+    division = divide(sizes, whole, replicas, block=8, limit=40 * replicas, equal_rows=equal_rows)
+    owners = entries_of(division, sizes)
+    assert all(-1 not in each for each in owners)
+    assert all(len(set(owners[i])) == 1 for i, entries in enumerate(whole) if entries)
+    sent: dict[tuple[int, int], int] = {}
+    for column in division.columns:
+        assert 0 < column.width <= 40 and column.width % 8 == 0
+        assert not equal_rows or column.owners == tuple(range(replicas))
+        for owner, slices in zip(column.owners, column.slices, strict=True):
+            assert all(s.at % 8 == 0 and s.at + s.length <= column.width for s in slices)
+            for s in slices:
+                for i in range(s.first, s.first + s.length):
+                    assert (s.tensor, i) not in sent
+                    sent[s.tensor, i] = owner
+    assert sent == {(t, i): owner for t, each in enumerate(owners) for i, owner in enumerate(each)}
+
+
+def test_blocks_of_other_parameters_equalize_the_rows() -> None:
+    division = divide([64, 64, 800], [64, 64, 0], 4, block=8, limit=1 << 20)
+    assert [sum(s.length for s in row) for row in division.rows] == [232] * 4
+    assert [column.owners for column in division.columns] == [(0, 1, 2, 3)]
+
+
+def test_a_longer_row_has_columns_of_its_own() -> None:
+    division = divide([64, 16, 16], [64, 16, 16], 3, block=8, limit=1 << 20)
+    assert [(column.width, column.owners) for column in division.columns] == [(16, (0, 1, 2)), (48, (0,))]
+
+
+# ------------------------------------------------------------------------------------------- the collectives
+
+OWNERS = (0, 2)
+
+
+def rows_by_owner(collectives: ReplicaCollectives) -> tuple[Tensor, Tensor]:
+    own = torch.arange(16.0).view(2, 8) * (collectives.replica + 1)
+    collectives.reduce_to_owners(own, OWNERS).wait()
+    mine = own[OWNERS.index(collectives.replica)] if collectives.replica in OWNERS else own[0, :0]
+    handle, gathered = collectives.gather_from_owners(mine, 8, OWNERS)
+    handle.wait()
+    return gathered.view(torch.float32), torch.tensor(list(collectives.ledger.sent.values()))
+
+
+def on_rank() -> tuple[Tensor, Tensor]:
+    return rows_by_owner(ProcessGroupCollectives(dist.group.WORLD))
+
+
+def test_rows_are_reduced_to_some_replicas_and_gathered_from_them(pool3: Pool) -> None:
+    for real, simulated in zip(pool3(on_rank), run_replicas(3, rows_by_owner), strict=True):
+        assert torch.equal(real[0], 2.0 * torch.arange(16.0).view(2, 8))
+        assert torch.equal(real[0], simulated[0]) and torch.equal(real[1], simulated[1])
+
+
+# ------------------------------------------------------------------------------------------------ the method
+
+
+def make(collectives: ReplicaCollectives, max_norm: float | None = None, **options: Any) -> QuantizedUpdate:
+    optimizer = Muon([(name, start_of(name)) for name in NAMED], lr=0.02, weight_decay=0.1)
+    context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer, max_norm=max_norm)
+    return QuantizedUpdate(context, QuantizedUpdateOptions(**({"block": 32, "whiten_every": 3} | options)))
+
+
+def start_of(name: str) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(len(name))
+    return nn.Parameter(0.1 * torch.randn(NAMED[name], generator=generator))
+
+
+def weights(method: QuantizedUpdate) -> list[Tensor]:
+    return [shard.parameter.detach().clone() for shard in method.context.shards]
+
+
+def steps(method: QuantizedUpdate, numbers: range, skipped: tuple[int, ...] = ()) -> list[list[Tensor]]:
+    found = []
+    for n in numbers:
+        own = gradients(n, method.collectives.replica)
+        if n in skipped:
+            own[1][0] = torch.nan
+        with torch.no_grad():
+            method.step(own, StepInfo(n, torch.tensor(n not in skipped)))
+        found.append(weights(method))
+    return found
+
+
+def dense(count: int, replicas: int, max_norm: float | None = None) -> list[Tensor]:
+    parameters = {name: start_of(name) for name in NAMED}
+    optimizer = Muon(list(parameters.items()), lr=0.02, weight_decay=0.1)
+    for n in range(1, count + 1):
+        each = [gradients(n, replica) for replica in range(replicas)]
+        for parameter, *own in zip(parameters.values(), *each, strict=True):
+            parameter.grad = torch.stack(own).mean(0).view(parameter.shape)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters.values(), max_norm)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters.values()]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_without_an_encoding_it_is_dense_muon(replicas: int) -> None:
+    def run(collectives: ReplicaCollectives) -> list[Tensor]:
+        method = make(collectives, max_norm=0.5)
+        for n in range(1, 6):
+            method.request_full_exchange()
+            steps(method, range(n, n + 1))
+        return weights(method)
+
+    wanted = dense(5, replicas, max_norm=0.5)
+    for found in run_replicas(replicas, run):
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).norm() < 2e-2 * (b.norm() + 1e-6)  # Newton-Schulz rounds to BF16
+
+
+@pytest.mark.parametrize("code", ["int8", "2bit"])
+def test_all_replicas_have_the_same_bits_and_owners_know_the_exact_weights(code: str) -> None:
+    def run(collectives: ReplicaCollectives) -> tuple[list[list[Tensor]], list[Tensor]]:
+        method = make(collectives, code=code)
+        found = steps(method, range(1, 8))
+        method.gather_state()
+        unsent = next(state for state in method.states() if state.kind == "unsent_update").tensors
+        return found, [unsent[name].clone() for name in NAMED]
+
+    first, *others = run_replicas(3, run)
+    for other in others:
+        assert all(
+            torch.equal(a, b) for x, y in zip(first[0], other[0], strict=True) for a, b in zip(x, y, strict=True)
+        )
+        assert all(map(torch.equal, first[1], other[1]))
+    assert all(error.norm() > 0 for error in first[1])
+    if code == "int8":
+        for weight, unsent, wanted in zip(first[0][-1], first[1], dense(7, 3), strict=True):
+            assert unsent.norm() < 0.05 * (weight - unsent).norm()
+            assert (weight - unsent - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_a_replica_updates_only_what_it_owns() -> None:
+    """Matrices of Muon have one owner each; no replica computes the momentum of another's."""
+
+    def run(collectives: ReplicaCollectives) -> list[bool]:
+        method = make(collectives)
+        steps(method, range(1, 3))
+        state = method.context.optimizer.state
+        return [bool(state[shard.parameter]["exp_avg"].any()) for shard in method.context.shards]
+
+    touched = dict(zip(NAMED, zip(*run_replicas(3, run), strict=True), strict=True))
+    assert all(sum(touched[name]) == 1 for name in MATRICES)
+
+
+def test_bases_are_equal_on_all_replicas_and_change_with_the_moments_of_the_owner() -> None:
+    def run(collectives: ReplicaCollectives) -> dict[str, Tensor]:
+        method = make(collectives)
+        steps(method, range(1, 6))
+        return {name: t for name, t in next(s for s in method.states() if s.kind == "basis").tensors.items()}
+
+    first, second = run_replicas(2, run)
+    start = next(s for s in make(DryRunCollectives(replicas=2)).states() if s.kind == "basis").tensors
+    equal = [name for name in first if not name.endswith("moment")]
+    assert {name.rpartition(".left")[0] or name.rpartition(".right")[0] for name in equal} == set(MATRICES)
+    assert all(torch.equal(first[name], second[name]) for name in equal)
+    assert not any(torch.equal(first[name], start[name]) for name in equal)
+
+
+def test_weak_directions_keep_their_signal() -> None:
+    """The weights are nearer to those of dense Muon than without bases."""
+    exact = dense(20, 2)
+
+    def distance(**options: Any) -> float:
+        found = run_replicas(2, lambda collectives: steps(make(collectives, **options), range(1, 21))[-1])[0]
+        pairs = dict(zip(NAMED, zip(found, exact, strict=True), strict=True))
+        return sum(float((a - b).norm() / b.norm()) for a, b in (pairs[name] for name in MATRICES))
+
+    assert distance() < 0.8 * distance(whiten_every=0)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    def run(collectives: ReplicaCollectives) -> list[bool]:
+        method, same = make(collectives), []
+        for n in range(1, 9):
+            before, held = copy.deepcopy(method.state_dict()), weights(method)
+            optimizer = copy.deepcopy(method.context.optimizer.state_dict()["state"])
+            steps(method, range(n, n + 1), skipped=(4, 6))  # 4 changes the bases
+            if n in (4, 6):
+                after, later = method.state_dict(), method.context.optimizer.state_dict()["state"]
+                same += [torch.equal(before[k][name], v) for k, kind in after.items() for name, v in kind.items()]
+                same += list(map(torch.equal, held, weights(method)))
+                same += [torch.equal(optimizer[i][k], v) for i, kinds in later.items() for k, v in kinds.items()]
+        return same
+
+    for same in run_replicas(3, run):
+        assert all(same) and len(same) > 40
+
+
+def test_resume_is_exact() -> None:
+    def run(collectives: ReplicaCollectives) -> bool:
+        whole, first, second = (make(collectives) for _ in range(3))
+        wanted = steps(whole, range(1, 11))
+        steps(first, range(1, 6))
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        second.context.optimizer.load_state_dict(copy.deepcopy(first.context.optimizer.state_dict()))
+        for one, other in zip(first.context.shards, second.context.shards, strict=True):
+            other.parameter.data.copy_(one.parameter.data)
+        return all(map(torch.equal, steps(second, range(6, 11))[-1], wanted[-1]))
+
+    assert all(run_replicas(3, run))
+
+
+def test_weights_in_bf16_are_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))])
+    context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
+    with pytest.raises(ValueError, match="needs weights in FP32, and 'group0.0' is torch.bfloat16"):
+        QuantizedUpdate(context, QuantizedUpdateOptions())
+
+
+def test_bases_change_early_and_then_at_multiples() -> None:
+    changes = [n - 1 for n in range(1, 302) if QuantizedUpdateOptions().changes_bases(n)]
+    assert changes == [10, 20, 40, 80, 160, 200]
+    assert not any(QuantizedUpdateOptions(whiten_every=0).changes_bases(n) for n in range(1, 302))
+
+
+# ---------------------------------------------------------------------------------------------------- cost
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_the_mean_of_the_sent_bytes_is_the_planned_one(replicas: int) -> None:
+    def run(collectives: ReplicaCollectives) -> tuple[float, float]:
+        method = make(collectives, whiten_every=4)
+        steps(method, range(1, 5))
+        collectives.ledger.sent.clear()
+        steps(method, range(5, 9))  # the first of them changes the bases
+        kinds = collectives.ledger.sent_by_level_and_kind().items()
+        return sum(sent for (_, kind), sent in kinds if kind != "norm") / 4, method.planned_bytes()
+
+    found = run_replicas(replicas, run)
+    assert sum(sent for sent, _ in found) / replicas == pytest.approx(found[0][1])
+    model, options = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(block=32, whiten_every=4)
+    levels = [LevelSize("network", replicas)]
+    calls = options.cost().collective_calls(model, levels, 512)
+    assert sum(stage.sent for call in calls for stage in call.stages(levels)) == pytest.approx(found[0][1])
+
+
+@pytest.mark.parametrize("replicas", [4, 16, 64])
+def test_llama_1_8b_sends_few_bytes(replicas: int) -> None:
+    model = get_workload("llama_1_8b").local(1)
+    assert share_of_dense(QuantizedUpdateOptions(), model, replicas) <= 0.065
+
+
+def test_a_gradient_of_few_directions_is_learned() -> None:
+    """A run in two bits follows the descent of dense Muon on a quadratic of ill-conditioned noise."""
+    goal = ill_conditioned(NAMED["layers.0.wq"], torch.Generator().manual_seed(3))
+
+    def loss_after(collectives: ReplicaCollectives) -> float:
+        method = make(collectives, whiten_every=10)
+        number = list(NAMED).index("layers.0.wq")
+        for n in range(1, 31):
+            own = gradients(n, collectives.replica)
+            weight = method.context.shards[number].parameter.detach()
+            own[number] = (weight - goal).view(-1) + 0.05 * own[number]
+            method.step(own, StepInfo(n, APPLIED))
+        return float((method.context.shards[number].parameter.detach() - goal).norm())
+
+    with torch.no_grad():
+        found = run_replicas(3, loss_after)
+    assert len(set(found)) == 1
+    assert found[0] < 0.5 * float((start_of("layers.0.wq").detach() - goal).norm())
