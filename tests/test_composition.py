@@ -40,6 +40,7 @@ CASES = {
     "co2": (METHODS["co2"], EXACT),
     "noloco": (METHODS["noloco"], EXACT),
     "onebit_adam": (METHODS["onebit"], SHARDWISE),
+    "quantized_update": (METHODS["quantized-update"], SHARDWISE),
     "tagc": (["--sync.method=tagc", "--optimizer.name=AdamW"], SHARDWISE),
 }
 aten = torch.ops.aten

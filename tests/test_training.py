@@ -98,6 +98,11 @@ METHODS = {
         "--sync.quantized.whiten_every=3",
         "--optimizer.name=Muon",
     ],
+    "quantized-update": [
+        "--sync.method=quantized_update",
+        "--sync.quantized_update.whiten_every=3",
+        "--optimizer.name=Muon",
+    ],
     "onebit": [
         "--sync.method=onebit_adam",
         "--sync.onebit_adam.warmup_steps=4",
@@ -337,6 +342,8 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         slow("quantized", "nodes", 4),
         ("quantized-whitened", "1x2", 4),  # the skipped step is the one that changes the bases
         slow("quantized-whitened", "2x2", 4),
+        ("quantized-update", "1x2", 4),  # the skipped step is the one that changes the bases
+        slow("quantized-update", "2x2", None),
         slow("onebit", "2x2", 3),  # a skipped step between two updates of the variance
         ("diloco", "1x2", 3),  # within a round, with a skipped exchange
         slow("muon", "1x2", 4),

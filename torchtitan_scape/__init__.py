@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
     from torchtitan_scape.methods.powersgd.options import PowersgdOptions
     from torchtitan_scape.methods.quantized.options import QuantizedOptions
+    from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
     from torchtitan_scape.methods.radius.options import RadiusOptions
     from torchtitan_scape.methods.scape.options import ScapeOptions
     from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
@@ -47,6 +48,7 @@ __all__ = [
     "OnebitAdamOptions",
     "PowersgdOptions",
     "QuantizedOptions",
+    "QuantizedUpdateOptions",
     "RadiusOptions",
     "ReplicaOptimizer",
     "Scape",
@@ -74,6 +76,7 @@ _MODULES = {
     "OnebitAdamOptions": "methods.onebit_adam.options",
     "PowersgdOptions": "methods.powersgd.options",
     "QuantizedOptions": "methods.quantized.options",
+    "QuantizedUpdateOptions": "methods.quantized_update.options",
     "RadiusOptions": "methods.radius.options",
     "ReplicaOptimizer": "replica.optimizer",
     "Scape": "replica.scape",

@@ -132,6 +132,7 @@ METHODS |= {
     name: {"optimizer.name": optimizer, "sync.method": name, f"sync.{name}.{key}": value}
     for name, optimizer, key, value in (
         ("quantized", "AdamW", "code", "e2m1"),
+        ("quantized_update", "Muon", "code", "2bit"),
         ("onebit_adam", "AdamW", "code", "1bit"),
         ("topk", "AdamW", "density", 0.01),
         ("tagc", "AdamW", "density", 0.0125),

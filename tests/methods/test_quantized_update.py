@@ -1,4 +1,4 @@
-"""Updates in few bits by the owners of parameters: the division, Muon's matrices, bases, skipped steps, resume, cost."""
+"""Updates in few bits by the owners of parameters: division, Muon's matrices, bases, skipped steps, resume, cost."""
 
 import copy
 import functools
@@ -198,7 +198,7 @@ def test_bases_are_equal_on_all_replicas_and_change_with_the_moments_of_the_owne
     def run(collectives: ReplicaCollectives) -> dict[str, Tensor]:
         method = make(collectives)
         steps(method, range(1, 6))
-        return {name: t for name, t in next(s for s in method.states() if s.kind == "basis").tensors.items()}
+        return dict(next(s for s in method.states() if s.kind == "basis").tensors)
 
     first, second = run_replicas(2, run)
     start = next(s for s in make(DryRunCollectives(replicas=2)).states() if s.kind == "basis").tensors
@@ -255,7 +255,7 @@ def test_resume_is_exact() -> None:
 def test_weights_in_bf16_are_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))])
     context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
-    with pytest.raises(ValueError, match="needs weights in FP32, and 'group0.0' is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"needs weights in FP32, and 'group0\.0' is torch\.bfloat16"):
         QuantizedUpdate(context, QuantizedUpdateOptions())
 
 
