@@ -252,7 +252,7 @@ def count_step(name: str, model: LocalModel, replicas: int, backend: str = "trit
 def _take(method: Method, info: StepInfo, counter: StepCounter, gradients: list[Tensor] | None = None) -> None:
     shards = method.context.shards
     gradients = gradients or [torch.empty(shard.size, device=META) for shard in shards]
-    if method.holds_optimizer_state:
+    if not isinstance(method, GradientMethod | LocalMethod):  # it updates the parameters
         with counter:
             method.finish_previous_step(True)
             method.step(gradients, info)

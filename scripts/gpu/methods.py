@@ -125,6 +125,8 @@ CASES: dict[str, Case] = {
     "scape, BF16 gather": Case("scape", OPTIONS["scape"] | dict(update="sharded", wire="bfloat16", values="bfloat16")),
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
     "quantized 2bit, whitened": Case("quantized", {"code": "2bit", "whiten_every": 2}, "Muon"),
+    "quantized_update, Muon": Case("quantized_update", {"whiten_every": 2}, "Muon"),
+    "quantized_update, Muon, sharded": Case("quantized_update", {"whiten_every": 2}, "Muon", shard=2),
     "Muon": Case(optimizer="Muon"),
     "Muon, sharded": Case(optimizer="Muon", shard=2),
     "scape, sharded": Case("scape", OPTIONS["scape"], shard=2),

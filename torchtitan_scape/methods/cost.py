@@ -20,7 +20,7 @@ class GradientCost:
 
     includes_optimizer: ClassVar[bool] = False
     per_replica_weights: ClassVar[bool] = False
-    divides_matrices: ClassVar[bool] = False
+    divides_update: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
     scalar_reductions: ClassVar[int] = 1  # the finite flag
     # Kinds of memory that a process with simulated replicas allocates once per replica.

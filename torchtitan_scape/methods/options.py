@@ -23,7 +23,7 @@ class MethodCost(Protocol):
         includes_optimizer: The method updates the parameters itself: `memory_traffic` and `device_memory` contain
             parameters, gradients and the optimizer's state.
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
-        divides_matrices: Muon's matrices are divided among the replicas; otherwise every replica has all gradients.
+        divides_update: Each replica runs the optimizer on its share of the parameters; otherwise on all of them.
         supports_overlap: The exchange can run during the last backward pass of a step.
         scalar_reductions: All-reduces of a scalar that a step waits for.
     """
@@ -35,7 +35,7 @@ class MethodCost(Protocol):
     def per_replica_weights(self) -> bool: ...
 
     @property
-    def divides_matrices(self) -> bool: ...
+    def divides_update(self) -> bool: ...
 
     @property
     def supports_overlap(self) -> bool: ...

@@ -62,7 +62,7 @@ class PlannedRun:
         cost = self.options.cost()
         pack, rest = cost.memory_traffic(model, replicas)
         optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
-        return pack, rest + optimizer
+        return pack, rest + (optimizer / replicas if cost.divides_update else optimizer)
 
     def optimizer_flops(self, shapes: Shapes, ranks: int, replicas: int) -> float:
         """Return the optimizer's matrix products on one rank, in floating-point operations.

@@ -171,7 +171,7 @@ def divides_matrices(
     """
     device, cost = layout.machine.device, run.options.cost()
     stages = gather_stages(run.optimizer, shapes, layout)
-    if not stages or cost.per_replica_weights or cost.includes_optimizer or cost.divides_matrices or not device.runtime:
+    if not stages or cost.per_replica_weights or cost.includes_optimizer or cost.divides_update or not device.runtime:
         return False
     ranks = layout.shard * layout.context
     replicas = layout.replicate
@@ -235,7 +235,7 @@ def predict(
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
     divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
-    by_replicas = divided or (levels is None and run.options.cost().divides_matrices)
+    by_replicas = divided or (levels is None and run.options.cost().divides_update)
     sharing = layout.shard * layout.context * (layout.replicate if by_replicas else 1)
     flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
     flops += BF16_PER_FP32 * run.options.cost().matrix_flops(model, layout.replicate)

@@ -134,17 +134,23 @@ class QuantizedUpdate(Method):
 
         The entries of a shorter last block are repeated in it: zeros would change the means that codes send as scales.
         """
-        block, rows = self.options.block, torch.zeros(len(owners), column.width, device=self.context.grad_norm.device)
-        slices = [(row, s) for row, i in zip(rows, owners, strict=True) for s in column.slices[column.owners.index(i)]]
-        if slices:
-            torch._foreach_copy_(
-                [row[s.at : s.at + s.length] for row, s in slices],
-                [values[s.tensor][s.first : s.first + s.length] for _, s in slices],
-            )
-        for row, s in slices:
-            if short := s.length % block:
+        block, rows = self.options.block, torch.empty(len(owners), column.width, device=self.context.grad_norm.device)
+        views, parts, gaps = [], [], []
+        for row, owner in zip(rows, owners, strict=True):
+            end = 0
+            for s in column.slices[column.owners.index(owner)]:
+                gaps.append(row[end : s.at])
                 end = s.at + s.length
-                row[end : end + block - short] = row[end - short : end].repeat(-(-block // short))[short:block]
+                views.append(row[s.at : end])
+                parts.append(values[s.tensor][s.first : s.first + s.length])
+            gaps.append(row[end:])
+        torch._foreach_zero_([gap for gap in gaps if gap.numel()] or [rows[:0]])
+        torch._foreach_copy_(views or [rows[:0]], parts or [rows[:0]])
+        for row, owner in zip(rows, owners, strict=True):
+            for s in column.slices[column.owners.index(owner)]:
+                if short := s.length % block:
+                    end = s.at + s.length
+                    row[end : end + block - short] = row[end - short : end].repeat(-(-block // short))[short:block]
         return rows
 
     def _norm(self, own: Sequence[Tensor]) -> Tensor:
@@ -196,6 +202,7 @@ class QuantizedUpdate(Method):
         """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
         owner = self.collectives.replica
         row = self._rows_of(column, [owner] if owner in column.owners else [], changes).view(-1)
+        row.masked_fill_(~applied, 0.0)
         handle, messages = self.collectives.gather_from_owners(row, column.width, column.owners, code)
 
         def finish() -> None:
@@ -204,7 +211,6 @@ class QuantizedUpdate(Method):
                 decoded.copy_(messages.view(torch.float32))
             else:
                 self._code.decode(messages, decoded)
-            decoded.masked_fill_(~applied, 0.0)
             self._apply(column, decoded)
             if owner in column.owners:
                 i = column.owners.index(owner)

@@ -74,7 +74,7 @@ class QuantizedUpdateCost(GradientCost):
     """All parameters, in columns. The formulas are those of Muon, whose matrices are not divided."""
 
     options: QuantizedUpdateOptions
-    divides_matrices: ClassVar[bool] = True
+    divides_update: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 2  # the finite flag, and the norm
 
     @property
@@ -115,13 +115,16 @@ class QuantizedUpdateCost(GradientCost):
             calls.append(CollectiveCall("all_gather", moments, share=1.0 / self.options.whiten_every))
         return calls
 
-    def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter of the exchange.
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the bytes that `scripts.benchmarks.step_operators` counts, the optimizer's apart.
 
-        12 to add the residual, 12 to fill a column, 8 to encode it and 12 to store the errors; 12 to decode and apply
-        the updates. Those of an owner are neglected. Products with bases are 16.
+        12 per parameter to add the residual, 12 to fill columns, 8 to encode them and 20 to store the errors, 16 to
+        decode and apply the updates. The owner moves 220 to keep the weights, form and encode the change, and restore
+        them. Products with bases are 16.
         """
-        return 56.0 + (16.0 if self.options.whiten_every else 0.0)
+        if replicas == 1:
+            return 0.0, 0.0
+        return 0.0, (68.0 + (16.0 if self.options.whiten_every else 0.0) + 220.0 / replicas) * model.entries
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         return self.bases.basis_flops(model, replicas, received=1.0 / replicas)

@@ -58,7 +58,7 @@ class ScapeCost:
     options: CostOptions
     includes_optimizer = True
     per_replica_weights = False
-    divides_matrices = False
+    divides_update = False
     supports_overlap = False
 
     def extra_orthogonalizations(self, replicas: int) -> float:
