@@ -15,6 +15,7 @@ from tests.pool import Pool
 from tests.replicas import run_replicas as run_with_chunks
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
+from topology.in_process import SimulatedReplicas
 from topology.process_groups import ProcessGroupCollectives
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
@@ -25,8 +26,10 @@ from torchtitan_scape.methods.quantized_update.layout import Division, divide
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 APPLIED = torch.tensor(True)
+OPTIONS: dict[str, Any] = {"block": 32, "whiten_every": 3}
 run_replicas = functools.partial(run_with_chunks, chunk_entries=512)
 MATRICES = [name for name in NAMED if name.startswith("layers.")]
 
@@ -55,7 +58,7 @@ def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool
     assert all(len(set(owners[i])) == 1 for i, entries in enumerate(whole) if entries)
     sent: dict[tuple[int, int], int] = {}
     for column in division.columns:
-        assert 0 < column.width <= 40 and column.width % 8 == 0
+        assert column.width > 0 and len(column.owners) * column.width <= 40 * replicas and column.width % 8 == 0
         assert not equal_rows or column.owners == tuple(range(replicas))
         for owner, slices in zip(column.owners, column.slices, strict=True):
             assert all(s.at % 8 == 0 and s.at + s.length <= column.width for s in slices)
@@ -107,7 +110,7 @@ def test_rows_are_reduced_to_some_replicas_and_gathered_from_them(pool3: Pool) -
 def make(collectives: ReplicaCollectives, max_norm: float | None = None, **options: Any) -> QuantizedUpdate:
     optimizer = Muon([(name, start_of(name)) for name in NAMED], lr=0.02, weight_decay=0.1)
     context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer, max_norm=max_norm)
-    return QuantizedUpdate(context, QuantizedUpdateOptions(**({"block": 32, "whiten_every": 3} | options)))
+    return QuantizedUpdate(context, QuantizedUpdateOptions(**(OPTIONS | options)))
 
 
 def start_of(name: str) -> nn.Parameter:
@@ -310,3 +313,33 @@ def test_a_gradient_of_few_directions_is_learned() -> None:
         found = run_replicas(3, loss_after)
     assert len(set(found)) == 1
     assert found[0] < 0.5 * float((start_of("layers.0.wq").detach() - goal).norm())
+
+
+@pytest.mark.parametrize("make_optimizer", [Muon, torch.optim.AdamW], ids=["Muon", "AdamW"])
+def test_simulated_replicas_that_share_an_optimizer_equal_separate_ones(make_optimizer: Any) -> None:
+    """Several replicas own parts of one parameter; each must leave the moments of the others as they are."""
+    replicas = 5
+
+    def separate(collectives: ReplicaCollectives) -> list[Tensor]:
+        optimizer = make_optimizer([(name, start_of(name)) for name in NAMED], lr=0.02, weight_decay=0.1)
+        context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+        method = QuantizedUpdate(context, QuantizedUpdateOptions(**OPTIONS))
+        return steps(method, range(1, 7), skipped=(3,))[-1]
+
+    parameters = {name: start_of(name) for name in NAMED}
+    optimizer = make_optimizer(list(parameters.items()), lr=0.02, weight_decay=0.1)
+    shared = ReplicaOptimizer(
+        optimizer, QuantizedUpdate, QuantizedUpdateOptions(**OPTIONS), SimulatedReplicas(replicas)
+    )
+    for n in range(1, 7):
+        for replica in range(replicas):
+            for parameter, gradient in zip(parameters.values(), gradients(n, replica), strict=True):
+                parameter.grad = gradient.view(parameter.shape)
+                if n == 3:
+                    parameter.grad[0] = torch.nan
+            shared.stash_replica_gradients()
+        shared.step()
+    for found in run_with_chunks(replicas, separate, chunk_entries=0):
+        assert all(map(torch.equal, found, (parameter.detach() for parameter in parameters.values())))
+    steps_of = {float(optimizer.state[parameter]["step"]) for parameter in parameters.values()}
+    assert steps_of == {5.0}

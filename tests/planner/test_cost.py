@@ -185,7 +185,8 @@ def test_the_latency_of_64_replicas_is_small(name: str) -> None:
     """On 64 nodes of Vista, at most a tenth of the transfer time.
 
     SPARTA and PowerSGD send two messages with little content; the exchange of Streaming DiLoCo overlaps with compute.
-    1-bit Adam sends five: a chunk has at most a fifth of the model, and one bit per entry of it.
+    1-bit Adam sends five: a chunk has at most a fifth of the model, and one bit per entry of it. So has a column of
+    quantized updates, which sends a sixth one because a few replicas own a second large matrix.
     """
     options, model, links = (
         METHODS[name].options(),
@@ -196,8 +197,8 @@ def test_the_latency_of_64_replicas_is_small(name: str) -> None:
     calls = PlannedRun(options).collective_calls(model, levels)
     latency, transfer = stage_seconds([stage for call in calls for stage in call.stages(levels)], links)
     one = 126 * 5e-6  # an all-reduce
-    assert latency <= max(0.1 * transfer, (5.1 if name == "onebit_adam" else 2.1) * one)
-    if name not in ("sparta", "powersgd", "streaming_diloco", "onebit_adam"):
+    assert latency <= max(0.1 * transfer, {"onebit_adam": 5.1, "quantized_update": 6.1}.get(name, 2.1) * one)
+    if name not in ("sparta", "powersgd", "streaming_diloco", "onebit_adam", "quantized_update"):
         assert latency <= 0.1 * transfer
 
 

@@ -81,7 +81,7 @@ def divide(
             first += length
     # A shorter row is padded to the level: otherwise the last block of the others would need a column of its own.
     ends = [max(ends)] * replicas if equal_rows else [max(end, level) for end in ends]
-    columns = _columns(rows, ends, max(1, limit // (replicas * block)) * block)
+    columns = _columns(rows, ends, limit, block)
     return Division(tuple(map(tuple, rows)), tuple(columns))
 
 
@@ -99,14 +99,15 @@ def _fill_level(loads: Sequence[int], blocks: int) -> int:
     return -(-(sum(ordered) + blocks) // len(ordered))
 
 
-def _columns(rows: Sequence[Row], ends: Sequence[int], width: int) -> list[Column]:
-    """Return the columns of at most `width` entries. A column ends where a row ends."""
-    cuts = sorted({0, *ends, *range(0, max(ends), width)})
+def _columns(rows: Sequence[Row], ends: Sequence[int], limit: int, block: int) -> list[Column]:
+    """Return the columns of at most `limit` entries, all rows together. A column ends where a row ends."""
     columns = []
-    for first, last in pairwise(cuts):
-        owners = tuple(i for i, end in enumerate(ends) if end > first)
-        slices = tuple(tuple(_within(rows[i], first, last)) for i in owners)
-        columns.append(Column(last - first, owners, slices))
+    for begin, end in pairwise(sorted({0, *ends})):
+        owners = tuple(i for i, last in enumerate(ends) if last > begin)
+        width = max(1, limit // (len(owners) * block)) * block
+        for first in range(begin, end, width):
+            last = min(first + width, end)
+            columns.append(Column(last - first, owners, tuple(tuple(_within(rows[i], first, last)) for i in owners)))
     return columns
 
 

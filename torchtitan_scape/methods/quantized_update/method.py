@@ -6,7 +6,8 @@ With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server
 feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -42,8 +43,7 @@ class QuantizedUpdate(Method):
     instead, they would cost more: Muon magnifies what is small in the gradient.
 
     A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
-    Moments and unsent changes are current on the owner only; `gather_state` distributes them. Outside of its blocks,
-    the moments of an owner are meaningless.
+    Moments and unsent changes are current on the owner only; `gather_state` distributes them.
     """
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
@@ -97,6 +97,8 @@ class QuantizedUpdate(Method):
         if not alone:
             with phase("exchange"):
                 double_buffered(self._send(column, changes, code, info.applied) for column in self._columns)
+            if self.collectives.is_writer:
+                self._count_steps(info.applied)
 
     def _reduce(self, gradients: Sequence[Tensor], code: Codec | None, info: StepInfo) -> None:
         """Replace the gradients by their means where this replica owns them. The rest becomes undefined. Collective."""
@@ -178,7 +180,8 @@ class QuantizedUpdate(Method):
             store_gradient(shard, self._only_own(i, gradients[i]))
             before[i] = stored(shard.parameter).clone()
             stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
-        update(self.context.optimizer, applied)
+        with self._state_of_others_kept(owned):
+            update(self.context.optimizer, applied)
         for shard, gradient in zip(shards, kept, strict=True):
             shard.parameter.grad = gradient
         changes = [self.context.grad_norm.new_empty(0) for _ in shards]
@@ -187,6 +190,40 @@ class QuantizedUpdate(Method):
             changes[i] = (changed - weight).view(-1)
             changed.copy_(weight)
         return changes
+
+    @contextmanager
+    def _state_of_others_kept(self, owned: Iterable[int]) -> Iterator[None]:
+        """Restore the optimizer's state of entries that other replicas own, and its counters of steps, at the end.
+
+        Simulated replicas share the optimizer.
+        """
+        if self.collectives.replicas == 1:
+            yield
+            return
+        slices = {i: [s for s in self._own if s.tensor == i] for i in owned}
+        held = []
+        for i, own in slices.items():
+            state, is_whole = self._tensors_of_state(i), sum(s.length for s in own) == self.context.shards[i].size
+            held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or not is_whole]
+        yield
+        for value, previous, own in held:
+            for s in own if value.numel() > 1 else ():
+                part = slice(s.first, s.first + s.length)
+                previous.view(-1)[part] = value.view(-1)[part]
+            value.copy_(previous)
+
+    def _count_steps(self, applied: Tensor) -> None:
+        """Count a step of the optimizer for all parameters, those of others included."""
+        steps = [
+            state["step"] for i in range(len(self.context.shards)) if "step" in (state := self._tensors_of_state(i))
+        ]
+        for step in steps:
+            step += applied.to(step.device)
+
+    def _tensors_of_state(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of the optimizer's state of a shard, local ones, by kind."""
+        state = self.context.optimizer.state.get(self.context.shards[number].parameter, {})
+        return {kind: local(value) for kind, value in sorted(state.items()) if isinstance(value, Tensor)}
 
     def _only_own(self, number: int, gradient: Tensor) -> Tensor:
         """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
@@ -246,18 +283,14 @@ class QuantizedUpdate(Method):
             return
         for owner, row in enumerate(self._rows):
             for s in row:
-                for tensor in self._owned_tensors(self.context.shards[s.tensor]):
-                    if tensor.numel() > 1 or s.first == 0:  # the counter of steps is that of the first owner
+                unsent = self._unsent.tensors[self.context.shards[s.tensor].name]
+                for kind, tensor in (("unsent", unsent), *self._tensors_of_state(s.tensor).items()):
+                    if tensor.shape == unsent.shape:
                         self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
+                    elif kind != "step" and s.first == 0:
+                        self._broadcast(tensor, owner)
         if self._bases is not None:
             self._bases.gather()
-
-    def _owned_tensors(self, shard: Shard) -> Iterator[Tensor]:
-        """Yield the tensors of a parameter that are current on its owners, in the same order on all replicas."""
-        yield self._unsent.tensors[shard.name]
-        for _, value in sorted(self.context.optimizer.state[shard.parameter].items()):
-            if isinstance(value, Tensor):
-                yield local(value)
 
     def _broadcast(self, tensor: Tensor, owner: int) -> None:
         """Broadcast a tensor, which may be on the host, from its owner."""
