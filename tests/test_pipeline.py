@@ -31,6 +31,7 @@ METHODS = {
     "dense": ["--sync.method=dense", ADAMW],
     "scape": ["--sync.scape.density=0.1"],
     "quantized": ["--sync.method=quantized", ADAMW],
+    "quantized_update": ["--sync.method=quantized_update", "--optimizer.name=Muon"],
     "sparta": ["--sync.method=sparta", "--sync.sparta.warmup_steps=1", ADAMW],
 }
 # Settings in which the layout changes the order of sums alone: an owner that keeps a quantization error, or selects a
@@ -131,6 +132,7 @@ RESUMED = {
     "scape": [*METHODS["scape"], "--sync.scape.wire=int4", "--sync.scape.update=sharded", *STAGES],
     "sparta": [*METHODS["sparta"], *STAGES],
     "quantized": [*METHODS["quantized"], *STAGES],
+    "quantized_update": [*METHODS["quantized_update"], "--sync.quantized_update.whiten_every=1", *STAGES],
     "GPipe": [
         *("--sync.method=dense", "--training.mixed_precision_param=bfloat16", *STAGES),
         "--parallelism.pipeline_parallel_schedule=GPipe",
@@ -149,7 +151,9 @@ def resume(folder: str, arguments: list[str]) -> list[dict[str, Any]]:
     return [train(folder, each) for each in runs]
 
 
-@pytest.mark.parametrize("case", ["scape", slow("sparta"), slow("quantized"), slow("GPipe"), slow("four stages")])
+@pytest.mark.parametrize(
+    "case", ["scape", *map(slow, ("sparta", "quantized", "quantized_update", "GPipe", "four stages"))]
+)
 def test_a_resumed_run_of_stages_has_the_bits_of_an_uninterrupted_one(case: str, pool4: Pool, tmp_path: Path) -> None:
     for first, second in pool4(resume, str(tmp_path), RESUMED[case], timeout=300):
         assert second["losses"] == first["losses"][2:] and second["norms"] == first["norms"][2:]

@@ -172,7 +172,10 @@ STAGES = ["--parallelism.pipeline_parallel_degree=2"]
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--sync.method=topk"], r"method = 'topk' is not.*; set 'dense' or 'scape' or 'quantized' or 'sparta'$"),
+        (
+            ["--sync.method=topk"],
+            r"method = 'topk' is not.*; set 'dense' or 'scape' or 'quantized' or 'quantized_update' or 'sparta'$",
+        ),
         (
             ["--sync.method=diloco"],
             r"\[sync\] method = 'diloco' is not supported with .*pipeline_parallel_degree = 2; set",
