@@ -24,7 +24,8 @@ mkdir -p "$FOLDER"
 # Makes the environment $2 with torch $1.
 install() {
     "$PYTHON" -m venv "$2"
-    "$2/bin/python" -m pip install --quiet "torch==$1" || return 1
+    # Not --quiet, which would hide the constraint that excludes a release.
+    "$2/bin/python" -m pip install --progress-bar off "torch==$1" || return 1
     "$2/bin/python" -m pip install --quiet --editable ".[test]" || return 1
     if ! "$2/bin/python" -c "import triton" 2>/dev/null; then # a CPU build
         "$2/bin/python" -m pip install --quiet --editable ".[triton,test]" || return 1
@@ -43,7 +44,7 @@ for release in "${releases[@]}"; do
     if ! "$environment/bin/python" -c "import torch, triton, pytest" 2>/dev/null &&
         ! install "$release" "$environment" >"$log" 2>&1; then
         failed=1
-        reason=$(grep -m 1 "(constraint)" "$log" || grep -m 1 "^ERROR" "$log" || echo "see the log")
+        reason=$(grep -m 1 -o "The user requested (constraint).*" "$log" || grep -m 1 "^ERROR" "$log" || echo "see the log")
         "$PYTHON" -m scripts.version_table "$release" --not-installed "${reason:0:200}"
     else
         options=(--tests "${TESTS:-all but slow}")
