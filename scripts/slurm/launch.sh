@@ -117,7 +117,7 @@ broadcast_environment() {
     fi
     from="${BROADCAST_FROM:-$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')}"
     archive="$LOG_DIR/packages.tar"
-    echo "copying $from to $SLURM_JOB_NUM_NODES nodes"
+    echo "copying $from to $SLURM_JOB_NUM_NODES nodes, into $target"
     tar -cf "$archive" -C "$from" .
     sbcast --force "$archive" "$target.tar"
     rm -f "$archive"

@@ -3,7 +3,7 @@
 #   source scripts/slurm/machines.sh frontier   # or vista; in a job script, before torchrun -m torchtitan_scape.train
 #
 # A value that is set already is kept. MODULES replaces the machine's modules ("" for none), NODE_DIR the folder for
-# caches on the nodes' own storage.
+# caches and packages on the nodes' own storage, NVME_DIR Frontier's /mnt/bb/USER.
 
 refuse() {
     echo "error: $*" >&2
@@ -85,8 +85,16 @@ vista_settings() {
     if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then export NCCL_NET="${NCCL_NET:-IB}"; fi
 }
 
+# Puts caches and packages on the two NVMe devices of a node, which a job with sbatch -C nvme has at /mnt/bb/USER.
+# Without them they are in /tmp, as on other machines.
+use_nvme() {
+    local nvme="${NVME_DIR:-/mnt/bb/${USER:-$(id -un)}}"
+    if [ -z "${NODE_DIR:-}" ] && [ -d "$nvme" ]; then NODE_DIR="$nvme/scape-${SLURM_JOB_ID:-$$}"; fi
+}
+
 frontier_settings() {
     local rocm
+    use_nvme
     # As on the page on PyTorch, with the ROCm release of the torch build. rccl-net-plugin connects RCCL to libfabric
     # and sets many of the variables below; to use another build of the plugin, remove the module and set
     # NCCL_NET_PLUGIN to its librccl-net.so.

@@ -109,13 +109,19 @@ def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:
     }
 
 
-def test_large_jobs_copy_the_packages_to_the_nodes(tmp_path: Path) -> None:
-    packages = tmp_path / "packages"
+def packages_to_copy(folder: Path) -> Path:
+    """Return a folder with a module; sbcast is a stand-in."""
+    packages = folder / "packages"
     packages.mkdir()
     (packages / "from_the_copy.py").write_text("")
-    sbcast = stand_ins(tmp_path) / "sbcast"
+    sbcast = stand_ins(folder) / "sbcast"
     sbcast.write_text('#!/bin/bash\n[ "$1" = --force ] && cp "$2" "$3"\n')
     sbcast.chmod(0o755)
+    return packages
+
+
+def test_large_jobs_copy_the_packages_to_the_nodes(tmp_path: Path) -> None:
+    packages = packages_to_copy(tmp_path)
     node = tmp_path / "node"
     environment = {"TRAIN_SCRIPT": REPORT, "NODE_DIR": str(node), "BROADCAST_FROM": str(packages)}
     result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "3"})
@@ -125,6 +131,27 @@ def test_large_jobs_copy_the_packages_to_the_nodes(tmp_path: Path) -> None:
     assert (tmp_path / "node-packages" / "from_the_copy.py").exists()
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
     assert facts["PYTHONPATH"].endswith(f":{tmp_path}/node-packages") and not list(tmp_path.rglob("*.tar"))
+
+
+def test_packages_and_caches_of_frontier_are_on_the_nvme(tmp_path: Path) -> None:
+    """/mnt/bb/USER exists in jobs with -C nvme. Other jobs use /tmp, and NODE_DIR precedes both."""
+    packages, nvme = packages_to_copy(tmp_path), tmp_path / "nvme"
+    environment = {"TRAIN_SCRIPT": REPORT, "NVME_DIR": str(nvme), "SLURM_JOB_ID": "7", "USER": "me"}
+    environment |= {"BROADCAST_FROM": str(packages), "RANKS_PER_NODE": "1"}
+    copy, none = {"BROADCAST_NODES": "2"}, {"BROADCAST_NODES": "0"}
+    result, _ = submit("frontier", tmp_path, environment | none)
+    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
+    assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == "/tmp/scape-me-7/triton", result.stderr
+    nvme.mkdir()
+    result, _ = submit("frontier", tmp_path, environment | copy)
+    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
+    assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == f"{nvme}/scape-7/triton", result.stderr
+    assert facts["PYTHONPATH"].endswith(f":{nvme}/scape-7-packages"), facts["PYTHONPATH"]
+    assert f"into {nvme}/scape-7-packages\n" in result.stdout
+    assert [path.name for path in nvme.glob("*/*.py")] == ["from_the_copy.py"]
+    result, _ = submit("frontier", tmp_path, environment | none | {"NODE_DIR": str(tmp_path / "own")})
+    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
+    assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == f"{tmp_path}/own/triton", result.stderr
 
 
 @pytest.mark.parametrize(
