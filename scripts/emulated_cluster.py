@@ -161,6 +161,10 @@ class Cluster:
 
     # ----------------------------------------------------------------------------------------- the processes
 
+    def processes(self, node: int) -> list[int]:
+        """Return the ids of the processes in a node."""
+        return processes_in(self._name(node))
+
     def environment(self, node: int) -> dict[str, str]:
         """Return a node's variables for the command, except NGPU, its number of ranks."""
         return {

@@ -1,18 +1,21 @@
 """Run a command on a real Slurm cluster on this host: slurmctld and slurmd in namespaces of their own.
 
     python -m scripts.slurm_cluster --nodes 2 -- sbatch --wait --nodes=2 scripts/slurm/vista.sbatch
-    python -m scripts.slurm_cluster --nodes 2 -- bash       # try sbatch, squeue, scancel
+    python -m scripts.slurm_cluster --nodes 2 --user $USER -- bash       # try sbatch, squeue, scancel; not as root
 
 The controller and every node have a network namespace (scripts/emulated_cluster.py) and a host name. The command runs
-on the controller, the login node. Needs root, iproute2 and Slurm: on Debian, apt install slurm-wlm munge. The
-configuration of the host's own Slurm is neither read nor changed, and everything is ended and removed with the command.
+on the controller, the login node, as root or as the user that --user names, and so do its jobs. Needs root, iproute2
+and Slurm: on Debian, apt install slurm-wlm munge. The configuration of the host's own Slurm is neither read nor
+changed, and everything is ended and removed with the command.
 
 Nodes are node1, node2, ... with 64 CPUs, whatever the host has, and 2 GPUs, which are ordinary files. Partitions are
 "gh" and "batch", as on Vista and Frontier; a node runs one job at a time.
 """
 
 import argparse
+import contextlib
 import os
+import pwd
 import secrets
 import shutil
 import subprocess
@@ -176,11 +179,14 @@ class SlurmCluster:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float | None = None) -> Any:
-        """Run a command on the controller; return its CompletedProcess with text."""
-        environment = {**os.environ, **(env or {}), **self.environment()}
+    def run(
+        self, *command: str, env: Mapping[str, str] | None = None, timeout: float | None = None, user: str | None = None
+    ) -> Any:
+        """Run a command on the controller, as root or another user; return its CompletedProcess with text."""
+        environment = {**os.environ, **(env or {}), **self.environment(), **_identity(user)}
         options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout}
-        return subprocess.run(self._cluster.inside(0, self._named(0, command)), env=environment, **options)
+        given = self._cluster.inside(0, self._named(0, _as_user(command, user)))
+        return subprocess.run(given, env=environment, **options)
 
     def output(self, *command: str) -> str:
         """Return the standard output of a command on the controller."""
@@ -190,10 +196,37 @@ class SlurmCluster:
         """Cut a node from the network."""
         self._cluster.set_link(node, False)
 
-    def call(self, command: Sequence[str]) -> int:
+    def restore(self, node: int) -> None:
+        """Connect a lost node again. Slurm uses it as soon as it answers."""
+        self._cluster.set_link(node, True)
+
+    def processes(self, node: int, text: str) -> list[int]:
+        """Return the ids of the processes in a node that have a text in their command line."""
+        found = []
+        for pid in self._cluster.processes(node):
+            with contextlib.suppress(OSError):  # it has ended
+                if text in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " "):
+                    found.append(pid)
+        return found
+
+    def call(self, command: Sequence[str], user: str | None = None) -> int:
         """Run a command on the controller with this process's terminal; return its exit code."""
-        given = self._cluster.inside(0, self._named(0, command))
-        return subprocess.run(given, env={**os.environ, **self.environment()}).returncode
+        given = self._cluster.inside(0, self._named(0, _as_user(command, user)))
+        return subprocess.run(given, env={**os.environ, **self.environment(), **_identity(user)}).returncode
+
+
+def _as_user(command: Sequence[str], user: str | None) -> list[str]:
+    return [*(["runuser", "-u", user, "--"] if user else []), *command]
+
+
+def _identity(user: str | None) -> dict[str, str]:
+    """Return the variables of a login. Raises ValueError for an unknown user."""
+    if user is None:
+        return {}
+    try:
+        return {"USER": user, "LOGNAME": user, "HOME": pwd.getpwnam(user).pw_dir}
+    except KeyError as error:
+        raise ValueError(f"--user={user}: there is no such user on this host") from error
 
 
 def _path() -> str:
@@ -201,13 +234,16 @@ def _path() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    command = given_command(args.command)
+    _identity(args.user)
     with SlurmCluster(args.nodes) as cluster:
-        return cluster.call(given_command(args.command))
+        return cluster.call(command, args.user)
 
 
 if __name__ == "__main__":
     options = {
         "--nodes": dict(type=int, default=2),
+        "--user": dict(help="runs the command and its jobs; by default root"),
         "command": dict(nargs=argparse.REMAINDER, help="-- COMMAND ..."),
     }
     sys.exit(run_command(__doc__, run, options))

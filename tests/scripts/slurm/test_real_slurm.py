@@ -3,80 +3,18 @@
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.common import ROOT
-from scripts.emulated_cluster import ClusterError
-from scripts.faults.fault_runs import COMMON, differences
-from scripts.slurm_cluster import SlurmCluster, SlurmError
+from scripts.faults.fault_runs import differences
+from scripts.slurm_cluster import SlurmCluster
 from scripts.study.store import SETUP, Store
 from tests.scripts.slurm.jobs import real_mpi
+from tests.scripts.slurm.real_jobs import EMBEDDED, Job, checkpoint
 
 pytestmark = pytest.mark.slow
-EMBEDDED = "train_configs/embedded.toml"
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "GONE")
-SMALL = [*COMMON, "--checkpoint.interval=1000", "--training.local_batch_size=1", "--training.seq_len=64"]
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[SlurmCluster]:
-    try:
-        with SlurmCluster(2, node_timeout=10, kill_wait=5) as cluster:
-            yield cluster
-    except (SlurmError, ClusterError) as error:
-        pytest.skip(str(error))
-
-
-class Job:
-    """A submitted job, its output and its state."""
-
-    def __init__(self, slurm: SlurmCluster, machine: str, folder: Path, *arguments: str, **environment: str) -> None:
-        self.slurm, self.output = slurm, folder / "job.out"
-        folder.mkdir(exist_ok=True)
-        own = {"CONFIG_FILE": EMBEDDED, "LOG_DIR": str(folder / "logs"), "MODULES": "", "PYTHON": sys.executable}
-        own |= {"NCCL_NET": "none", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "LOG_RANK": "0"} | environment
-        ranks = environment.get("RANKS_PER_NODE", "1")
-        options = ["--parsable", "--nodes=2", "--time=20", f"--output={self.output}", f"--ntasks-per-node={ranks}"]
-        options += [f"--gpus-per-node={ranks}"] if machine == "frontier" else []
-        script = str(ROOT / "scripts" / "slurm" / f"{machine}.sbatch")
-        given = [*SMALL, f"--job.dump_folder={folder / 'run'}", *arguments]
-        answer = slurm.run("sbatch", *options, script, *given, env=own, timeout=60)
-        assert answer.returncode == 0, answer.stderr
-        self.number = answer.stdout.strip()
-
-    def state(self) -> str:
-        text = self.slurm.output("scontrol", "show", "job", self.number)
-        return text.split("JobState=")[1].split()[0] if "JobState=" in text else "GONE"
-
-    def text(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
-
-    def wait(self, until: Callable[[], object], what: str, seconds: float = 240.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not until():
-            ended = self.state() in ENDED and not until()  # The state may change between both.
-            assert not ended, f"{what}: {self.state()}\n{self.text()[-3000:]}"
-            assert time.monotonic() < deadline, f"{what}: {self.state()}\n{self.text()[-3000:]}"
-            time.sleep(0.5)
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait(lambda: f"step: {step:2d}  " in self.text(), f"step {step}")
-
-    def wait_for_end(self) -> None:
-        self.wait(lambda: self.state() in ENDED, "the end")
-
-    def start_now(self) -> None:
-        """Start a requeued job, which Slurm would do after two minutes."""
-        self.wait(lambda: self.state() == "PENDING", "the requeue")
-        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-
-
-def checkpoint(folder: Path, step: int) -> Path:
-    return folder / "run" / "checkpoint" / f"step-{step}"
 
 
 def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -203,15 +141,3 @@ launch = {{ machine = "vista", steps = 100000, warm_up = 2, timeout = 25 }}
     for method in ("adams-sharded", "scape-0.1"):  # the second one started although the first was ended
         assert "exit code 124" in found["late", method, 2]["error"] or "137" in found["late", method, 2]["error"]
     assert (tmp_path / "work" / "late").exists() and not slurm.output("squeue", "-h").strip()
-
-
-def test_a_lost_node_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """srun waits until Slurm gives up the node (SlurmdTimeout). The job is requeued by Slurm or by itself, and waits
-    for nodes. Last, because the cluster has one node less afterwards."""
-    job = Job(slurm, "vista", tmp_path / "l", "--training.steps=2000", REQUEUE_ON_FAILURE="1")
-    job.wait_for_step(3)
-    slurm.lose(2)
-    job.wait(lambda: job.state() in ("PENDING", "NODE_FAIL", "FAILED", "COMPLETING"), "the loss of a node", 200)
-    states = slurm.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%N %T")
-    assert "node2 down" in states or job.state() in ("PENDING", "FAILED", "NODE_FAIL"), states + job.text()[-2000:]
-    slurm.run("scancel", job.number)
