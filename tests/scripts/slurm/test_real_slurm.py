@@ -65,6 +65,7 @@ def test_launchers_of_mpi_pass_the_signal(
     programs = tmp_path / "bin"
     programs.mkdir()
     environment = real_mpi(programs, launcher)
+    environment.pop("HYDRA_BOOTSTRAP")  # here srun starts its daemons, one per node
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     job = Job(slurm, "vista", tmp_path / "m", "--training.steps=12", **environment)
     job.wait_for_step(3)
