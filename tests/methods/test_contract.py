@@ -1,4 +1,4 @@
-"""Contract of every method of the replicate axis. A method is tested by adding it to `CASES`."""
+"""Contract of every method of the replicate axis. A method is tested by adding it to `cases.CASES`."""
 
 import copy
 import functools
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.marks import slow
+from tests.methods.cases import CASES, CHUNK_ENTRIES, EQUAL, SHAPES, STEPS, WITHOUT, Case
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.pool import Pool, attempts
 from tests.replicas import run_replicas as run_with_chunks
@@ -32,113 +33,6 @@ from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.simulation import mean_of_rows
-
-# Matrices: one with a short last block, one of a single entry, an empty shard, one whose gradient is always zero. Then
-# uncompressed parameters.
-SHAPES = [(40, 24), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
-WITHOUT = 4
-STEPS = 8
-CHUNK_ENTRIES = 256  # six chunks of the 1,390 entries
-EQUAL = 1e-12  # relative tolerance of byte counts, which are sums of floats
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A method with options.
-
-    Attributes:
-        dense: changed options for which the method equals dense training, up to `tolerance`.
-        lag: steps by which that training applies a gradient later than dense training.
-        begins: steps before it compresses. After that the bytes per step repeat every `period` steps.
-        conserves: applied plus pending updates equal the sum of all gradients.
-    """
-
-    method: str
-    options: dict[str, Any] = field(default_factory=dict)
-    dense: dict[str, Any] | None = None
-    begins: int = 0
-    period: int = 1
-    tolerance: float = 1e-5
-    conserves: bool = True
-    lag: int = 0
-
-    def __str__(self) -> str:
-        return " ".join([self.method, *map(str, self.options.values())])
-
-
-CASES = [
-    Case("dense"),
-    Case("topk", {"density": 0.1, "block_size": 64}, dense={"density": 1.0}),
-    Case("topk", {"density": 0.05, "selection": "tensor", "density_warmup_steps": 3}, {"density": 1.0}, begins=3),
-    Case("topk", {"density": 0.1, "block_size": 16, "start": 2, "dense_names": ["p0"]}, {"start": STEPS}, begins=2),
-    Case("topk", {"density": 0.1, "selection": "tile", "values": "2bit"}, dense={"density": 1.0}),
-    Case("topk", {"density": 0.1, "block_size": 64, "values": "e2m1"}, dense={"density": 1.0}),
-    Case("tagc", {"density": 0.1}, dense={"density": 1.0}),
-    Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # the mean is over the senders of a component
-    Case("demo", {"chunk": 6, "k": 4, "values": "sign"}, {"k": 64, "values": "float32"}, conserves=False),
-    Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
-    Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
-    Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),
-    Case(
-        "radius",
-        {"interval": 2, "start": 0, "selection": "block", "clip_refresh": "fresh", "release_scale": 3.0},
-        dense={"interval": 1},
-        begins=2,
-        period=2,
-    ),
-    Case("quantized", {"block": 32}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("quantized", {"code": "1bit", "block": 32}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("quantized", {"code": "2bit", "block": 64}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("quantized_update", {"code": "e2m1", "block": 32}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("quantized_update", {"code": "2bit", "block": 64}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("onebit_adam", {"warmup_steps": 2, "block": 32}, dense={"warmup_steps": STEPS}, begins=2),
-    Case(
-        "onebit_adam",
-        {"warmup_steps": 4, "variance_updates": 2, "block": 64, "code": "2bit"},
-        dense={"warmup_steps": STEPS, "variance_updates": 0},
-        begins=4,
-    ),
-    Case("diloco", {"inner_steps": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=3),
-    Case(
-        "streaming_diloco",
-        {"inner_steps": 4, "delay": 2, "outer_momentum": 0.5},
-        {"inner_steps": 1, "delay": 0, "mix": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0, "code": "float32"},
-        period=4,
-        conserves=False,
-    ),
-    Case("sparta", {"interval": 3, "warmup_steps": 2}, {"interval": 1, "code": "float32"}, begins=2, period=3),
-    Case(
-        "sparseloco",
-        {"inner_steps": 3, "density": 0.1, "decay": 1.0, "divisor": "replicas"},
-        dense={"inner_steps": 1, "density": 1.0},
-        period=3,
-    ),
-    Case(
-        "co2",
-        {"inner_steps": 3, "outer_momentum": 0.0, "gap_penalty": False, "momentum_clip": 0.0},
-        dense={"inner_steps": 1},
-        period=3,
-        lag=1,
-    ),
-    Case(
-        "co2",
-        {"inner_steps": 2, "momentum_clip": 0.5},
-        {"inner_steps": 1, "outer_momentum": 0.0, "gap_penalty": False, "momentum_clip": 0.0},
-        period=2,
-        conserves=False,
-        lag=1,
-    ),
-    # The model is the mean over replicas. With three nodes, each rests in one of three rounds.
-    Case("noloco", {"inner_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=6),
-    Case(
-        "noloco",
-        {"inner_steps": 2, "outer_momentum": 0.5, "averaging_rate": 0.9},
-        {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
-        period=6,
-        conserves=False,
-    ),
-]
-
 
 run_replicas = functools.partial(run_with_chunks, chunk_entries=CHUNK_ENTRIES)
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.methods.test_contract import SHAPES as CONTRACT_SHAPES
-from tests.methods.test_contract import Case, gradients, kept, make, play, update
+from tests.methods.cases import SHAPES as CONTRACT_SHAPES
+from tests.methods.cases import Case
+from tests.methods.test_contract import gradients, kept, make, play, update
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives

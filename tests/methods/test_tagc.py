@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.test_contract import SHAPES, STEPS, Case, gradients, make, play
+from tests.methods.cases import SHAPES, STEPS, Case
+from tests.methods.test_contract import gradients, make, play
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.ring_bytes import LevelSize
