@@ -26,8 +26,8 @@ class CollectiveCall:
         hidden: The call overlaps with the next forward and backward pass.
         chunks: Number of chunks, each a collective of its own; 0 for one that the caller may divide.
         largest_chunk: FP32 elements of the largest chunk, padding included.
-        active: Fraction of the replicas that receive a share of a reduction, or give one of an all-gather; 1 unless
-            shares differ. Bytes are averaged over replicas.
+        active: Fraction of the replicas that receive a share of a reduction, or whose input an all-gather broadcasts; 1
+            unless shares differ. Bytes are averaged over replicas.
     """
 
     kind: Literal["all_reduce", "reduce_scatter", "all_gather", "pair_mean"]
@@ -40,8 +40,12 @@ class CollectiveCall:
     active: float = 1.0
 
     def slowest_stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
-        """Return `stages` of the replicas that send or receive most, which determine the time."""
-        return replace(self, active=1.0).stages(levels, flat)
+        """Return `stages` of the replicas that send or receive most, which determine the time.
+
+        A replica that receives a share of a reduction receives it from all others. Broadcasts load all equally.
+        """
+        call = self if self.kind == "all_gather" else replace(self, active=1.0)
+        return call.stages(levels, flat)
 
     def stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
         """Return the stages of the call on each level, averaged over steps and replicas.

@@ -256,7 +256,8 @@ class ReplicaCollectives(ABC):
         if len(owners) == self.replicas:
             return self.all_gather(gathered.view(-1), message, kind), gathered
         (level,) = self.levels
-        self._count(kind, [(level.level, message.numel(), float((self.replicas - 1) * message.numel()))])
+        passed_on = len(owners) * size * (self.replicas - 1) / self.replicas  # by each rank of a ring
+        self._count(kind, [(level.level, message.numel(), passed_on)])
         return self._gather_from_owners(gathered, message, owners), gathered
 
     def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:

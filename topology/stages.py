@@ -216,16 +216,18 @@ def reduce_to_owners(
 
 
 def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int], group: RankGroup) -> None:
-    """Gather the messages of some ranks of a group on all of them.
+    """Broadcast the messages of some ranks of a group to all of them, so that all ranks send about equally much.
 
     Args:
         gathered: uint8 (owners, bytes), in the order of `owners`.
         message: uint8 (bytes,), or (0,) of a rank that is none of them.
         owners: Ranks of the group, in increasing order.
     """
-    sizes = [gathered.shape[1] if rank in owners else 0 for rank in range(group.size)]
-    copies = message.repeat(group.size)
-    dist.all_to_all_single(gathered.view(-1), copies, sizes, [message.numel()] * group.size, group=group.process_group)
+    ranks = dist.get_process_group_ranks(group.process_group)
+    for row, owner in zip(gathered, owners, strict=True):
+        if owner == group.group_rank:
+            row.copy_(message)
+        dist.broadcast(row, ranks[owner], group=group.process_group)
 
 
 def _reduce_scatter_inner(x: Tensor, levels: Levels, error: Tensor | None) -> tuple[Tensor, Tensor | None]:
