@@ -8,7 +8,7 @@ Code that uses `ReplicaCollectives` is written for one replica and works with ea
 the same formulas for all three.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -21,10 +21,11 @@ from torch.distributed import ProcessGroup
 
 from topology import calls
 from topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
-from topology.codecs import Codec, entries_together, message_bytes, message_size
+from topology.codecs import Codec, entries_together, message_size
 from topology.comm_stream import Handle
 from topology.group_queries import gather_lists, gather_scalars, levels_of, size_and_rank, successor_level
 from topology.groups import ReplicaGroups
+from topology.owner_exchange import OwnerExchange
 from topology.pairs import partners
 from topology.partition import ALIGNED, CHUNK_ENTRIES, chunk_limit
 from topology.rank_group import RankGroup, replica_index
@@ -32,13 +33,14 @@ from topology.ring_bytes import gather_bytes, pair_bytes, reduce_bytes, scatter_
 from topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 
-class ReplicaCollectives(ABC):
+class ReplicaCollectives(OwnerExchange):
     """Endpoint of one replica (or of one of its shards) for all communication between replicas.
 
     Attributes:
         levels: Groups of a hierarchical exchange, innermost first; () for one replica.
         replicas, replica: Number of replicas, and the index of this one.
         model_ranks, model_rank: Number of ranks that together hold one replica, and the index of this one.
+        is_simulated: True if the process simulates all replicas, which share one optimizer unless their weights differ.
         is_writer: True if this replica updates the state that it shares with other replicas of its process.
         label: Suffix that identifies the replica's parameters in messages; "" for real replicas.
         ledger: Bytes that this endpoint sent.
@@ -47,6 +49,7 @@ class ReplicaCollectives(ABC):
             replicas such a chunk has 256 MiB.
     """
 
+    is_simulated = False
     is_writer = True
     label = ""
     chunk_entries = 0
@@ -210,56 +213,6 @@ class ReplicaCollectives(ABC):
         self._count(kind, scatter_bytes(tensor.numel(), self.levels, message_size(codec)))
         return self._reduce_scatter(tensor, float(self.replicas), codec, error)
 
-    def reduce_to_owners(
-        self,
-        rows: Tensor,
-        owners: Sequence[int],
-        codec: Codec | None = None,
-        error: Tensor | None = None,
-        kind: str = "payload",
-    ) -> Handle:
-        """Start computing the mean of each row on its owner: `reduce_scatter` with owners that need not be all.
-
-        Args:
-            rows: FP32 (owners, n), contiguous; n is a multiple of 4, or of the block size of the codec. Row i becomes
-                its mean on replica owners[i], and undefined on the others.
-            owners: Replicas in increasing order; all of them if there are several levels.
-            codec, error, kind: As in `reduce_scatter`.
-        """
-        assert rows.shape[1] % entries_together(codec) == 0 and len(rows) == len(owners)
-        if len(owners) == self.replicas:
-            return self.reduce_scatter(rows.view(-1), kind, codec, None if error is None else error.view(-1))
-        (level,), size = self.levels, message_bytes(rows.shape[1], codec)
-        others = len(owners) - (self.replica in owners)
-        self._count(kind, [(level.level, len(owners) * size, float(others * size))])
-        return self._reduce_to_owners(rows, owners, codec, error)
-
-    def gather_from_owners(
-        self, row: Tensor, count: int, owners: Sequence[int], codec: Codec | None = None, kind: str = "payload"
-    ) -> tuple[Handle, Tensor]:
-        """Start gathering the rows of some replicas on all, encoded.
-
-        Args:
-            row: FP32 (count,), that of this replica; (0,) if it is no owner.
-            count: Entries of a row.
-            owners: As in `reduce_to_owners`.
-            codec: Encodes the row; None for FP32.
-
-        Returns:
-            The handle, and uint8 (owners, bytes), complete after `Handle.wait`: messages of the codec, or FP32 bytes.
-        """
-        size = message_bytes(count, codec)
-        message = row.new_empty(0, dtype=torch.uint8)
-        if self.replica in owners:
-            message = row.view(torch.uint8) if codec is None else codec.encode(row.view(1, -1)).view(-1)
-        gathered = torch.empty(len(owners), size, dtype=torch.uint8, device=row.device)
-        if len(owners) == self.replicas:
-            return self.all_gather(gathered.view(-1), message, kind), gathered
-        (level,) = self.levels
-        passed_on = len(owners) * size * (self.replicas - 1) / self.replicas  # by each rank of a ring
-        self._count(kind, [(level.level, message.numel(), passed_on)])
-        return self._gather_from_owners(gathered, message, owners), gathered
-
     def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:
         """Start an all-gather of `input` (b,) into `output` (replicas * b,), in replica order.
 
@@ -330,16 +283,6 @@ class ReplicaCollectives(ABC):
     @abstractmethod
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         """Start this replica's slice of tensor = (sum over replicas) / divisor."""
-
-    @abstractmethod
-    def _reduce_to_owners(
-        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
-    ) -> Handle:
-        """Start row i of rows = (sum over replicas) / replicas on replica owners[i]; there is one level."""
-
-    @abstractmethod
-    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
-        """Start gathered[i] = `message` of replica owners[i], which is (0,) on replicas that own nothing."""
 
     @abstractmethod
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:

@@ -78,6 +78,10 @@ class DryRunCollectives(ReplicaCollectives):
     def gather_from_peers(self, values: Tensor) -> Tensor:
         return values.expand(self.replicas, -1)
 
+    @property
+    def _peers_by_replica(self) -> list[int]:  # type: ignore[override]
+        return list(range(self.replicas))
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Do nothing: the values are equal on all replicas."""
 

@@ -30,6 +30,8 @@ T = TypeVar("T")
 class InProcessCollectives(ReplicaCollectives):
     """Endpoint of one of the `SimulatedReplicas`. Its collectives work only inside `SimulatedReplicas.run`."""
 
+    is_simulated = True
+
     def __init__(self, rendezvous: "_Rendezvous", replica: int, groups: ReplicaGroups) -> None:
         super().__init__(groups, RankGroup("network", rendezvous.replicas, replica))
         self._rendezvous = rendezvous

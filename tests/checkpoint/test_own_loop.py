@@ -124,6 +124,7 @@ def test_shards_resume_bit_for_bit(methods: list[str], pool4: Pool, tmp_path: Pa
         ("quantized_update", "quantized_update", 1, "every replica receives the mean of 2 replicas' pending gradients"),
         slow("quantized_update", "quantized_update", 2, "shard 1 -> 2"),
         slow("quantized_update", "dense", 1, "added to the first moment"),
+        slow("quantized_update", "scape", 1, "the first moment was copied"),
         slow("dense", "diloco", 1, "all replicas start from the model and its moments"),
         ("onebit_adam", "onebit_adam", 1, "every replica receives the mean of 2 replicas' pending gradients"),
         slow("onebit_adam", "onebit_adam", 2, "shard 1 -> 2"),
@@ -391,3 +392,40 @@ def replicate_scape(model: Any, section: dict[str, Any]) -> Any:
 def test_a_budget_of_bytes_is_recorded_as_what_it_chose(pool2: Pool, tmp_path: Path) -> None:
     for compared, recorded in pool2(options_with_a_budget, str(tmp_path)):
         assert compared == recorded != 0.1
+
+
+def weights_after(path: str, into: str, steps: int) -> tuple[Tensor, float]:
+    """Load, take steps with zero gradients and no learning rate, and return weights and residual norm."""
+    from torchtitan_scape import load_checkpoint
+
+    model, optimizer = build(into, 1)
+    load_checkpoint(path, model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    optimizer.finish_previous_step()
+    return weights(model), optimizer.metrics().get("residual_norm", 0.0)
+
+
+def update_of_owners(path: str) -> Tensor:
+    """Save a run of quantized updates; return the weights that the owners have."""
+    from torchtitan_scape import checkpoint_states
+
+    model, optimizer = build("quantized_update", 1)
+    train(model, optimizer, range(6))
+    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=path)
+    unsent = next(state for state in optimizer.methods[0].states() if state.kind == "unsent_update").tensors
+    return weights(model) - torch.cat([unsent[shard.name].view(-1) for shard in optimizer.shards()])
+
+
+@pytest.mark.parametrize("into", ["quantized_update", "dense", "scape"])
+def test_one_replica_receives_the_updates_of_owners(into: str, pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
+    """And applies them once, in the first step or at once."""
+    exact, _ = pool2(update_of_owners, str(tmp_path))
+    for steps in (1, 3):
+        found, residual = pool1(weights_after, str(tmp_path), into, steps)[0]
+        assert (found - exact).abs().max() < 1e-6
+        assert residual == 0.0 or into == "scape"  # which selects a part of what it received

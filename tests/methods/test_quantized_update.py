@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.methods.test_whitening import SHAPES as NAMED
 from tests.methods.test_whitening import gradients, ill_conditioned
 from tests.pool import Pool
 from tests.replicas import run_replicas as run_with_chunks
+from tests.topology.test_stages import collectives as on_levels
 from topology.collectives import ReplicaCollectives
 from topology.dry_run import DryRunCollectives
 from topology.in_process import SimulatedReplicas
@@ -26,7 +29,9 @@ from torchtitan_scape.methods.quantized_update.layout import Division, divide
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.replicate import replicate
 
 APPLIED = torch.tensor(True)
 OPTIONS: dict[str, Any] = {"block": 32, "whiten_every": 3}
@@ -163,7 +168,7 @@ def test_without_an_encoding_it_is_dense_muon(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("code", ["int8", "2bit"])
-def test_all_replicas_have_the_same_bits_and_owners_know_the_exact_weights(code: str) -> None:
+def test_all_replicas_have_the_same_bits_and_owners_have_the_exact_weights(code: str) -> None:
     def run(collectives: ReplicaCollectives) -> tuple[list[list[Tensor]], list[Tensor]]:
         method = make(collectives, code=code)
         found = steps(method, range(1, 8))
@@ -343,3 +348,94 @@ def test_simulated_replicas_that_share_an_optimizer_equal_separate_ones(make_opt
         assert all(map(torch.equal, found, (parameter.detach() for parameter in parameters.values())))
     steps_of = {float(optimizer.state[parameter]["step"]) for parameter in parameters.values()}
     assert steps_of == {5.0}
+
+
+# ------------------------------------------------------------------------------------------- on real ranks
+
+
+def on_two_levels() -> tuple[bool, list[Tensor], list[list[Tensor]]]:
+    """Two levels of two ranks, where the owner's number and its rank in the group differ."""
+    collectives = on_levels("pairs")
+    assert len(collectives.levels) == 2
+    method = make(collectives, code="int8")
+    taken = steps(method, range(1, 4))[-1]
+    state = method.context.optimizer.state
+    own = [(s, method.context.shards[s.tensor].parameter) for s in method._own]
+    before = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length].clone() for s, parameter in own]
+    method.gather_state()
+    after = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length] for s, parameter in own]
+    moments = [state[shard.parameter]["exp_avg"].clone() for shard in method.context.shards]
+    return all(map(torch.equal, before, after)), taken, moments
+
+
+def test_owners_on_two_levels_keep_their_moments(pool4: Pool) -> None:
+    results = pool4(on_two_levels)
+    wanted = dense(3, 4)
+    for kept, taken, moments in results:
+        assert kept
+        assert all(map(torch.equal, taken, results[0][1]))
+        assert all(map(torch.equal, moments, results[0][2]))
+    for name, weight, exact in zip(NAMED, results[0][1], wanted, strict=True):
+        assert (weight - exact).norm() < 0.05 * exact.norm(), name
+
+
+class TwoMatrices(nn.Module):
+    """One of a single row, so that the second of two shards has none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 1, bias=False), nn.Linear(8, 6, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x).sum(-1) for layer in self.layers), torch.zeros(()))
+
+
+def with_an_empty_shard() -> tuple[float, list[Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = fully_shard(TwoMatrices(), mesh=mesh["shard"])
+    optimizer = Muon(list(model.named_parameters()), lr=0.02)
+    wrapped = replicate(
+        model, optimizer, {"method": "quantized_update", "block": 32, "code": "int8"}, mesh["replicate"]
+    )
+    for _ in range(3):
+        model(torch.ones(1, 8)).sum().backward()
+        wrapped.step()
+        wrapped.zero_grad()
+    return wrapped.grad_norm.item(), [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def test_a_rank_without_rows_of_a_matrix_takes_part(pool4: Pool) -> None:
+    results = pool4(with_an_empty_shard)
+    assert [norm for norm, _ in results] == [pytest.approx((8 + 48) ** 0.5, rel=0.02)] * 4
+    assert all(all(map(torch.equal, weights, results[0][1])) for _, weights in results)
+
+
+def test_the_state_that_an_optimizer_has_is_kept() -> None:
+    """Of two parameters, one has taken a step before."""
+    first, second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([first, second], lr=0.1)
+    first.grad = torch.ones(8)
+    optimizer.step()
+    moment = optimizer.state[first]["exp_avg"].clone()
+    QuantizedUpdate(
+        MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer),
+        QuantizedUpdateOptions(),
+    )
+    assert torch.equal(optimizer.state[first]["exp_avg"], moment) and float(optimizer.state[first]["step"]) == 1.0
+    assert not optimizer.state[second]["exp_avg"].any()
+
+
+def test_parameters_that_are_not_contiguous_are_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, 8).T)])
+    context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
+    with pytest.raises(ValueError, match=r"needs contiguous parameters, and 'group0\.0' is not"):
+        QuantizedUpdate(context, QuantizedUpdateOptions())
+
+
+def test_the_planner_has_no_bases_without_muon() -> None:
+    model = get_workload("llama_1_8b").local(1)
+    muon, adamw = (PlannedRun(QuantizedUpdateOptions(), name) for name in ("Muon", "AdamW"))
+    assert muon.device_memory(model, 16)["bases"] > 1e10
+    assert "bases" not in adamw.device_memory(model, 16)
+    assert adamw.options.cost().matrix_flops(model, 16) == 0.0

@@ -5,7 +5,7 @@ The rule:
 - Pending updates, which some replica has not applied yet, are never lost. With as many replicas as in the run that
   saved, each keeps its own; otherwise each receives the mean, so that the sum over replicas divided by their number
   stays. A method that keeps no pending gradients receives their mean in its first moment. Pending displacements of
-  weights that differ between replicas are kept, or applied to the weights.
+  weights, of replicas that differ or of all, are kept, or applied to the weights.
 - First moments are copied, second moments if the optimizer has them. With per-replica weights each replica receives
   its own, or the mean. The same holds for further states of single replicas.
 - State that follows the layout (masks, projections, exchanges in flight) is loaded by the same layout only. Without it,
@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
 from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state
 from torchtitan_scape.core.parameters import Shard, stored
-from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, for_moment
+from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
@@ -50,6 +50,8 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
         imports = [method.begin_import(reader, same_layout, optimizer.attempted_steps) for method in optimizer.methods]
         for shard, imported in _parameters(optimizer, reader):
             summary.count(shard, imported)
+            if imported.weights is None and imported.displacements:
+                imported.weights = SavedValues(reader, None, stored(shard.parameter).detach().view(-1).clone())
             for row, one in enumerate(imports):
                 summary.flushed |= one.parameter(shard, imported, row)
         for one in imports:

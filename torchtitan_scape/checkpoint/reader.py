@@ -26,6 +26,7 @@ from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.checkpoint.state import (
     dense_state,
+    gather_state,
     needs_second_moment,
     saved_weights,
     shard_key,
@@ -145,6 +146,7 @@ class OptimizerCheckpoint(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         self._optimizers.finish_previous_step()
+        gather_state(self._optimizers)
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
         found = self._layout.of_optimizer(dense_state(self._optimizers), parameters)
         for name, (parameter, bits) in saved_weights(self._optimizers).items():

@@ -28,7 +28,7 @@ def has_dense_state(optimizer: ReplicaOptimizer) -> bool:
 def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     """Return the wrapped optimizer's state by parameter name ("state.NAME.exp_avg"); empty if `states` contains it.
 
-    Collective. This makes an optimizer create its state if it has not taken a step yet.
+    This makes an optimizer create its state if it has not taken a step yet.
 
     Raises:
         ValueError: the optimizer has no state yet, and it does not start from zeros.
@@ -38,14 +38,14 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     assert optimizer.model is not None
     if not optimizer.inner.state:
         create_state(optimizer.inner)  # PyTorch would create it, too, but as that after one step
-    _gather_state(optimizer)
     for module in optimizer.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # Names of gathered weights, as after a validation, are not found.
     return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
 
 
-def _gather_state(optimizer: ReplicaOptimizer) -> None:
+def gather_state(optimizer: ReplicaOptimizer) -> None:
+    """Make the state that replicas divide among themselves current on all, before it is saved. Collective."""
     optimizer.replicas.run(lambda i: optimizer.methods[i].gather_state())
 
 
@@ -64,7 +64,6 @@ def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
         residual: "exact"; "mean" for the replicas' mean of everything that differs between them; or "drop" for that
             mean without pending updates.
     """
-    _gather_state(optimizer)
     found = rows_of(optimizer.replicas.run(lambda i: _of_replica(optimizer, i, residual)))
     if residual != "exact":
         found = [state for state in found if not (residual == "drop" and state.is_pending)]

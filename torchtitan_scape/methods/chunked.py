@@ -10,7 +10,7 @@ from torch import Tensor
 from topology.chunks import double_buffered
 from topology.codecs import Codec
 from topology.comm_stream import Handle
-from topology.partition import Chunk, chunks_of
+from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 
@@ -119,3 +119,13 @@ class ChunkedMethod(GradientMethod):
             return gradients
 
         return finish
+
+
+def fill_last_block(buffer: Tensor, s: Slice, block: int) -> None:
+    """Repeat the entries of a slice's shorter last block in the rest of the block.
+
+    Zeros would reduce the mean magnitude, which codes of one and two bits have as their scale.
+    """
+    if short := s.length % block:
+        end = s.at + s.length
+        buffer[end : end + block - short] = buffer[end - short : end].repeat(-(-block // short))[short:block]

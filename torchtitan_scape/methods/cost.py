@@ -52,6 +52,9 @@ class GradientCost:
     def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
+    def updated_share(self, model: LocalModel, replicas: int) -> float:
+        return 1.0
+
     def residual_entries(self, model: LocalModel) -> int:
         """Return the entries of the error-feedback residual."""
         return 0

@@ -88,7 +88,8 @@ class ImportedState:
         exp_avg_sq: the second moment, if the reader was asked for it.
         pending: gradients in mean units that no step has applied yet, on any replica.
         weights: of replicas that differed; None if the weights are those of the saved model.
-        displacements: by kind, pending changes of the weights, anchor minus weight, besides those in `weights`.
+        displacements: by kind, pending changes of the weights, to be subtracted from them, besides those in `weights`:
+            of replicas that differ, or of all.
         replica_copies: by kind, further optimizer state of replicas that differed.
     """
 

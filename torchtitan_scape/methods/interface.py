@@ -38,8 +38,8 @@ class State:
     Attributes:
         kind: its name in checkpoints, for example "residual".
         tensors: by parameter name, of the parameter's local shape if `by_parameter`.
-        per_replica: True if every replica has its own values; else all hold the same bits (checked by the consistency
-            check).
+        per_replica: True if every replica has its own values; else all have the same, at the latest after
+            `Method.gather_state`.
         on_migration: the treatment under another layout, replica count or method.
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
             "pending": pending gradients in coordinates that only the same layout, method and options know. They are

@@ -62,6 +62,9 @@ class MethodCost(Protocol):
             chunk_entries: Maximum elements of a chunk; 0 for those of `topology.partition.chunk_limit`.
         """
 
+    def updated_share(self, model: LocalModel, replicas: int) -> float:
+        """Return the share of the entries that a replica's optimizer updates; 1 unless replicas divide the update."""
+
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""
 
@@ -109,6 +112,10 @@ class MethodOptions(Options):
         Raises:
             ValueError: No value satisfies the options.
         """
+        return self
+
+    def for_optimizer(self, name: str) -> Self:
+        """Return the options without those that have no effect with an optimizer, `[optimizer] name`."""
         return self
 
     def resolve_for_links(self, shapes: Sequence[Sequence[int]], layout: Layout, rank: int, levels: int) -> Self:

@@ -7,29 +7,39 @@ _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer create its state as it is before the first step. The weights do not change.
+    """Make an optimizer create the state that parameters lack, as it is before the first step.
 
     PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
+    Neither weights nor the state of other parameters change.
 
     Raises:
         ValueError: the state of this class does not start from zeros.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    without = [p for p in parameters if not optimizer.state.get(p)]
+    if not without:
+        return
     if isinstance(optimizer, _NOT_FROM_ZEROS):
         raise ValueError(
-            f"{type(optimizer).__name__} keeps state that does not start from zeros, which checkpoints and methods "
-            "with per-replica weights need; use another optimizer, such as AdamW"
+            f"{type(optimizer).__name__} keeps state that does not start from zeros, which checkpoints and some "
+            "methods need; use another optimizer, such as AdamW"
         )
     neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}  # with eps = 0 the step would compute 0 / 0
-    kept = [{key: group[key] for key in neutral if key in group} for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Adafactor's eps is a pair.
+    kept = [
+        {k: group[k] for k in neutral if k in group and not isinstance(group[k], tuple)}
+        for group in optimizer.param_groups
+    ]
     gradients = [p.grad for p in parameters]
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
         group.update({key: neutral[key] for key in rates})
     for parameter in parameters:
+        parameter.grad = None
+    for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for state in optimizer.state.values():
-        for key, values in state.items():
+    for parameter in without:
+        for key, values in optimizer.state.get(parameter, {}).items():
             if isinstance(values, Tensor):
                 values.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of momenta
     for group, rates in zip(optimizer.param_groups, kept, strict=True):

@@ -29,6 +29,7 @@ class PlannedRun:
 
     def __post_init__(self) -> None:
         get_optimizer_cost(self.optimizer)
+        object.__setattr__(self, "options", self.options.for_optimizer(self.optimizer))
         if self.overlap and not self.options.cost().supports_overlap:
             raise ValueError(
                 f"{self.options.method_name()} does not support overlap with these options; overlap must be False"
@@ -62,7 +63,7 @@ class PlannedRun:
         cost = self.options.cost()
         pack, rest = cost.memory_traffic(model, replicas)
         optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
-        return pack, rest + (optimizer / replicas if cost.divides_update else optimizer)
+        return pack, rest + (cost.updated_share(model, replicas) * optimizer if optimizer else 0.0)
 
     def optimizer_flops(self, shapes: Shapes, ranks: int, replicas: int) -> float:
         """Return the optimizer's matrix products on one rank, in floating-point operations.

@@ -17,7 +17,7 @@ from topology.comm_stream import Handle
 from topology.partition import Chunk
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
+from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight, fill_last_block
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
@@ -178,15 +178,9 @@ class Quantized(ChunkedMethod):
         return buffer.view(self.collectives.replicas, -1)[self.collectives.replica]
 
     def _fill_short_blocks(self, chunk: Chunk, values: Tensor) -> None:
-        """Repeat the entries of a shorter last block. Zeros would reduce its scale, the mean magnitude."""
-        if self.codec is None or self._uncompressed or not self._fills_blocks:
-            return
-        block = self.codec.block_size
-        for s in chunk.slices:
-            if short := s.length % block:
-                end = s.at + s.length
-                repeated = values[end - short : end].repeat(-(-block // short))
-                values[end : end + block - short] = repeated[short:block]
+        if self.codec is not None and not self._uncompressed and self._fills_blocks:
+            for s in chunk.slices:
+                fill_last_block(values, s, self.codec.block_size)
 
     def _parts(self, states: ErrorFeedback, chunk: Chunk) -> list[Tensor]:
         """Return the states of the chunk's slices, FP32 (n,) each; [] if the states do not exist."""

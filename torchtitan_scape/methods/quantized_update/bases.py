@@ -1,4 +1,4 @@
-"""Bases of equal variance whose second moments only the owner of a matrix knows, and sends to the others at times."""
+"""Bases of equal variance, made of second moments that the owner of a matrix sends to the other replicas at times."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,6 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.options import has_basis
 from torchtitan_scape.methods.quantized.whitening import MatrixBasis, Side
-from torchtitan_scape.methods.quantized_update.options import ALIGNED_BYTES
 
 MOMENT_DTYPE = torch.bfloat16
 
@@ -62,26 +61,15 @@ class SharedBases:
             basis.update([residuals[i]], applied)
 
     def _receive_moments(self, applied: Tensor) -> None:
-        """Replace all second moments by those of the owners. Collective."""
-        rows: list[list[Side]] = [[] for _ in range(self._collectives.replicas)]
+        """Replace all second moments by those of the owners, one triangle of each in BF16. Collective."""
         for i, side in self._sides():
-            rows[self._owners[i]].append(side)
-        sizes = [sum(len(_triangle(side)[0]) for side in row) for row in rows]
-        if not any(sizes):
-            return
-        step = ALIGNED_BYTES // MOMENT_DTYPE.itemsize
-        own = torch.zeros(-(-max(sizes) // step) * step, dtype=MOMENT_DTYPE, device=_moment(rows).device)
-        if row := rows[self._collectives.replica]:
-            torch.cat([_of(side)[_triangle(side)] for side in row], out=own[: sizes[self._collectives.replica]])
-        received = own.new_empty(len(rows), len(own))
-        self._collectives.all_gather(received.view(-1).view(torch.uint8), own.view(torch.uint8), "basis").wait()
-        for row, values in zip(rows, received, strict=True):
-            parts = values[: sum(len(_triangle(side)[0]) for side in row)].split([len(_triangle(s)[0]) for s in row])
-            for side, part in zip(row, parts, strict=True):
-                first, second = _triangle(side)
-                moment = torch.empty_like(_of(side))
-                moment[first, second] = moment[second, first] = part.float()
-                masked_copy_(_of(side), moment, applied)
+            moment = _of(side)
+            first, second = torch.triu_indices(*moment.shape, device=moment.device)
+            message = moment[first, second].to(MOMENT_DTYPE)
+            self._collectives.broadcast_from(message.view(torch.uint8), self._owners[i], "basis")
+            received = torch.empty_like(moment)
+            received[first, second] = received[second, first] = message.float()
+            masked_copy_(moment, received, applied)
 
     def _sides(self) -> list[tuple[int, Side]]:
         """Return (number of the shard, side) of all sides with second moments."""
@@ -91,7 +79,7 @@ class SharedBases:
     def gather(self) -> None:
         """Distribute the second moments of the owners, as they are. Collective."""
         for i, side in self._sides():
-            self._collectives.broadcast(_of(side), self._owners[i])
+            self._collectives.broadcast_from(_of(side), self._owners[i])
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""
@@ -115,14 +103,3 @@ class SharedBases:
 def _of(side: Side) -> Tensor:
     assert side.moment is not None
     return side.moment
-
-
-def _moment(rows: Sequence[Sequence[Side]]) -> Tensor:
-    return next(_of(side) for row in rows for side in row)
-
-
-def _triangle(side: Side) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of the upper triangle of a side's second moments."""
-    size = len(_of(side))
-    first, second = torch.triu_indices(size, size, device=_of(side).device)
-    return first, second

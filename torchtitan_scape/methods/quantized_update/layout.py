@@ -64,9 +64,8 @@ def divide(
     for i in sorted((i for i, entries in enumerate(whole) if entries), key=lambda i: -whole[i]):
         owner = min(range(replicas), key=held.__getitem__)
         held[owner] += whole[i]
-        if sizes[i]:
-            rows[owner].append(Slice(i, 0, sizes[i], ends[owner]))
-            ends[owner] += _rounded(sizes[i], block)
+        rows[owner].append(Slice(i, 0, sizes[i], ends[owner]))  # empty on a rank without rows of the tensor
+        ends[owner] += _rounded(sizes[i], block)
     divisible = [i for i, entries in enumerate(whole) if not entries and sizes[i]]
     level = block * _fill_level([end // block for end in ends], sum(-(-sizes[i] // block) for i in divisible))
     owner = 0

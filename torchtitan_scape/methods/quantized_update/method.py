@@ -18,9 +18,11 @@ from kernels import block_code, choose_backend
 from topology.calls import CollectiveCall
 from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
+from topology.partition import Slice
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, local, store_gradient, stored
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
 from torchtitan_scape.methods.quantized_update.layout import Column, divide
@@ -33,23 +35,25 @@ ELEMENTWISE = ("Adam", "AdamS", "AdamW", "SGD", "SignSGD")  # optimizers that ma
 
 
 class QuantizedUpdate(Method):
-    """One step (W: the weights that all replicas have, e: the unsent change of the weights, of the owner of an entry).
+    """One step (W: the weights that all replicas have, V = W - u: those of an entry's owner, u: its unsent update).
 
     1. Each replica encodes gradient plus residual for the owners, and keeps the error as its residual.
-    2. An owner computes the mean, clips it, and takes the optimizer's step from W + e to the weights V.
-    3. It sends V - W, encoded, to all replicas. They add the decoded change to W; e becomes V - W.
+    2. An owner computes the mean, clips it, and takes the optimizer's step from W - u to new weights V.
+    3. It sends V - W, encoded, to all replicas. They add the decoded change to W; u becomes W - V.
 
     The errors of step 3 move the weights by less than a step. In the mean of the gradients, which `Quantized` sends
     instead, they would cost more: Muon magnifies what is small in the gradient.
 
     A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
-    Moments and unsent changes are current on the owner only; `gather_state` distributes them.
+    Moments and unsent updates are current on the owner only; `gather_state` distributes them.
     """
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
         super().__init__(context, options)
         shards, replicas = context.shards, self.collectives.replicas
         for shard in shards:
+            if not stored(shard.parameter).is_contiguous():
+                raise ValueError(f"method 'quantized_update' needs contiguous parameters, and {shard.name!r} is not")
             if (dtype := stored(shard.parameter).dtype) != torch.float32:
                 raise ValueError(
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
@@ -72,20 +76,17 @@ class QuantizedUpdate(Method):
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
             owners = {s.tensor: i for i, row in enumerate(self._rows) for s in row if is_hidden(shards[s.tensor])}
             self._bases = SharedBases(shards, dict(sorted(owners.items())), self.collectives)
-        if not all(context.optimizer.state.get(shard.parameter) for shard in shards):
-            create_state(context.optimizer)  # replicas would create that of different parameters
+        create_state(context.optimizer)  # in a step, replicas would create that of different parameters
 
     # ------------------------------------------------------------------------------------------ the step
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase
-        alone = self.collectives.replicas == 1
-        code = None if self.take_full_exchange_request() or alone else self._code
+        code = None if self.take_full_exchange_request() or self.collectives.replicas == 1 else self._code
         if context.gradient_scale != 1.0:
             torch._foreach_mul_(gradients, context.gradient_scale)
-        if not alone:
-            with phase("exchange"):
-                self._reduce(gradients, code, info)
+        with phase("exchange"):
+            self._reduce(gradients, code, info)
         self._observe_all(gradients, info)
         with phase("clip"):
             own = [gradients[s.tensor][s.first : s.first + s.length] for s in self._own]
@@ -94,11 +95,10 @@ class QuantizedUpdate(Method):
                 context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm))
         with phase("update"):
             changes = self._update_own(gradients, info.applied)
-        if not alone:
-            with phase("exchange"):
-                double_buffered(self._send(column, changes, code, info.applied) for column in self._columns)
-            if self.collectives.is_writer:
-                self._count_steps(info.applied)
+        with phase("exchange"):
+            double_buffered(self._send(column, changes, code, info.applied) for column in self._columns)
+        if self.collectives.is_writer:
+            self._count_steps(info.applied)
 
     def _reduce(self, gradients: Sequence[Tensor], code: Codec | None, info: StepInfo) -> None:
         """Replace the gradients by their means where this replica owns them. The rest becomes undefined. Collective."""
@@ -132,11 +132,8 @@ class QuantizedUpdate(Method):
         return handle, finish
 
     def _rows_of(self, column: Column, owners: Sequence[int], values: Sequence[Tensor]) -> Tensor:
-        """Return the rows of some owners in a column, FP32 (rows, width), with zeros as padding.
-
-        The entries of a shorter last block are repeated in it: zeros would change the means that codes send as scales.
-        """
-        block, rows = self.options.block, torch.empty(len(owners), column.width, device=self.context.grad_norm.device)
+        """Return the rows of some owners in a column, FP32 (rows, width), with zeros as padding between blocks."""
+        rows = torch.empty(len(owners), column.width, device=self.context.grad_norm.device)
         views, parts, gaps = [], [], []
         for row, owner in zip(rows, owners, strict=True):
             end = 0
@@ -150,9 +147,7 @@ class QuantizedUpdate(Method):
         torch._foreach_copy_(views or [rows[:0]], parts or [rows[:0]])
         for row, owner in zip(rows, owners, strict=True):
             for s in column.slices[column.owners.index(owner)]:
-                if short := s.length % block:
-                    end = s.at + s.length
-                    row[end : end + block - short] = row[end - short : end].repeat(-(-block // short))[short:block]
+                fill_last_block(row, s, self.options.block)
         return rows
 
     def _norm(self, own: Sequence[Tensor]) -> Tensor:
@@ -167,8 +162,7 @@ class QuantizedUpdate(Method):
         """Run the optimizer on the parameters of which this replica owns entries.
 
         Returns:
-            The changes that no replica has received yet, FP32 (n,) by shard, (0,) for those of others; the weights are
-            those of before. With one replica the changes are made.
+            The changes of the weights, FP32 (n,) by shard, (0,) for those of others; the weights are those of before.
         """
         shards, owned = self.context.shards, {s.tensor for s in self._own}
         kept = [shard.parameter.grad for shard in shards]
@@ -185,7 +179,7 @@ class QuantizedUpdate(Method):
         for shard, gradient in zip(shards, kept, strict=True):
             shard.parameter.grad = gradient
         changes = [self.context.grad_norm.new_empty(0) for _ in shards]
-        for i, weight in before.items() if self.collectives.replicas > 1 else ():
+        for i, weight in before.items():
             changed = stored(shards[i].parameter)
             changes[i] = (changed - weight).view(-1)
             changed.copy_(weight)
@@ -193,18 +187,16 @@ class QuantizedUpdate(Method):
 
     @contextmanager
     def _state_of_others_kept(self, owned: Iterable[int]) -> Iterator[None]:
-        """Restore the optimizer's state of entries that other replicas own, and its counters of steps, at the end.
+        """Restore the optimizer's counters of steps at the end, see `_count_steps`.
 
-        Simulated replicas share the optimizer.
+        Simulated replicas share the optimizer: of the entries that others own, the state is restored as well.
         """
-        if self.collectives.replicas == 1:
-            yield
-            return
-        slices = {i: [s for s in self._own if s.tensor == i] for i in owned}
         held = []
-        for i, own in slices.items():
-            state, is_whole = self._tensors_of_state(i), sum(s.length for s in own) == self.context.shards[i].size
-            held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or not is_whole]
+        for i in owned:
+            own = [s for s in self._own if s.tensor == i]
+            others = self.collectives.is_simulated and sum(s.length for s in own) < self.context.shards[i].size
+            state = self._tensors_of_state(i)
+            held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or others]
         yield
         for value, previous, own in held:
             for s in own if value.numel() > 1 else ():
@@ -214,11 +206,11 @@ class QuantizedUpdate(Method):
 
     def _count_steps(self, applied: Tensor) -> None:
         """Count a step of the optimizer for all parameters, those of others included."""
-        steps = [
-            state["step"] for i in range(len(self.context.shards)) if "step" in (state := self._tensors_of_state(i))
-        ]
-        for step in steps:
-            step += applied.to(step.device)
+        states = [self._tensors_of_state(i) for i in range(len(self.context.shards))]
+        counters = [state["step"] for state in states if "step" in state]
+        for device in {counter.device for counter in counters}:
+            one = applied.to(device, torch.float64)
+            torch._foreach_add_([counter for counter in counters if counter.device == device], one)
 
     def _tensors_of_state(self, number: int) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state of a shard, local ones, by kind."""
@@ -267,7 +259,7 @@ class QuantizedUpdate(Method):
             for s in slices:
                 targets.append(stored(self.context.shards[s.tensor].parameter).view(-1)[s.first : s.first + s.length])
                 parts.append(row[s.at : s.at + s.length])
-        torch._foreach_add_(targets, parts)  # every column has a slice
+        torch._foreach_add_(targets, parts)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -279,23 +271,30 @@ class QuantizedUpdate(Method):
             self._bases.reset()
 
     def gather_state(self) -> None:
-        if self.collectives.replicas == 1:
-            return
-        for owner, row in enumerate(self._rows):
-            for s in row:
-                unsent = self._unsent.tensors[self.context.shards[s.tensor].name]
-                for kind, tensor in (("unsent", unsent), *self._tensors_of_state(s.tensor).items()):
-                    if tensor.shape == unsent.shape:
-                        self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
-                    elif kind != "step" and s.first == 0:
-                        self._broadcast(tensor, owner)
+        for i, shard in enumerate(self.context.shards):
+            self._from_owners(i, self._unsent.tensors[shard.name])
+            for kind, tensor in self._tensors_of_state(i).items():
+                if tensor.shape == shard.local_shape:
+                    self._from_owners(i, tensor)
+                elif kind != "step":  # of a parameter with one owner
+                    self._broadcast(tensor, self._slices_of(i)[0][0])
         if self._bases is not None:
             self._bases.gather()
+
+    def _from_owners(self, number: int, tensor: Tensor) -> None:
+        """Replace the values of a shard by those of the owners. Collective."""
+        for owner, s in self._slices_of(number):
+            if s.length:
+                self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
+
+    def _slices_of(self, number: int) -> list[tuple[int, Slice]]:
+        """Return (owner, slice) of all slices of a shard."""
+        return [(owner, s) for owner, row in enumerate(self._rows) for s in row if s.tensor == number]
 
     def _broadcast(self, tensor: Tensor, owner: int) -> None:
         """Broadcast a tensor, which may be on the host, from its owner."""
         values = tensor.to(self.context.grad_norm.device).contiguous()
-        self.collectives.broadcast(values, owner)
+        self.collectives.broadcast_from(values, owner)
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 
@@ -327,26 +326,18 @@ class QuantizedUpdate(Method):
         return errors if self._bases is None else self._bases.decoded(name, errors)
 
     def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
-        moment = self.context.optimizer.state[shard.parameter].get("exp_avg")
-        if moment is not None and self.collectives.replicas > 1:
-            self._from_owners(self.context.shards.index(shard), local(moment).view(-1))
+        number = self.context.shards.index(shard)
+        if (moment := self._tensors_of_state(number).get("exp_avg")) is not None:
+            self._from_owners(number, moment)
         return super().moment_and_residual(shard)
-
-    def _from_owners(self, number: int, values: Tensor) -> None:
-        """Replace values of a shard, (n,), by those of the owners. Collective."""
-        for owner, row in enumerate(self._rows):
-            for s in row:
-                if s.tensor == number:
-                    self._broadcast(values[s.first : s.first + s.length], owner)
 
     def _observe_all(self, gradients: Sequence[Tensor], info: StepInfo) -> None:
         """Pass the synchronized gradients to the observer. Collective in a step that is observed."""
-        if not self.is_observed:
-            return
-        seen = [gradient.clone() for gradient in gradients]
-        for i, values in enumerate(seen if self.collectives.replicas > 1 else ()):
-            self._from_owners(i, values)
-        self._observe(seen, info)
+        if self.is_observed:
+            seen = [gradient.clone() for gradient in gradients]
+            for i, values in enumerate(seen):
+                self._from_owners(i, values)
+            self._observe(seen, info)
 
 
 def _is_whole(shard: Shard, optimizer: torch.optim.Optimizer) -> bool:

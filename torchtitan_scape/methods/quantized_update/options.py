@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from topology.calls import CollectiveCall, replicas_of
@@ -24,7 +24,6 @@ from torchtitan_scape.methods.wire import EncodedSize
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 MOMENT_BYTES = 2  # of an entry of the second moments in a message: BF16
-ALIGNED_BYTES = 16  # of that message
 
 
 @dataclass
@@ -58,6 +57,9 @@ class QuantizedUpdateOptions(MethodOptions):
         if not self.whiten_every or not done:
             return False
         return done % self.whiten_every == 0 or (done in FIRST_UPDATES and done < self.whiten_every)
+
+    def for_optimizer(self, name: str) -> "QuantizedUpdateOptions":
+        return self if name == "Muon" else replace(self, whiten_every=0)
 
     def needs_comm_streams(self) -> bool:
         return True
@@ -111,20 +113,27 @@ class QuantizedUpdateCost(GradientCost):
                 CollectiveCall("reduce_scatter", count, message, chunks=1, largest_chunk=count, active=active),
                 CollectiveCall("all_gather", message(column.width), chunks=1, active=active),
             ]
-        if has_bases and (moments := moment_bytes(model, division)):
-            calls.append(CollectiveCall("all_gather", moments, share=1.0 / self.options.whiten_every))
+        named = zip(model.names, model.shapes, strict=True)
+        moments = [moment_entries(shape) for name, shape in named if has_basis(name, shape)]
+        if has_bases and moments:  # each is broadcast by its owner
+            sent, share = MOMENT_BYTES * sum(moments), 1.0 / self.options.whiten_every
+            calls.append(CollectiveCall("all_gather", sent, share=share, chunks=len(moments), active=1.0 / replicas))
         return calls
+
+    def updated_share(self, model: LocalModel, replicas: int) -> float:
+        """Return the share on the replica with most entries: an optimizer updates a tensor of several owners whole."""
+        sizes, rows = model.sizes, self.division(model, replicas).rows
+        return max(sum(sizes[i] for i in {s.tensor for s in row}) for row in rows) / max(1, model.entries)
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that `scripts.benchmarks.step_operators` counts, the optimizer's apart.
 
         12 per parameter to add the residual, 12 to fill columns, 8 to encode them and 20 to store the errors, 16 to
-        decode and apply the updates. The owner moves 220 to keep the weights, form and encode the change, and restore
-        them. Products with bases are 16.
+        decode and apply the updates. An owner moves 110 per entry that it updates, to keep the weights, form and encode
+        the change, and restore them. Products with bases are 16.
         """
-        if replicas == 1:
-            return 0.0, 0.0
-        return 0.0, (68.0 + (16.0 if self.options.whiten_every else 0.0) + 220.0 / replicas) * model.entries
+        each = 68.0 + (16.0 if self.options.whiten_every else 0.0) + 110.0 * self.updated_share(model, replicas)
+        return 0.0, each * model.entries
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> float:
         return self.bases.basis_flops(model, replicas, received=1.0 / replicas)
@@ -145,6 +154,7 @@ class QuantizedUpdateCost(GradientCost):
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = super().device_memory(model, replicas) | {"unsent_update": 4.0 * model.entries}
+        kinds["weights and changes"] = 8.0 * self.updated_share(model, replicas) * model.entries  # during the update
         return kinds | {k: v for k, v in self.bases.device_memory(model, replicas).items() if k == "bases"}
 
 
@@ -152,12 +162,3 @@ def moment_entries(shape: Shape) -> int:
     """Return the entries of a matrix's second moments in a message: the upper triangle of each whitened side."""
     sides = zip(shape, whitened_sides(shape), strict=True)
     return sum(n * (n + 1) // 2 for n, whitened in sides if whitened)
-
-
-def moment_bytes(model: LocalModel, division: Division) -> int:
-    """Return the bytes of a message of second moments, padded to that of the owner with most of them."""
-    most = 0
-    for row in division.rows:
-        named = [(model.names[s.tensor], model.shapes[s.tensor]) for s in row]
-        most = max(most, sum(moment_entries(shape) for name, shape in named if has_basis(name, shape)))
-    return -(-MOMENT_BYTES * most // ALIGNED_BYTES) * ALIGNED_BYTES

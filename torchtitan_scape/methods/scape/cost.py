@@ -61,6 +61,9 @@ class ScapeCost:
     divides_update = False
     supports_overlap = False
 
+    def updated_share(self, model: LocalModel, replicas: int) -> float:
+        return 1.0
+
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
