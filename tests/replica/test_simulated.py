@@ -34,7 +34,7 @@ def summary(folder: Path) -> dict[str, Any]:
         slow("radius-adams", []),
         slow("quantized", []),
         slow("onebit", []),
-        ("quantized-update", []),
+        slow("quantized-update", []),
         slow("diloco-muon", []),
         slow("demo", ["--sync.demo.values=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),
