@@ -439,3 +439,10 @@ def test_the_planner_has_no_bases_without_muon() -> None:
     assert muon.device_memory(model, 16)["bases"] > 1e10
     assert "bases" not in adamw.device_memory(model, 16)
     assert adamw.options.cost().matrix_flops(model, 16) == 0.0
+
+
+def test_the_shares_on_the_page_are_those_of_llama_1_8b() -> None:
+    model, cost = get_workload("llama_1_8b").local(1), QuantizedUpdateOptions().cost()
+    assert cost.updated_share(model, 64) == pytest.approx(0.10, abs=0.005)
+    held = [cost.device_memory(model, n)["weights and changes"] / model.entries for n in (4, 64)]
+    assert held == [pytest.approx(2.2, abs=0.05), pytest.approx(0.8, abs=0.05)]

@@ -154,6 +154,10 @@ class WhiteningBases:
         if number > 1 and (number - 1) % self.interval == 0:
             for name, basis in self.bases.items():
                 basis.update([errors[name] for errors in pending if errors], applied)
+        self.encode(gradients)
+
+    def encode(self, gradients: Sequence[Tensor]) -> None:
+        """Replace the gradients of these parameters, FP32 (n,), by their values in the bases."""
         for i, basis in zip(self.numbers, self.bases.values(), strict=True):
             gradients[i].copy_(basis.encode(gradients[i]).view(-1))
 

@@ -61,7 +61,7 @@ class QuantizedUpdate(Method):
                 )
         self._code = block_code(choose_backend(context.kernels, shards[0].device), options.code, options.block)
         sizes = [shard.size for shard in shards]
-        division = divide(
+        self._division = divide(
             sizes,
             [shard.entries if _is_whole(shard, context.optimizer) else 0 for shard in shards],
             replicas,
@@ -69,13 +69,13 @@ class QuantizedUpdate(Method):
             limit=self.collectives.chunk_limit(sum(sizes), self._code),
             equal_rows=len(self.collectives.levels) > 1,
         )
-        self._division, self._rows, self._columns = division, division.rows, division.columns
-        self._own = division.rows[self.collectives.replica]
+        self._own = self._division.rows[self.collectives.replica]
         self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
         self._bases: SharedBases | None = None
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
-            owners = {s.tensor: i for i, row in enumerate(self._rows) for s in row if is_hidden(shards[s.tensor])}
-            self._bases = SharedBases(shards, dict(sorted(owners.items())), self.collectives)
+            rows = enumerate(self._division.rows)
+            owners = {shards[s.tensor].name: i for i, row in rows for s in row if is_hidden(shards[s.tensor])}
+            self._bases = SharedBases(shards, owners, self.collectives)
         create_state(context.optimizer)  # in a step, replicas would create that of different parameters
 
     # ------------------------------------------------------------------------------------------ the step
@@ -96,7 +96,7 @@ class QuantizedUpdate(Method):
         with phase("update"):
             changes = self._update_own(gradients, info.applied)
         with phase("exchange"):
-            double_buffered(self._send(column, changes, code, info.applied) for column in self._columns)
+            double_buffered(self._send(column, changes, code, info.applied) for column in self._division.columns)
         if self.collectives.is_writer:
             self._count_steps(info.applied)
 
@@ -106,10 +106,10 @@ class QuantizedUpdate(Method):
         if self._bases is not None:
             if self.options.changes_bases(info.number):
                 self._bases.change(residuals, info.applied)
-            self._bases.encode(gradients)
+            self._bases.whitening.encode(gradients)
         torch._foreach_add_(list(gradients), residuals)
         send = partial(self._send_to_owners, values=gradients, residuals=residuals, code=code, applied=info.applied)
-        double_buffered(map(send, self._columns))
+        double_buffered(map(send, self._division.columns))
         if self._bases is not None:
             self._bases.decode_own(gradients, info.applied)
 
@@ -143,8 +143,10 @@ class QuantizedUpdate(Method):
                 views.append(row[s.at : end])
                 parts.append(values[s.tensor][s.first : s.first + s.length])
             gaps.append(row[end:])
-        torch._foreach_zero_([gap for gap in gaps if gap.numel()] or [rows[:0]])
-        torch._foreach_copy_(views or [rows[:0]], parts or [rows[:0]])
+        if not views:
+            return rows.zero_()
+        torch._foreach_zero_(gaps)
+        torch._foreach_copy_(views, parts)
         for row, owner in zip(rows, owners, strict=True):
             for s in column.slices[column.owners.index(owner)]:
                 fill_last_block(row, s, self.options.block)
@@ -193,7 +195,7 @@ class QuantizedUpdate(Method):
         """
         held = []
         for i in owned:
-            own = [s for s in self._own if s.tensor == i]
+            own = self._own_slices(i)
             others = self.collectives.is_simulated and sum(s.length for s in own) < self.context.shards[i].size
             state = self._tensors_of_state(i)
             held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or others]
@@ -217,9 +219,13 @@ class QuantizedUpdate(Method):
         state = self.context.optimizer.state.get(self.context.shards[number].parameter, {})
         return {kind: local(value) for kind, value in sorted(state.items()) if isinstance(value, Tensor)}
 
+    def _own_slices(self, number: int) -> list[Slice]:
+        """Return the slices of a shard that this replica owns."""
+        return [s for s in self._own if s.tensor == number]
+
     def _only_own(self, number: int, gradient: Tensor) -> Tensor:
         """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
-        own = [s for s in self._own if s.tensor == number]
+        own = self._own_slices(number)
         if sum(s.length for s in own) == len(gradient):
             return gradient
         found = torch.zeros_like(gradient)
@@ -268,7 +274,7 @@ class QuantizedUpdate(Method):
         for errors in (self._residual, self._unsent):
             errors.clear(torch.tensor(True))
         if self._bases is not None:
-            self._bases.reset()
+            self._bases.whitening.reset()
 
     def gather_state(self) -> None:
         for i, shard in enumerate(self.context.shards):
@@ -289,7 +295,7 @@ class QuantizedUpdate(Method):
 
     def _slices_of(self, number: int) -> list[tuple[int, Slice]]:
         """Return (owner, slice) of all slices of a shard."""
-        return [(owner, s) for owner, row in enumerate(self._rows) for s in row if s.tensor == number]
+        return [(owner, s) for owner, row in enumerate(self._division.rows) for s in row if s.tensor == number]
 
     def _broadcast(self, tensor: Tensor, owner: int) -> None:
         """Broadcast a tensor, which may be on the host, from its owner."""
@@ -304,7 +310,7 @@ class QuantizedUpdate(Method):
             State("residual", self._residual.tensors, per_replica=True, on_migration=migration),
             State("unsent_update", self._unsent.tensors, per_replica=False, on_migration="displacement"),
         ]
-        return states if self._bases is None else [*states, self._bases.state()]
+        return states if self._bases is None else [*states, self._bases.whitening.state()]
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         found = []

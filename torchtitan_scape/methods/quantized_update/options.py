@@ -126,7 +126,7 @@ class QuantizedUpdateCost(GradientCost):
         return max(sum(sizes[i] for i in {s.tensor for s in row}) for row in rows) / max(1, model.entries)
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes that `scripts.benchmarks.step_operators` counts, the optimizer's apart.
+        """Return the bytes that `scripts.benchmarks.step_operators` counts, without those of the optimizer.
 
         12 per parameter to add the residual, 12 to fill columns, 8 to encode them and 20 to store the errors, 16 to
         decode and apply the updates. An owner moves 110 per entry that it updates, to keep the weights, form and encode
