@@ -41,7 +41,7 @@ from torchtitan_scape.planner.run import PlannedRun
 
 REPLICAS, DENSITY = 64, 0.01
 TINY = Workload("tiny", 2, 64, 4, 2, 128, 4000, 64, 64)
-NOT_MEASURED = ("gradients", "working copy", "activations")
+NOT_MEASURED = ("gradients", "chunks in flight", "working copy", "activations")  # what exists in a step alone
 
 
 def scape(**options: Any) -> PlannedRun:
@@ -137,8 +137,8 @@ def states_table(args: argparse.Namespace) -> str:
     return f"""## Memory of parameters and optimizer state
 
 `python -m scripts.benchmarks.memory states`: one of {REPLICAS} replicas, no shards, density {DENSITY:g}, payload in \
-FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter)
-and activations. Measured: bytes of all tensors on a CPU, nothing on a GPU.
+FP32. GB are 1e9 bytes. Without gradients (4 bytes a parameter), messages in flight and activations. Measured: bytes of
+all tensors on a CPU, nothing on a GPU.
 
 {(chr(10) * 2).join(tables)}
 """
