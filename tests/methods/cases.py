@@ -59,8 +59,18 @@ CASES = [
     Case("quantized", {"block": 32}, dense={"code": "int8"}, tolerance=2e-2),
     Case("quantized", {"code": "1bit", "block": 32}, dense={"code": "int8"}, tolerance=2e-2),
     Case("quantized", {"code": "2bit", "block": 64}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("quantized_update", {"code": "e2m1", "block": 32}, dense={"code": "int8"}, tolerance=2e-2),
-    Case("quantized_update", {"code": "2bit", "block": 64}, dense={"code": "int8"}, tolerance=2e-2),
+    Case(
+        "quantized_update",
+        {"code": "e2m1", "update_code": "e2m1", "block": 32},
+        dense={"code": "int8", "update_code": "int8"},
+        tolerance=2e-2,
+    ),
+    Case(
+        "quantized_update",
+        {"update_code": "1bit", "block": 64},
+        dense={"code": "int8", "update_code": "int8"},
+        tolerance=2e-2,
+    ),
     Case("onebit_adam", {"warmup_steps": 2, "block": 32}, dense={"warmup_steps": STEPS}, begins=2),
     Case(
         "onebit_adam",

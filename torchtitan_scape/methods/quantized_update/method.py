@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels import block_code, choose_backend
+from kernels.codec.codes import BlockCode
+from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall
 from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
@@ -59,14 +61,16 @@ class QuantizedUpdate(Method):
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
                     "its rounding would be lost; keep the parameters in FP32 and compute in BF16 by mixed precision"
                 )
-        self._code = block_code(choose_backend(context.kernels, shards[0].device), options.code, options.block)
+        backend = choose_backend(context.kernels, shards[0].device)
+        self._code = block_code(backend, options.code, options.block)
+        self._update_code = block_code(backend, options.update_code, options.block)
         sizes = [shard.size for shard in shards]
         self._division = divide(
             sizes,
             [shard.entries if _is_whole(shard, context.optimizer) else 0 for shard in shards],
             replicas,
             block=options.block,
-            limit=self.collectives.chunk_limit(sum(sizes), self._code),
+            limit=self.collectives.chunk_limit(sum(sizes), block_code(backend, options.shorter_code, options.block)),
             equal_rows=len(self.collectives.levels) > 1,
         )
         self._own = self._division.rows[self.collectives.replica]
@@ -82,11 +86,11 @@ class QuantizedUpdate(Method):
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase
-        code = None if self.take_full_exchange_request() or self.collectives.replicas == 1 else self._code
+        encoded = not self.take_full_exchange_request() and self.collectives.replicas > 1
         if context.gradient_scale != 1.0:
             torch._foreach_mul_(gradients, context.gradient_scale)
         with phase("exchange"):
-            self._reduce(gradients, code, info)
+            self._reduce(gradients, self._code if encoded else None, info)
         self._observe_all(gradients, info)
         with phase("clip"):
             own = [gradients[s.tensor][s.first : s.first + s.length] for s in self._own]
@@ -96,6 +100,7 @@ class QuantizedUpdate(Method):
         with phase("update"):
             changes = self._update_own(gradients, info.applied)
         with phase("exchange"):
+            code = self._update_code if encoded else None
             double_buffered(self._send(column, changes, code, info.applied) for column in self._division.columns)
         if self.collectives.is_writer:
             self._count_steps(info.applied)
@@ -233,11 +238,17 @@ class QuantizedUpdate(Method):
             found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
         return found
 
-    def _send(self, column: Column, changes: Sequence[Tensor], code: Codec | None, applied: Tensor) -> Exchange:
-        """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
+    def _send(self, column: Column, changes: Sequence[Tensor], code: BlockCode | None, applied: Tensor) -> Exchange:
+        """Start sending the changes of a column to all replicas; the returned function applies what was sent.
+
+        Decoded changes are on average as large as they were, not smaller by `Format.gain`: what is too small arrives in
+        later steps, and Muon loses more by such delay than by the larger error.
+        """
         owner = self.collectives.replica
         row = self._rows_of(column, [owner] if owner in column.owners else [], changes).view(-1)
         row.masked_fill_(~applied, 0.0)
+        gain = 1.0 if code is None else FORMATS[code.name].gain
+        row *= gain
         handle, messages = self.collectives.gather_from_owners(row, column.width, column.owners, code)
 
         def finish() -> None:
@@ -245,11 +256,11 @@ class QuantizedUpdate(Method):
             if code is None:
                 decoded.copy_(messages.view(torch.float32))
             else:
-                self._code.decode(messages, decoded)
+                code.decode(messages, decoded)
             self._apply(column, decoded)
             if owner in column.owners:
                 i = column.owners.index(owner)
-                unsent = decoded[i] - row
+                unsent = torch.sub(decoded[i], row, alpha=1.0 / gain)
                 for s in column.slices[i]:
                     target = self._unsent.tensors[self.context.shards[s.tensor].name].view(-1)
                     masked_copy_(target[s.first : s.first + s.length], unsent[s.at : s.at + s.length], applied)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall, replicas_of
 from topology.partition import chunk_limit
 from topology.ring_bytes import LevelSize
@@ -31,11 +32,13 @@ class QuantizedUpdateOptions(MethodOptions):
     """[sync.quantized_update]: gradients and updates in few bits; every parameter is updated by one replica."""
 
     section: ClassVar[str] = "sync.quantized_update"
-    main_options = ("code",)
+    main_options = ("code", "update_code")
 
     code: Code = field(default="2bit", metadata=LAYOUT)
-    """Encoding of the gradients on the way to the replica that updates a parameter, and of the change of the weights on
-    the way back, on the outermost level"""
+    """Encoding of the gradients on the way to the replica that updates a parameter, on the outermost level"""
+
+    update_code: Code = "2bit"
+    """Encoding of the change of the weights on the way back"""
 
     block: int = 512
     """Entries that share BF16 scales, a power of two from 32 to 1024; every parameter starts a new block"""
@@ -58,6 +61,11 @@ class QuantizedUpdateOptions(MethodOptions):
             return False
         return done % self.whiten_every == 0 or (done in FIRST_UPDATES and done < self.whiten_every)
 
+    @property
+    def shorter_code(self) -> Code:
+        """The code of fewer bits, whose messages determine the columns."""
+        return min(self.code, self.update_code, key=lambda code: FORMATS[code].bits)
+
     def for_optimizer(self, name: str) -> "QuantizedUpdateOptions":
         return self if name == "Muon" else replace(self, whiten_every=0)
 
@@ -65,7 +73,7 @@ class QuantizedUpdateOptions(MethodOptions):
         return True
 
     def label(self) -> str:
-        return f"{self.method_name()} {self.code}"
+        return f"{self.method_name()} {self.code}, {self.update_code}"
 
     def cost(self) -> "QuantizedUpdateCost":
         return QuantizedUpdateCost(self)
@@ -81,7 +89,13 @@ class QuantizedUpdateCost(GradientCost):
 
     @property
     def message_bytes(self) -> EncodedSize:
+        """The size of encoded gradients."""
         return EncodedSize(self.options.code, self.options.block)
+
+    @property
+    def update_bytes(self) -> EncodedSize:
+        """The size of encoded changes of the weights."""
+        return EncodedSize(self.options.update_code, self.options.block)
 
     @property
     def bases(self) -> QuantizedCost:
@@ -92,7 +106,8 @@ class QuantizedUpdateCost(GradientCost):
         """Return owners and columns of Muon's parameters."""
         named = zip(model.names, model.shapes, strict=True)
         whole = [math.prod(shape) if has_basis(name, shape) else 0 for name, shape in named]
-        limit = chunk_entries or chunk_limit(model.entries, replicas, self.message_bytes)
+        shorter = EncodedSize(self.options.shorter_code, self.options.block)
+        limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
         return divide(model.sizes, whole, replicas, block=self.options.block, limit=limit, equal_rows=equal_rows)
 
     def collective_calls(
@@ -106,12 +121,12 @@ class QuantizedUpdateCost(GradientCost):
 
     def calls_of(self, division: Division, model: LocalModel, replicas: int, has_bases: bool) -> list[CollectiveCall]:
         """Return the collectives of a step. Bytes are averaged over replicas, time is that of the busiest."""
-        calls, message = [], self.message_bytes
+        calls, gradients, updates = [], self.message_bytes, self.update_bytes
         for column in division.columns:
             count, active = replicas * column.width, len(column.owners) / replicas
             calls += [
-                CollectiveCall("reduce_scatter", count, message, chunks=1, largest_chunk=count, active=active),
-                CollectiveCall("all_gather", message(column.width), chunks=1, active=active),
+                CollectiveCall("reduce_scatter", count, gradients, chunks=1, largest_chunk=count, active=active),
+                CollectiveCall("all_gather", updates(column.width), chunks=1, active=active),
             ]
         named = zip(model.names, model.shapes, strict=True)
         moments = [moment_entries(shape) for name, shape in named if has_basis(name, shape)]
@@ -150,7 +165,7 @@ class QuantizedUpdateCost(GradientCost):
         if replicas == 1:
             return 0.0
         entries = sorted(len(c.owners) * c.width for c in self.division(model, replicas).columns)[-2:]
-        return sum(8.0 * n + 2.0 * self.message_bytes(n) for n in entries)
+        return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in entries)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = super().device_memory(model, replicas) | {"unsent_update": 4.0 * model.entries}
