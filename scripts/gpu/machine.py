@@ -96,11 +96,8 @@ def _git(*asked: str) -> str:
 
 
 def _driver() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        pass
+    if text := _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]):
+        return text.split()[0]
     for path in (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version")):
         if path.exists():
             return path.read_text().strip()

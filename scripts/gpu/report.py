@@ -159,18 +159,6 @@ def launch_texts(launches: dict[str, Any]) -> Iterator[str]:
     )
     kernels = launches["SCAPE"]["ms_by_kernel"].items()
     yield markdown([{"kernel": f"`{name}`", "ms": f"{ms:.3f}"} for name, ms in kernels])
-    if memory := launches.get("memory"):
-        yield "Peak memory of steps:"
-        rows = [
-            {
-                "density": f"{row['density']:g}",
-                "warm-up steps": row["warm-up steps"],
-                "more than dense AdamS, MB": number(row["more_bytes"], ".1f", 1e-6),
-                "masks and buffers, planned, MB": number(row["planned_bytes"], ".1f", 1e-6),
-            }
-            for row in memory
-        ]
-        yield markdown(rows)
 
 
 # ---------------------------------------------------------------------------------------------- training
