@@ -186,7 +186,7 @@ class EmulatedSet:
         """
         if "peer" in spec.about or spec.options["parallelism.data_parallel_shard_degree"] != 1:
             return None
-        run, silent = planned_run(spec.options, spec.about), self.passes(spec)
+        run, silent = planned_run(spec.options, spec.about.get("planned")), self.passes(spec)
         pack, optimizer = silent["by_phase"].get("pack", 0.0), silent["phases"]["optimizer"]
         tiers = [("node", self.per_node), ("network", spec.size // self.per_node)]
         model, levels = LocalModel.of_shapes(self.shapes(spec)), [LevelSize(*tier) for tier in tiers if tier[1] > 1]

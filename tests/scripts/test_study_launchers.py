@@ -31,7 +31,6 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.step import Assumptions
 
 
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:
@@ -102,7 +101,7 @@ def test_any_recipe_and_size_of_a_model_is_predicted(tmp_path: Path) -> None:
         grid = Grid(declare(tmp_path, one))
         (spec, *_) = grid.specs(grid.sets[0], "adams")
         machine = get_machine("vista")
-        result = predicted(spec, machine, Links.from_machine(machine), Assumptions())
+        result = predicted(spec, machine, Links.from_machine(machine))
         names.append(spec.key)
         seconds.append(result["phases"]["compute"])
     assert names[0] != names[1] and seconds[1] > 3 * seconds[0]
@@ -300,15 +299,7 @@ SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machi
     [
         ({"methods": ["ddp"], "options": {"parallelism.data_parallel_shard_degree": 2}}, "DDP has no shards, but the"),
         ({"options": {"optimizer.weight_decay": -1}}, "weight_decay = -1"),
-        (
-            {"methods": ["adams"], "launch": {"machine": "vista", "tokens": "real"}},
-            "tokens = 'real'; give 'synthetic' or",
-        ),
-        (
-            {"recipe": "train_configs/models/llama_500m.toml", "launch": {"machine": "vista", "tokens": "recipe"}},
-            "assets",
-        ),
-        ({"launch": {"machine": "vista", "hours": 0.01}}, "steps of "),
+        ({"launch": {"machine": "vista", "timeout": 200000}}, "steps of "),
         ({"methods": ["none.toml"]}, "the recipe none.toml of a method does not exist"),
     ],
 )
@@ -329,7 +320,7 @@ def test_slurm_runs_are_checked_before_anything_is_queued(
 def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
     """SCAPE by the paper's exact rule, as in train_configs/methods; a cluster's runs start at one node."""
     grid = Grid(GRIDS / "strong_scaling.toml")
-    (vista, frontier, zeropp, _) = grid.sets
+    (vista, frontier, zeropp) = grid.sets
     eight = [
         "adams",
         "adams-sharded",

@@ -97,8 +97,6 @@ def test_a_method_is_planned_by_its_options_or_by_those_of_the_grid() -> None:
         "sync.radius.density": 0.4,
         "sync.radius.interval": 16,
     }
-    assert planned_run(options, {"planned": {"interval": 1000}}).options.interval == 1000  # type: ignore[attr-defined]
+    assert planned_run(options, {"interval": 1000}).options.interval == 1000  # type: ignore[attr-defined]
     dense = {"sync.method": "dense", "optimizer.name": "AdamS"}
     assert planned_run(dense | {"sync.overlap": True}) == PlannedRun(DenseOptions(), overlap=True)
-    peers = [{"method": "bf16", "overlap": True}, {"method": "powersgd", "rank": 1}]
-    assert [planned_run(dense, {"planned": one}).name for one in peers] == ["bf16 overlap", "powersgd 1"]
