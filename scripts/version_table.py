@@ -5,14 +5,13 @@ python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --tests "all but slow"
 
 import datetime
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.common import RESULTS, ROOT, guarded, markdown, package_version, parser, read, write
+from scripts.common import RESULTS, commit, guarded, markdown, package_version, parser, read, write
 
 FOLDER = RESULTS / "torch_versions"
 COLUMNS = ("torch", "triton", "numpy", "python", "tests", "passed", "failed", "skipped", "minutes", "commit", "date")
@@ -44,16 +43,6 @@ def counts(junit: Path) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """Return the commit, with "-dirty" if files other than this table have been changed."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results/torch_versions")
-    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Return the page: a line for each release, oldest first, then failures and releases that were not tested."""
     order = sorted(results, key=lambda release: [int(part) for part in release.split(".")])
@@ -83,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         results = read(chosen.output / "versions.json") or {}
-        result: dict[str, Any] = {"torch": chosen.release, "tests": chosen.tests, "commit": commit()}
-        result["date"] = datetime.date.today().isoformat()
+        result: dict[str, Any] = {"torch": chosen.release, "tests": chosen.tests}
+        result |= {"commit": commit(".", ":!results/torch_versions"), "date": datetime.date.today().isoformat()}
         if chosen.not_installed:
             result |= {"tests": "none", "not_installed": " ".join(chosen.not_installed.split())}
         elif chosen.junit:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
-from scripts.gpu.machine import clocks, commit, folder_of, patience, python
+from scripts.gpu.machine import clocks, folder_of, patience, python, sources
 from scripts.gpu.report import write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
@@ -150,12 +150,12 @@ def run(args: argparse.Namespace) -> int:
     stored, log = folder / f"{args.part}.json", folder / f"{args.part}.log"
     before = read(stored) if args.only else None  # results of other steps are kept
     log.write_text("")
-    sources, command = commit(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
+    measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
     found["steps"] = (before or found)["steps"]
 
     def keep(name: str, record: dict[str, Any]) -> None:
-        found["steps"][name] = record | {"commit": sources}
+        found["steps"][name] = record | {"commit": measured}
         write(stored, found)
         try:
             write_report(folder)

@@ -50,7 +50,7 @@ def step_rows(steps: dict[str, Any]) -> list[Row]:
             "at most": number(step.get("limit_seconds"), ".0f"),
             "begun": step.get("begun", "-"),
             "SM clock, MHz": clock_range(step.get("clocks", ())),
-            "commit": step["commit"][:12] + step["commit"][40:] if "git" not in step["commit"] else step["commit"],
+            "commit": step["commit"],
         }
         for name, step in steps.items()
     ]

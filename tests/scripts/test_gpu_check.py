@@ -32,7 +32,7 @@ H100 = {
     "nominal_bandwidth": 3.35e12,
     "versions": {"torch": "2.11.0", "triton": "3.6.0"},
 }
-COMMIT = 40 * "a"
+COMMIT = 12 * "a"
 
 
 def part(part: str, **results: Any) -> dict[str, Any]:
