@@ -68,10 +68,8 @@ def command(args: argparse.Namespace) -> int:
         print(f"wrote {write_report(grid, output)}")
         return 0
     options = {"compile.enable": False} if args.no_compile else {}
-    sets, store = (
-        grid.choose(args.sets, args.methods, args.sizes, options),
-        Store(output, [RESULTS / name for name in grid.shared]),
-    )
+    sets = grid.choose(args.sets, args.methods, args.sizes, options)
+    store = Store(output, [RESULTS / name for name in grid.shared])
     work = (args.work or OUTPUTS / path.stem).resolve()
 
     def queue(chosen: list[BudgetSet]) -> Queue:
