@@ -91,15 +91,6 @@ def command_of(module: str) -> str:
     return " ".join([f"python -m {module}", *sys.argv[1:]])
 
 
-def with_value(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments with `name VALUE` as `name=VALUE`: argparse takes a VALUE such as --time=1 for an option."""
-    found = list(arguments)
-    while name in found[:-1]:
-        i = found.index(name)
-        found[i : i + 2] = [f"{name}={found[i + 1]}"]
-    return found
-
-
 def names(text: str) -> list[str]:
     """Split an argument at its commas."""
     return [part for part in text.split(",") if part]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.common import EMBEDDED, ROOT, with_value
+from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
@@ -283,7 +283,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     assert '"synthetic": true' in text and "--training.dataset=standard_library" in text
 
     (tmp_path / "grid.toml").write_text(grid.read_text().replace('"timeout" = 0.05', '"timeout" = 100'))
-    result = run(grid, "--poll=0.1", "--sbatch", "--time=00:10:00", **environment)
+    result = run(grid, "--poll=0.1", "--sbatch=--time=00:10:00", **environment)
     assert result.returncode == 0 and "3 runs done, 0 failed" in result.stdout, result.stdout + result.stderr
     assert "--time=00:10:00" in (tmp_path / "submitted").read_text().splitlines()[2]
     assert len((tmp_path / "submitted").read_text().splitlines()) == 3, "what has been measured is not submitted again"
@@ -403,11 +403,3 @@ def test_a_program_that_exceeds_its_time_ends_with_its_steps(tmp_path: Path) -> 
     assert result.stdout == "code 137\nnext\n", result.stdout + result.stderr
     assert "ended after 1 s, its share of the job's time (exit code 137)" in result.stderr
     assert (tmp_path / "canceled").read_text() == "--signal=KILL 7.3\n" and time.monotonic() - begin < 30
-
-
-def test_a_value_may_begin_with_dashes() -> None:
-    for given in (["run", "s", "--sbatch", "--time=1"], ["--sbatch", "-A", "s"], ["--sbatch", "--sbatch"]):
-        i = given.index("--sbatch")
-        assert with_value(given, "--sbatch") == [*given[:i], f"--sbatch={given[i + 1]}", *given[i + 2 :]]
-    for given in (["list", "s"], ["run", "s", "--sbatch"], ["run", "--sbatch=-A x"]):
-        assert with_value(given, "--sbatch") == given
