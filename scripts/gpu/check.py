@@ -43,34 +43,30 @@ class Step:
     arguments: tuple[str, ...]
 
 
-def _step(name: str, seconds: float, module: str, *arguments: str) -> Step:
-    return Step(name, seconds, (f"scripts.gpu.{module}", *arguments))
-
-
 # By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
 PARTS = {
     "correctness": (
-        _step("tests", 360, "correctness", "tests"),
-        _step("sanitizer", 110, "correctness", "sanitizer"),
+        Step("tests", 360, ("scripts.gpu.correctness", "tests")),
+        Step("sanitizer", 110, ("scripts.gpu.correctness", "sanitizer")),
     ),
     "speed": (
-        _step("passes-500m", 120, "passes", "passes", "--model=llama_500m"),
-        _step("passes-1.8b", 150, "passes", "passes", "--model=llama_1_8b"),
-        _step("launches", 90, "launches"),
-        _step("codes", 60, "passes", "codes"),
+        Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
+        Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
+        Step("launches", 90, ("scripts.gpu.launches",)),
+        Step("codes", 60, ("scripts.gpu.passes", "codes")),
     ),
     "training": (
-        _step("throughput-adamw", 150, "training", "throughput", "adamw"),  # compiles for the others too
-        _step("throughput-adams", 80, "training", "throughput", "adams"),
-        _step("throughput-scape", 80, "training", "throughput", "scape"),
-        _step("quality", 160, "training", "quality"),
-        _step("offload", 75, "training", "throughput", "offload"),
+        Step("throughput-adamw", 150, ("scripts.gpu.training", "throughput", "adamw")),  # compiles for the others too
+        Step("throughput-adams", 80, ("scripts.gpu.training", "throughput", "adams")),
+        Step("throughput-scape", 80, ("scripts.gpu.training", "throughput", "scape")),
+        Step("quality", 160, ("scripts.gpu.training", "quality")),
+        Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
     ),
     "ranks": (
-        _step("stages", 40, "ranks", "stages"),
-        _step("lost-rank", 130, "ranks", "lost"),
+        Step("stages", 40, ("scripts.gpu.ranks", "stages")),
+        Step("lost-rank", 130, ("scripts.gpu.ranks", "lost")),
     ),
-    "methods": (_step("methods", 340, "methods", "all"),),
+    "methods": (Step("methods", 340, ("scripts.gpu.methods", "all")),),
 }
 
 
