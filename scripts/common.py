@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_scape.core.files import write_whole
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, OUTPUTS = ROOT / "results", ROOT / "outputs"
 EMBEDDED = "train_configs/embedded.toml"
@@ -89,15 +91,6 @@ def command_of(module: str) -> str:
     return " ".join([f"python -m {module}", *sys.argv[1:]])
 
 
-def with_value(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments with `name VALUE` as `name=VALUE`: argparse takes a VALUE such as --time=1 for an option."""
-    found = list(arguments)
-    while name in found[:-1]:
-        i = found.index(name)
-        found[i : i + 2] = [f"{name}={found[i + 1]}"]
-    return found
-
-
 def names(text: str) -> list[str]:
     """Split an argument at its commas."""
     return [part for part in text.split(",") if part]
@@ -113,9 +106,7 @@ def numbers(text: str) -> list[int]:
 def write(path: Path, content: Any) -> None:
     """Write a text, or anything else as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
-    partial.rename(path)
+    write_whole(path, content if isinstance(content, str) else json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> Any:
@@ -136,6 +127,19 @@ def package_version(name: str) -> str:
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     return {"python": platform.python_version()} | {name: package_version(name) for name in ("torch", "torchtitan")}
+
+
+def commit(*paths: str) -> str:
+    """Return the commit, with "-dirty" if files in `paths` have changed; "" outside of a git repository."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def without_paths(text: str) -> str:

@@ -7,9 +7,9 @@ communicate over its loopback, without a limit. Needs root and iproute2. The bri
 host's network is unchanged. Each node runs the command with the variables of ./run_train.sh and torchrun
 (`Cluster.environment`); node 0's output is shown, that of the others goes to files.
 
-At the end the bytes on each node's interfaces over the whole run are printed. The summary of ./run_train.sh
-(summary.json, "interfaces") has those of the training steps alone, and the bytes that the ranks counted. Namespaces and
-processes are always removed; those of a killed run by the next run.
+The summary of ./run_train.sh (summary.json, "interfaces") has the bytes on each node's interfaces in the training
+steps, and those that the ranks counted. Namespaces and processes are always removed; those of a killed run by the next
+run.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ROOT, RunError, given_command, run_command
-from topology.interfaces import parse_counters
 
 NIC = "eth0"
 PORT = 29500
@@ -71,13 +70,14 @@ class Cluster:
     def __init__(self, nodes: int, rate_mbit: float | None = None) -> None:
         if not 1 <= nodes <= 99:
             raise ValueError(f"{nodes} nodes; give 1 to 99")
-        _check_rate(rate_mbit)
+        if rate_mbit is not None and not 0.1 <= rate_mbit <= 1e5:
+            raise ValueError(f"a rate of {rate_mbit} Mbit/s; give 0.1 to 100000, or None for no limit")
         self.nodes = nodes
         # Three digits: the rendezvous numbers the nodes by their addresses.
         self.addresses = [f"198.18.0.{101 + node}" for node in range(nodes)]
         self._prefix = f"scape-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}-"
         self._bridge = f"{self._prefix}bridge"
-        self._rate, self._shaped = rate_mbit, False
+        self._rate = rate_mbit
         self._processes: list[subprocess.Popen[Any]] = []
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -91,7 +91,8 @@ class Cluster:
                     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                         self._handlers[number] = signal.signal(number, _raise)
             self._build()
-            self.set_rate(self._rate)
+            if self._rate is not None:
+                self._limit(self._rate)
         except BaseException:
             self.close()
             raise
@@ -138,26 +139,17 @@ class Cluster:
 
     # -------------------------------------------------------------------------------------------- the links
 
-    def set_rate(self, rate_mbit: float | None) -> None:
-        """Limit every NIC, each way, in 1e6 bits per second; None removes the limit. Also while a command runs."""
-        _check_rate(rate_mbit)
+    def _limit(self, rate_mbit: float) -> None:
+        """Limit every NIC, each way, in 1e6 bits per second."""
+        limit = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", BURST, "latency", LATENCY)
         for node in range(self.nodes):
             # The bridge's side sends what the node receives.
             for name, device in ((self._name(node), NIC), (self._bridge, f"port{node}")):
-                if rate_mbit is not None:
-                    limit = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", BURST, "latency", LATENCY)
-                    _run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
-                elif self._shaped:
-                    _run("tc", "-n", name, "qdisc", "delete", "dev", device, "root")
-        self._rate, self._shaped = rate_mbit, rate_mbit is not None
+                _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
     def set_link(self, node: int, up: bool) -> None:
         """Set a node's link down or up, at the switch. Connections stay open."""
         _run("ip", "-n", self._bridge, "link", "set", f"port{node}", "up" if up else "down")
-
-    def counters(self) -> list[dict[str, tuple[int, int]]]:
-        """Return (bytes sent, bytes received) by interface, "eth0" and "lo", of each node since its creation."""
-        return [parse_counters(_run(*self.inside(node, ["cat", "/proc/net/dev"]))) for node in range(self.nodes)]
 
     # ----------------------------------------------------------------------------------------- the processes
 
@@ -302,11 +294,6 @@ def _report_failure(node: int, code: int, log: Path | None) -> None:
     print(f"error: node {node} ended with exit code {code}, the others are ended; {where}", file=sys.stderr)
 
 
-def _check_rate(rate_mbit: float | None) -> None:
-    if rate_mbit is not None and not 0.1 <= rate_mbit <= 1e5:
-        raise ValueError(f"a rate of {rate_mbit} Mbit/s; give 0.1 to 100000, or None for no limit")
-
-
 def _check_tools() -> None:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -359,27 +346,12 @@ def _remove_stale() -> None:
                 _run("ip", "netns", "delete", name)
 
 
-def table(before: Sequence[Mapping[str, tuple[int, int]]], after: Sequence[Mapping[str, tuple[int, int]]]) -> str:
-    """Return MB (1e6 bytes) on the interfaces between two results of `Cluster.counters`, a line per node."""
-    lines = ["node   NIC sent, MB   NIC received, MB   loopback, MB"]
-    for node, (first, last) in enumerate(zip(before, after, strict=True)):
-        sent, received = (last[NIC][way] - first[NIC][way] for way in (0, 1))
-        inside = last["lo"][0] - first["lo"][0]
-        lines.append(f"{node:>4}   {sent / 1e6:>12.3f}   {received / 1e6:>16.3f}   {inside / 1e6:>12.3f}")
-    return "\n".join(lines)
-
-
 def run(args: argparse.Namespace) -> int:
     command = given_command(args.command)
     if args.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
     with Cluster(args.nodes, args.rate or None) as cluster:
-        before = cluster.counters()
-        code = cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
-        print(f"The whole run, start-up and validation included:\n{table(before, cluster.counters())}")
-        if code == 0 and "run_train.sh" in command[0]:
-            print('Of the training steps alone, per step: "interfaces" in the summary.json of the run')
-        return code
+        return cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
 
 
 if __name__ == "__main__":

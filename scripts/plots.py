@@ -19,13 +19,16 @@ def look(i: int, dense: bool) -> dict[str, Any]:
 
 
 def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """Return the figure, and its axes by row and column."""
+    """Return the figure, and its axes, with grids, by row and column."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    drawn, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    return drawn, axes
 
 
 def subplots(titles: Iterable[str], rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple[Any, Any]:

@@ -13,7 +13,6 @@ Nodes are node1, node2, ... with 64 CPUs, whatever the host has, and 2 GPUs, whi
 """
 
 import argparse
-import contextlib
 import os
 import pwd
 import secrets
@@ -80,6 +79,7 @@ class SlurmCluster:
         kill_wait: KillWait, seconds between SIGTERM and SIGKILL at the end of a job.
 
     Attributes:
+        cluster: Network namespaces of the controller, which is node 0, and of the nodes.
         folder: Configuration, state and logs (slurmctld.log, node1.log, ...).
 
     Raises:
@@ -88,14 +88,14 @@ class SlurmCluster:
 
     def __init__(self, nodes: int, node_timeout: int = 60, kill_wait: int = 30) -> None:
         self.nodes, self.node_timeout, self.kill_wait = nodes, node_timeout, kill_wait
-        self._cluster = Cluster(nodes + 1)
+        self.cluster = Cluster(nodes + 1)
         self._daemons: dict[str, subprocess.Popen[Any]] = {}
 
     def __enter__(self) -> "SlurmCluster":
         missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
         if missing:
             raise SlurmError(f"there is no {', '.join(missing)}; on Debian: apt install slurm-wlm munge")
-        self._cluster.__enter__()
+        self.cluster.__enter__()
         self.folder = Path(tempfile.mkdtemp(prefix="scape-slurm-"))
         try:
             self._configure()
@@ -110,11 +110,11 @@ class SlurmCluster:
 
     def close(self) -> None:
         """End the daemons and all jobs, and remove namespaces and files."""
-        self._cluster.close()
+        self.cluster.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _configure(self) -> None:
-        addresses = self._cluster.addresses
+        addresses = self.cluster.addresses
         names = ["controller", *(f"node{i}" for i in range(1, self.nodes + 1))]
         hosts = "".join(f"{address} {name}\n" for address, name in zip(addresses, names, strict=True))
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
@@ -154,7 +154,7 @@ class SlurmCluster:
             self._daemons[name] = self._start(node, command, log, subprocess.STDOUT)
 
     def _start(self, node: int, command: Sequence[str], stdout: Any, stderr: Any) -> "subprocess.Popen[Any]":
-        return self._cluster.start(node, self._named(node, command), self.environment(), stdout, stderr)
+        return self.cluster.start(node, self._named(node, command), self.environment(), stdout, stderr)
 
     def _named(self, node: int, command: Sequence[str]) -> list[str]:
         """Return a command that runs with the host name of a node; node 0 is the controller."""
@@ -185,33 +185,16 @@ class SlurmCluster:
         """Run a command on the controller, as root or another user; return its CompletedProcess with text."""
         environment = {**os.environ, **(env or {}), **self.environment(), **_identity(user)}
         options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout}
-        given = self._cluster.inside(0, self._named(0, _as_user(command, user)))
+        given = self.cluster.inside(0, self._named(0, _as_user(command, user)))
         return subprocess.run(given, env=environment, **options)
 
     def output(self, *command: str) -> str:
         """Return the standard output of a command on the controller."""
         return str(self.run(*command, timeout=60).stdout)
 
-    def lose(self, node: int) -> None:
-        """Cut a node from the network."""
-        self._cluster.set_link(node, False)
-
-    def restore(self, node: int) -> None:
-        """Connect a lost node again. Slurm uses it as soon as it answers."""
-        self._cluster.set_link(node, True)
-
-    def processes(self, node: int, text: str) -> list[int]:
-        """Return the ids of the processes in a node that have a text in their command line."""
-        found = []
-        for pid in self._cluster.processes(node):
-            with contextlib.suppress(OSError):  # it has ended
-                if text in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " "):
-                    found.append(pid)
-        return found
-
     def call(self, command: Sequence[str], user: str | None = None) -> int:
         """Run a command on the controller with this process's terminal; return its exit code."""
-        given = self._cluster.inside(0, self._named(0, _as_user(command, user)))
+        given = self.cluster.inside(0, self._named(0, _as_user(command, user)))
         return subprocess.run(given, env={**os.environ, **self.environment(), **_identity(user)}).returncode
 
 

@@ -5,7 +5,6 @@
 #   scripts/test_versions.sh                    all releases
 #   scripts/test_versions.sh 2.10.0 2.14.1      only these; the others keep their lines
 #   TESTS="tests/kernels" scripts/test_versions.sh 2.14.1    only these tests; the table names them
-#   RERUN=1 scripts/test_versions.sh 2.14.1     only the tests that failed in the stored run, whose line stays
 #
 # PYTHON    Python 3.11 or 3.12 to make the environments from    FOLDER   where, by default /tmp/torch_versions
 # WORKERS   processes that run tests, by default 2               KEEP=1   keeps environments, which are then used again
@@ -47,18 +46,9 @@ for release in "${releases[@]}"; do
         reason=$(grep -m 1 -o "The user requested (constraint).*" "$log" || grep -m 1 "^ERROR" "$log" || echo "see the log")
         "$PYTHON" -m scripts.version_table "$release" --not-installed "${reason:0:200}"
     else
-        options=(--tests "${TESTS:-all but slow}")
-        if [ "${RERUN:-0}" = 1 ]; then
-            mapfile -t tests < <("$environment/bin/python" -m scripts.version_table "$release" --failed | sed 's/\[.*//' | sort -u)
-            if [ "${#tests[@]}" -eq 0 ]; then
-                echo "torch $release: no test failed in the stored run"
-                continue
-            fi
-            options=(--rerun)
-        fi
         "$environment/bin/python" -m pytest -q -m "not slow" -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
             --junitxml="$junit" "${tests[@]}" >"$log" 2>&1 || failed=1
-        "$environment/bin/python" -m scripts.version_table "$release" --junit "$junit" "${options[@]}"
+        "$environment/bin/python" -m scripts.version_table "$release" --junit "$junit" --tests "${TESTS:-all but slow}"
     fi
     if [ "${KEEP:-0}" != 1 ]; then rm -rf "$environment"; fi
 done

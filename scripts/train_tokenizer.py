@@ -2,7 +2,7 @@
 
 Run from the repository root:
 
-    python -m scripts.train_tokenizer [--output FOLDER] [--vocab-size N]    # the standard library
+    python -m scripts.train_tokenizer    # the standard library
     python -m scripts.train_tokenizer --corpus speeches
     python -m scripts.train_tokenizer --bytes    # of the study: 256 bytes, BOS and EOS, no merges
 
@@ -24,6 +24,7 @@ from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_T
 
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
+ENTRIES = 4096  # special tokens included
 SMALLEST = 256 + 2  # bytes and special tokens
 # Corpus, folder of its tokenizer, and description.
 CORPORA = {
@@ -40,12 +41,7 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` entries, including the 256 bytes and both special tokens.
 
     It encodes any text, and `decode(encode(text)) == text`. BOS and EOS have ids 0 and 1.
-
-    Raises:
-        ValueError: `vocab_size` is too small for the bytes and special tokens, or too large for the documents.
     """
-    if vocab_size < SMALLEST:
-        raise ValueError(f"vocab_size {vocab_size} is less than {SMALLEST}, the bytes and two special tokens")
     tokenizer = Tokenizer(models.BPE())
     # The pattern of GPT-2 does not split a run of spaces, so that an indentation is one token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,10 +53,6 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"the documents fill {tokenizer.get_vocab_size()} entries, not {vocab_size}: lower the vocabulary size"
-        )
     return tokenizer
 
 
@@ -84,7 +76,7 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
 def run(args: argparse.Namespace) -> None:
     source, own, text = CORPORA[args.corpus]
     corpus = source.read_corpus()
-    tokenizer = train((), SMALLEST) if args.bytes else train(corpus.train, args.vocab_size)
+    tokenizer = train((), SMALLEST) if args.bytes else train(corpus.train, ENTRIES)
     folder = args.output or (BYTE_TOKENIZER if args.bytes else own)
     save(tokenizer, folder, "nothing: the 256 bytes" if args.bytes else f"{text}, digest {corpus.digest}")
 
@@ -99,7 +91,6 @@ def run(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     options = {
         "--output": dict(type=Path, help="folder (default: the package's)"),
-        "--vocab-size": dict(type=int, default=4096, help="entries, special tokens included (4096)"),
         "--corpus": dict(choices=CORPORA, default="standard_library", help="text to train on (standard_library)"),
         "--bytes": dict(action="store_true", help=f"{SMALLEST} entries: bytes and special tokens, no text"),
     }

@@ -1,19 +1,17 @@
 """Stored results of scripts/test_versions.sh: one line for each release of torch.
 
 python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --tests "all but slow"
-python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --rerun     # only the failed tests were run again
 """
 
 import datetime
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.common import RESULTS, ROOT, guarded, markdown, package_version, parser, read, write
+from scripts.common import RESULTS, commit, guarded, markdown, package_version, parser, read, write
 
 FOLDER = RESULTS / "torch_versions"
 COLUMNS = ("torch", "triton", "numpy", "python", "tests", "passed", "failed", "skipped", "minutes", "commit", "date")
@@ -45,46 +43,6 @@ def counts(junit: Path) -> dict[str, Any]:
     }
 
 
-def outcomes(junit: Path) -> dict[str, bool]:
-    """Return for each test of a JUnit file, by name without parameters, whether it passed with all parameters."""
-    found: dict[str, bool] = {}
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
-        good = all(case.find(tag) is None for tag in ("failure", "error", "skipped"))
-        found[name] = found.get(name, True) and good
-    return found
-
-
-def after_rerun(result: dict[str, Any], junit: Path) -> dict[str, Any]:
-    """Return a stored result whose failed tests were run again. Those that passed now are named as such.
-
-    Raises:
-        ValueError: The file of pytest is missing or incomplete.
-    """
-    counts(junit)
-    found = outcomes(junit)
-    passed = [name for name in result["failures"] if found.get(name.partition("[")[0], False)]
-    rerun = [*result.get("rerun", []), *({"name": name, "commit": commit()} for name in passed)]
-    failures = [name for name in result["failures"] if name not in passed]
-    return {
-        **result,
-        "passed": result["passed"] + len(passed),
-        "failed": len(failures),
-        "failures": failures,
-        "rerun": rerun,
-    }
-
-
-def commit() -> str:
-    """Return the commit, with "-dirty" if files other than this table have been changed."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results/torch_versions")
-    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Return the page: a line for each release, oldest first, then failures and releases that were not tested."""
     order = sorted(results, key=lambda release: [int(part) for part in release.split(".")])
@@ -108,25 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("release")
     options.add_argument("--junit", type=Path, help="results of pytest, run by this Python")
     options.add_argument("--tests", default="all but slow", help="the tests that ran")
-    options.add_argument("--rerun", action="store_true", help="they are those that failed in the stored run")
-    options.add_argument("--failed", action="store_true", help="print the failed tests of the stored run, and end")
     options.add_argument("--not-installed", help="why there are no results")
     options.add_argument("--output", type=Path, default=FOLDER)
     chosen = options.parse_args(arguments)
 
     def work() -> None:
         results = read(chosen.output / "versions.json") or {}
-        before = results.get(chosen.release, {"passed": 0, "failures": []})
-        if chosen.failed:
-            for name in before["failures"]:
-                print(name)
-            return
-        result: dict[str, Any] = {"torch": chosen.release, "tests": chosen.tests, "commit": commit()}
-        result["date"] = datetime.date.today().isoformat()
+        result: dict[str, Any] = {"torch": chosen.release, "tests": chosen.tests}
+        result |= {"commit": commit(".", ":!results/torch_versions"), "date": datetime.date.today().isoformat()}
         if chosen.not_installed:
             result |= {"tests": "none", "not_installed": " ".join(chosen.not_installed.split())}
-        elif chosen.junit and chosen.rerun:
-            result = after_rerun(before, chosen.junit)
         elif chosen.junit:
             result |= {name: package_version(name) for name in ("torch", "triton", "numpy")} | counts(chosen.junit)
             result["python"] = platform.python_version()

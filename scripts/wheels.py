@@ -1,7 +1,6 @@
 """Wheels of all required packages for x86-64 and aarch64: dry runs of pip, which install nothing.
 
-    python -m scripts.wheels                        # the dependencies and the extra "torch"; writes results/wheels/
-    python -m scripts.wheels --extras torch,test    # with further extras of pyproject.toml
+    python -m scripts.wheels    # the dependencies and the extra "torch"; writes results/wheels/
 
 Needs a network. An index that serves metadata sends only that. A package without a wheel for a target is an error.
 """
@@ -83,7 +82,7 @@ def resolve(machine: str, python: str, wanted: list[str]) -> Found:
     return wheels(report)
 
 
-def page(found: Mapping[tuple[str, str], Found], command: str) -> str:
+def page(found: Mapping[tuple[str, str], Found]) -> str:
     """Return the page: numbers for each machine and Python version, then all packages."""
     heads = []
     for (machine, python), of in found.items():
@@ -106,26 +105,21 @@ def page(found: Mapping[tuple[str, str], Found], command: str) -> str:
     ]
     date = datetime.date.today().isoformat()
     note = (
-        f"`{command}`, {date}, pip {package_version('pip')}. Every package has a wheel. The columns of machines\n"
-        "name the lowest version of glibc for the wheel, or any platform."
+        f"`python -m scripts.wheels`, {date}, pip {package_version('pip')}. Every package has a wheel. "
+        "The columns of machines\nname the lowest version of glibc for the wheel, or any platform."
     )
     return "\n\n".join(["# Wheels of the required packages", note, markdown(heads), markdown(rows)]) + "\n"
 
 
 def run(args: argparse.Namespace) -> None:
-    wanted = requirements(names(args.extras))
+    wanted = requirements(["torch"])
     found = {}
     for machine in MACHINES:
         for python in PYTHONS:
             found[machine, python] = resolve(machine, python, wanted)
             print(f"{machine}, Python {python}: wheels of {len(found[machine, python])} packages", flush=True)
-    command = "python -m scripts.wheels" + (f" --extras {args.extras}" if args.extras != "torch" else "")
-    write(args.output / "table.md", page(found, command))
+    write(args.output / "table.md", page(found))
 
 
 if __name__ == "__main__":
-    options: dict[str, dict[str, Any]] = {
-        "--extras": dict(default="torch"),
-        "--output": dict(type=Path, default=RESULTS / "wheels"),
-    }
-    sys.exit(run_command(__doc__, run, options))
+    sys.exit(run_command(__doc__, run, {"--output": dict(type=Path, default=RESULTS / "wheels")}))

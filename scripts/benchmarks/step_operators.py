@@ -8,7 +8,6 @@ tensors have shapes but no values, so that a model of any size fits. Clipping an
 SCAPE and quantized_update, which contain the update. The collectives are those of real ranks; they return at once.
 """
 
-import os
 import sys
 import weakref
 from argparse import Namespace
@@ -33,7 +32,7 @@ from topology.process_groups import ProcessGroupCollectives
 from topology.rank_group import RankGroup
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards
-from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
@@ -206,14 +205,8 @@ def triton_everywhere() -> Iterator[None]:
     import kernels.scape.triton_updates
     import kernels.tagc.triton_passes  # noqa: F401  # compiled functions, not those of the interpreter
 
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
+    with environment(TRITON_INTERPRET="1"):
         yield
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
 
 
 def build(name: str, model: LocalModel, replicas: int, backend: str, **options: Any) -> Method:

@@ -1,7 +1,7 @@
 """Runs of ./run_train.sh for fault injection, for kill_ranks.py, soak.py and the tests.
 
 with Launch(["--training.steps=20"], folder, nodes=2) as run:
-    run.wait_for_step(5, 120)
+    run.wait_for_training(1)
     os.kill(run.ranks()[1], signal.SIGKILL)
 """
 
@@ -202,27 +202,15 @@ def differences(checkpoint: Path, other: Path, scratch: Path) -> list[str]:
     """Return the names of the tensors that differ in any bit between two checkpoints, optimizer state included."""
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.utils._pytree import keystr, tree_leaves_with_path
 
     found = []
-    for name, path in (("a", checkpoint), ("b", other)):
-        dcp_to_torch_save(path, scratch / name)
-        found.append(dict(_tensors(torch.load(scratch / name, weights_only=False), "")))
-        (scratch / name).unlink()
+    for path in (checkpoint, other):
+        dcp_to_torch_save(path, scratch / "tensors")
+        leaves = tree_leaves_with_path(torch.load(scratch / "tensors", weights_only=False))
+        tensors = {keystr(name): leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        found.append({name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()})
+    (scratch / "tensors").unlink()
     first, second = found
-    return sorted(
-        {name for name in first if name in second and not torch.equal(first[name], second[name])}
-        | (set(first) ^ set(second))
-    )
-
-
-def _tensors(value: Any, name: str) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield name, value.contiguous().view(-1).view(torch.uint8)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _tensors(entry, f"{name}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for i, entry in enumerate(value):
-            yield from _tensors(entry, f"{name}.{i}")
+    changed = {name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])}
+    return sorted(changed | (first.keys() ^ second.keys()))

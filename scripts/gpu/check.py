@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
-from scripts.gpu.machine import clocks, commit, folder_of, patience, python
+from scripts.gpu.machine import clocks, folder_of, patience, python, sources
 from scripts.gpu.report import write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
@@ -43,34 +43,30 @@ class Step:
     arguments: tuple[str, ...]
 
 
-def _step(name: str, seconds: float, module: str, *arguments: str) -> Step:
-    return Step(name, seconds, (f"scripts.gpu.{module}", *arguments))
-
-
 # By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
 PARTS = {
     "correctness": (
-        _step("tests", 360, "correctness", "tests"),
-        _step("sanitizer", 110, "correctness", "sanitizer"),
+        Step("tests", 360, ("scripts.gpu.correctness", "tests")),
+        Step("sanitizer", 110, ("scripts.gpu.correctness", "sanitizer")),
     ),
     "speed": (
-        _step("passes-500m", 120, "passes", "passes", "--model=llama_500m"),
-        _step("passes-1.8b", 150, "passes", "passes", "--model=llama_1_8b"),
-        _step("launches", 90, "launches"),
-        _step("codes", 60, "passes", "codes"),
+        Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
+        Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
+        Step("launches", 90, ("scripts.gpu.launches",)),
+        Step("codes", 60, ("scripts.gpu.passes", "codes")),
     ),
     "training": (
-        _step("throughput-adamw", 150, "training", "throughput", "adamw"),  # compiles for the others too
-        _step("throughput-adams", 80, "training", "throughput", "adams"),
-        _step("throughput-scape", 80, "training", "throughput", "scape"),
-        _step("quality", 160, "training", "quality"),
-        _step("offload", 75, "training", "throughput", "offload"),
+        Step("throughput-adamw", 150, ("scripts.gpu.training", "throughput", "adamw")),  # compiles for the others too
+        Step("throughput-adams", 80, ("scripts.gpu.training", "throughput", "adams")),
+        Step("throughput-scape", 80, ("scripts.gpu.training", "throughput", "scape")),
+        Step("quality", 160, ("scripts.gpu.training", "quality")),
+        Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
     ),
     "ranks": (
-        _step("stages", 40, "ranks", "stages"),
-        _step("lost-rank", 130, "ranks", "lost"),
+        Step("stages", 40, ("scripts.gpu.ranks", "stages")),
+        Step("lost-rank", 130, ("scripts.gpu.ranks", "lost")),
     ),
-    "methods": (_step("methods", 340, "methods", "all"),),
+    "methods": (Step("methods", 340, ("scripts.gpu.methods", "all")),),
 }
 
 
@@ -150,12 +146,12 @@ def run(args: argparse.Namespace) -> int:
     stored, log = folder / f"{args.part}.json", folder / f"{args.part}.log"
     before = read(stored) if args.only else None  # results of other steps are kept
     log.write_text("")
-    sources, command = commit(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
+    measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
     found["steps"] = (before or found)["steps"]
 
     def keep(name: str, record: dict[str, Any]) -> None:
-        found["steps"][name] = record | {"commit": sources}
+        found["steps"][name] = record | {"commit": measured}
         write(stored, found)
         try:
             write_report(folder)

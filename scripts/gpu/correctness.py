@@ -28,7 +28,6 @@ from scripts.gpu.machine import run_step
 PROCESSES = 10
 TESTS = "tests/gpu"
 OUTCOME = re.compile(rf"^({TESTS}/.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.M)
-DURATION = re.compile(rf"^([\d.]+)s (?:call|setup) +({TESTS}/.+)$", re.M)
 # A whole step on unaligned tensors with its selection, and a code that packs bits.
 SANITIZED = (
     f"{TESTS}/test_gpu.py::test_a_step_equals_the_pytorch_reference[gradients off-dtype1-target-0.1]",
@@ -39,7 +38,7 @@ POLL = 0.5
 
 
 def command(*more: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=5", *more]
+    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *more]
 
 
 def environment(smoke: bool, **more: str) -> dict[str, str]:
@@ -50,12 +49,10 @@ def outcomes(texts: list[str]) -> dict[str, Any]:
     """Return the outcomes that all pytest processes have printed so far."""
     found = [match for text in texts for match in OUTCOME.findall(text)]
     counts = Counter(outcome for _, outcome in found)
-    slowest = sorted(((float(s), name) for text in texts for s, name in DURATION.findall(text)), reverse=True)
     return {
         "passed": counts["PASSED"],
         "skipped": counts["SKIPPED"],
         "failed": sorted(name for name, outcome in found if outcome in ("FAILED", "ERROR")),
-        "slowest": [{"test": name, "seconds": seconds} for seconds, name in slowest[:5]],
     }
 
 

@@ -1,4 +1,4 @@
-"""Kernel launches of an optimizer step, the gaps between them, and its memory compared with dense AdamS.
+"""Kernel launches of an optimizer step, and the gaps between them.
 
     python -m scripts.gpu.launches --result FILE
     TRITON_INTERPRET=1 python -m scripts.gpu.launches --smoke --result FILE    # a tiny model, anywhere
@@ -11,7 +11,7 @@ a large model. Without a GPU the trace has no kernels.
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from scripts.common import write
 from scripts.gpu.machine import run_step
-from scripts.gpu.passes import RATES, SMOKE, draw, free, parameters_of, scape
+from scripts.gpu.passes import RATES, SMOKE, free, parameters_of, scape
 from scripts.gpu.timing import Clock, device_for
-from torchtitan_scape import AdamS, Scape, ScapeOptions
-from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
+from torchtitan_scape.core.workloads import WORKLOADS
 
 STEPS, BUSY_MS = 3, 60.0  # longer than the host needs for a step
 DENSITY, WIRE = 0.05, "int4"
@@ -70,34 +69,6 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
     }
 
 
-def memory(shapes: Sequence[Shape], densities: Iterable[float], clock: Clock) -> list[dict[str, Any]]:
-    """Return peak bytes of training steps with SCAPE in excess of dense AdamS, and the planner's bytes of the masks and
-    payload buffers of a single replica."""
-    rows, dense = [], _peak(shapes, clock, lambda named: AdamS(named, **RATES))
-    for density in densities:
-        kinds = ScapeOptions(density=density).cost().device_memory(LocalModel.of_shapes(shapes), 1)
-        planned = sum(kinds[kind] for kind in ("masks", "payload", "rates of visits"))
-        for warmup in (0, 4):
-            options = ScapeOptions(density=density, density_warmup_steps=warmup)
-            peak = _peak(shapes, clock, lambda named, options=options: Scape(named, **RATES, options=options))  # type: ignore[misc]
-            row = {"density": density, "warm-up steps": warmup, "adams_bytes": dense}
-            rows.append(row | {"more_bytes": peak - dense, "planned_bytes": planned})
-    return rows
-
-
-def _peak(shapes: Sequence[Shape], clock: Clock, make: Callable[[Any], torch.optim.Optimizer]) -> int:
-    free(clock)
-    base = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
-    parameters = parameters_of(shapes, clock.device)
-    optimizer = make([(f"p{i}", p) for i, p in enumerate(parameters)])
-    for _ in range(8):
-        draw(parameters)
-        optimizer.step()
-        optimizer.zero_grad()
-    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - base)
-
-
 def run(args: argparse.Namespace) -> None:
     clock = Clock(device_for(args.smoke), 1)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
@@ -112,9 +83,6 @@ def run(args: argparse.Namespace) -> None:
     del optimizer
     free(clock)
     found["fused AdamW"] = gaps(kernels_of(clock, torch.optim.AdamW(parameters, **RATES, fused=True).step))
-    write(args.result, found)
-    del parameters
-    found["memory"] = memory(shapes, (0.1, 0.01), clock) if clock.cuda else []
     write(args.result, found)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, package_version, run_command
+from scripts.common import ROOT, commit, package_version, run_command
 
 PACKAGES = ("torch", "triton", "numpy", "pytest", "torchtitan")
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
@@ -75,32 +75,20 @@ def folder_of(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def commit() -> str:
+def sources() -> str:
     """Return the commit of the sources, or a hash of them outside a git repository."""
-    try:
-        name, changed = (_git(*asked) for asked in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", *SOURCES)))
-        return name + (", with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        whole = hashlib.sha256()
-        paths = (
-            path for root in SOURCES for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".toml", ".sh")
-        )
-        for path in sorted(paths):
-            whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-        return f"no git here; the sources' SHA-256 is {whole.hexdigest()[:16]}"
-
-
-def _git(*asked: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *asked], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    if name := commit(*SOURCES):
+        return name
+    whole = hashlib.sha256()
+    paths = (path for root in SOURCES for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".toml", ".sh"))
+    for path in sorted(paths):
+        whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"no git here; the sources' SHA-256 is {whole.hexdigest()[:16]}"
 
 
 def _driver() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        pass
+    if text := _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]):
+        return text.split()[0]
     for path in (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version")):
         if path.exists():
             return path.read_text().strip()

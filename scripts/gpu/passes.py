@@ -1,4 +1,4 @@
-"""Time the passes of an optimizer step, against fused AdamW, dense AdamS and plain PyTorch; and the block codes.
+"""Time the passes of an optimizer step, against fused AdamW and dense AdamS; and the block codes.
 
     python -m scripts.gpu.passes passes --model llama_1_8b --result FILE
     python -m scripts.gpu.passes codes --result FILE
@@ -25,8 +25,7 @@ from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs
 from scripts.common import write
 from scripts.gpu.machine import run_step
-from scripts.gpu.plain import plain_step
-from scripts.gpu.timing import Clock, copy_bandwidth, device_for, free_running, of
+from scripts.gpu.timing import Clock, copy_bandwidth, device_for, of
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
@@ -34,7 +33,6 @@ from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape
 from torchtitan_scape.methods.interface import StepInfo
-from torchtitan_scape.methods.scape.payload import payload_bytes
 
 REPLICAS, REPEATS = 8, 20
 CODE_REPLICAS, CODE_ENTRIES = 16, 2**26
@@ -155,24 +153,19 @@ def _size(shape: Shape) -> int:
 
 
 def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, bandwidth: float) -> dict[str, Any]:
-    """Return figures of the passes, the whole step and the plain step of one setting."""
+    """Return figures of the passes and the whole step of one setting."""
     method = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
     entries = sum(map(_size, shapes))
     parameters = parameters_of(shapes, clock.device)
     optimizer = scape(parameters, density, wire)
     least = method.cost().pass_bytes(LocalModel.of_shapes(shapes), REPLICAS)
-    found: dict[str, Any] = {
+    return {
         "density": density,
         "wire": wire,
         "entries": entries,
-        "payload_bytes": payload_bytes(tuple(shapes), density, wire),
-        "parts": len(optimizer.method.passes.parts),
         "step": of(clock(optimizer.step).figures(), sum(least.values()), entries, bandwidth),
+        "passes": Passes(optimizer).times(clock, method, shapes, bandwidth),
     }
-    found["step"]["free_running_ms"] = free_running(clock, optimizer.step, clock.repeats)
-    found["plain"] = clock(plain_step(optimizer)).figures()
-    found["passes"] = Passes(optimizer).times(clock, method, shapes, bandwidth)
-    return found
 
 
 def dense(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
@@ -187,7 +180,6 @@ def dense(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, 
     for name, (make, least) in kinds.items():
         optimizer = make()
         found[name] = of(clock(optimizer.step).figures(), least * entries, entries, bandwidth)
-        found[name]["free_running_ms"] = free_running(clock, optimizer.step, clock.repeats)
         del optimizer
         free(clock)
     return found

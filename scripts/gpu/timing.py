@@ -44,8 +44,6 @@ class Times:
             "least_ms": min(self.device),
             "most_ms": max(self.device),
             "host_ms": statistics.median(self.host),
-            "host_most_ms": max(self.host),
-            "repeats": len(self.device),
             "ahead": self.ahead,
         }
 
@@ -127,19 +125,6 @@ class Clock:
             end.record()
             end.synchronize()
         return SPIN_CYCLES / start.elapsed_time(end)
-
-
-def free_running(clock: Clock, work: Callable[[], Any], calls: int) -> float:
-    """Return milliseconds per call in a sequence of calls, as in training: the slower one of host and device."""
-    work()
-    if clock.cuda:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        work()
-    if clock.cuda:
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begin) / calls
 
 
 def copy_bandwidth(clock: Clock, gigabytes: float) -> float:

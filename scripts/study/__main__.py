@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.common import OUTPUTS, RESULTS, guarded, names, numbers, parser, with_value
+from scripts.common import OUTPUTS, RESULTS, guarded, names, numbers, parser
 from scripts.study import emulated, slurm
 from scripts.study.curves import compare
 from scripts.study.grid import GRIDS, BudgetSet, Grid
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             one.add_argument("--no-compile", action="store_true", help="train without torch.compile")
             one.add_argument("--jobs", type=int, default=2, help="runs at a time, where a launcher runs several")
             one.add_argument("--work", type=Path, help="folder of the runs' logs; outputs/STUDY")
-            one.add_argument("--sbatch", default="", help='options of sbatch, such as "-A ACCOUNT --time=01:00:00"')
+            one.add_argument("--sbatch", default="", help='options of sbatch: --sbatch="-A ACCOUNT --time=01:00:00"')
             one.add_argument("--poll", type=float, default=30.0, help="seconds between two looks at Slurm's queue")
     compared = commands.add_parser("compare")
     compared.add_argument("folders", type=Path, nargs="+", help="dump folders; the first is the baseline")
     compared.add_argument("--plot", type=Path, help="file for the curves, such as losses.png")
-    args = own.parse_args(with_value(sys.argv[1:] if arguments is None else arguments, "--sbatch"))
+    args = own.parse_args(arguments)
     return guarded(lambda: command(args))
 
 
@@ -68,10 +68,8 @@ def command(args: argparse.Namespace) -> int:
         print(f"wrote {write_report(grid, output)}")
         return 0
     options = {"compile.enable": False} if args.no_compile else {}
-    sets, store = (
-        grid.choose(args.sets, args.methods, args.sizes, options),
-        Store(output, [RESULTS / name for name in grid.shared]),
-    )
+    sets = grid.choose(args.sets, args.methods, args.sizes, options)
+    store = Store(output, [RESULTS / name for name in grid.shared])
     work = (args.work or OUTPUTS / path.stem).resolve()
 
     def queue(chosen: list[BudgetSet]) -> Queue:

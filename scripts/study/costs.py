@@ -18,7 +18,6 @@ from torchtitan_scape.core.workloads import Workload, get_workload
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.bf16 import Bf16Options
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, predict
 
@@ -36,21 +35,13 @@ STUDY = Workload("study", layers=2, width=80, heads=2, kv_heads=2, ffn=224, voca
 Options = dict[str, Any]
 
 
-def planned_run(options: Options, about: Options | None = None) -> PlannedRun:
-    """Return a run's method as the planner prices it, from its options.
-
-    Args:
-        about: The method's table in the grid. Its `planned` replaces options of the method, `overlap`, or the `method`
-            itself, for a peer that this trainer does not have.
-    """
-    planned = dict((about or {}).get("planned", {}))
-    overlap = bool(planned.pop("overlap", options.get("sync.overlap", False)))
-    name = planned.pop("method", "")
-    kind = name or options["sync.method"]
-    section = METHODS[kind].options if kind in METHODS else Bf16Options
-    known = () if name else dataclasses.fields(section)
-    given = {f.name: options[key] for f in known if (key := f"sync.{kind}.{f.name}") in options}
-    return PlannedRun(section(**(given | planned)), options.get("optimizer.name", "AdamS"), overlap)
+def planned_run(options: Options, planned: Options | None = None) -> PlannedRun:
+    """Return a run's method as the planner prices it, from its options. `planned` replaces some of the method's."""
+    kind = options["sync.method"]
+    section = METHODS[kind].options
+    given = {f.name: options[key] for f in dataclasses.fields(section) if (key := f"sync.{kind}.{f.name}") in options}
+    overlap = bool(options.get("sync.overlap", False))
+    return PlannedRun(section(**(given | (planned or {}))), options.get("optimizer.name", "AdamS"), overlap)
 
 
 def overlapped(options: Options) -> PlannedRun:

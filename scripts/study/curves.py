@@ -96,7 +96,6 @@ def draw_losses(runs: Runs, title: str, path: Path) -> None:
     ):
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
     save(drawn, path, [axes[0][0]])
 
 
@@ -142,7 +141,6 @@ def draw_frequencies(frequencies: Sequence[Frequency], title: str, path: Path) -
         axis.set_xlim(0.01, 100)
         axis.set_title(f"steps {first} to {first + steps - 1}", fontsize=10)
         axis.set_xlabel("indices, the most frequent first (%)")
-        axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("share of the steps in which an index is selected")
     save(drawn, path, [axes[0][0]])
 

@@ -78,12 +78,13 @@ class EmulatedSet:
             found += ["--validation.local_batch_size=1", "--validation.steps=1"]
         return found
 
-    def timed(self, spec: RunSpec, steps: int, rate: float | None, name: str) -> Path:
-        """Train `steps` steps; return the file of the measurement. Raises RunError."""
+    def timed(self, spec: RunSpec, steps: int, rate: float | None, name: str, **more: Any) -> Path:
+        """Train `steps` steps; return the file of the measurement. `more` goes to the ranks. Raises RunError."""
         log = self.queue.work / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
-        more = {} if self.real else {"compute": self.wait(spec.size)}
+        if not self.real:
+            more = {"compute": self.wait(spec.size)} | more
         arguments = ["-m", *TIMED, *self.arguments(spec, log, steps)]
         self.start(spec.size, arguments, log, rate, TIMED_RUN=wanted(spec, raw, plain=self.plain, **more))
         if not raw.exists():
@@ -136,14 +137,10 @@ class EmulatedSet:
         """Return the cost of a method's step on this host without compute and exchange."""
         found = self.store.noted("passes", self.one.name, {"ranks": spec.size}) or {}
         if spec.method not in found:
-            log = self.queue.work / f"passes-{self.one.name}-{spec.method}-{spec.size}"
-            steps, raw = timing(spec), log / "measured.json"
-            options = [f"--training.steps={steps.pop('steps')}"]
-            calibrate = {spec.method: {"options": options, **steps}}
-            given = {"output": str(raw), "calibrate": calibrate, "compute": 0, "plain": self.plain}
-            arguments = self.arguments(spec, log, timing(spec)["steps"])
-            self.start(spec.size, ["-m", *TIMED, *arguments], log, None, TIMED_RUN=json.dumps(given))
-            found = found | read(raw)
+            name = f"passes-{self.one.name}-{spec.method}-{spec.size}"
+            measured = read(self.timed(spec, timing(spec)["steps"], None, name, compute=0, calibrate=True))
+            measured.pop("summary")
+            found = found | {spec.method: measured}
             self.store.note("passes", self.one.name, {"ranks": spec.size}, found)
         return dict(found[spec.method])
 
@@ -186,7 +183,7 @@ class EmulatedSet:
         """
         if "peer" in spec.about or spec.options["parallelism.data_parallel_shard_degree"] != 1:
             return None
-        run, silent = planned_run(spec.options, spec.about), self.passes(spec)
+        run, silent = planned_run(spec.options, spec.about.get("planned")), self.passes(spec)
         pack, optimizer = silent["by_phase"].get("pack", 0.0), silent["phases"]["optimizer"]
         tiers = [("node", self.per_node), ("network", spec.size // self.per_node)]
         model, levels = LocalModel.of_shapes(self.shapes(spec)), [LevelSize(*tier) for tier in tiers if tier[1] > 1]

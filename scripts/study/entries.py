@@ -180,17 +180,15 @@ def _common(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]]) -> Op
     return {key: value for key, value in every[0].items() if all(o.get(key) == value for o in every)}
 
 
-def best_below(one: Budget, limit: float, report: dict[str, Any], kind: str = "") -> Entry | None:
+def best_below(one: Budget, limit: float, report: dict[str, Any]) -> Entry | None:
     """Return the method of the least gap that sends at most `limit` of the dense bytes per step.
 
-    With `standard_error`: of the least gap plus its standard error, with dense AdamS's scatter for all methods.
+    A gap has its standard error added, with dense AdamS's scatter for all methods.
     """
     base = one.dense(report["gaps"][0])
-    scatter = one.scatter if report.get("standard_error") else 0.0
     fits = [entry for entry in one.others if entry.shares[0] <= limit and entry.gaps(base)]
-    left_out = report.get("not_on_frontier", ())
-    fits = [entry for entry in fits if entry.method not in left_out and kind in ("", entry.kind)]
-    key = [statistics.mean(entry.gaps(base)) + scatter / math.sqrt(len(entry.gaps(base))) for entry in fits]
+    fits = [entry for entry in fits if entry.method not in report.get("not_on_frontier", ())]
+    key = [statistics.mean(entry.gaps(base)) + one.scatter / math.sqrt(len(entry.gaps(base))) for entry in fits]
     return min(zip(key, range(len(fits)), fits, strict=True), default=(0, 0, None))[2]
 
 

@@ -67,6 +67,7 @@ def overview(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the README's picture: the gap to dense Muon over bytes, for the methods of its decision table."""
     budget = next(one for one in budgets_of(grid, store)[0] if one.steps == 980 and one.replicas == 4)
     drawn, ((axis,),) = figure(1, 1, (6.0, 4.2))
+    axis.grid(False)
     for i, entry in enumerate(entry for entry in budget.entries if entry.label in IN_OVERVIEW):
         gaps, share = entry.gaps(budget.dense("Muon")), 100 * entry.shares[0]
         mean, left = statistics.mean(gaps), share > 8
@@ -155,7 +156,6 @@ def _panel(
     axis.set_yticks([tick for tick in GAP_TICKS if low - 1 <= tick <= axis.get_ylim()[1]])
     axis.yaxis.set_major_formatter("{x:+.0f}")
     axis.set_ylabel(f"final validation loss above dense {base}\n(%; logarithmic above {LINEAR:g})")
-    axis.grid(alpha=0.3)
 
 
 def _name_marks(drawn: Any, axes: Sequence[Any], panels: Sequence[tuple[Budget, str]]) -> None:
@@ -211,7 +211,6 @@ def gap(grid: Grid, store: Store, folder: Path) -> Captions:
         axis.set_xscale("log")
         axis.set_xlabel("density")
         axis.set_ylabel("final gap to dense AdamS (%)")
-        axis.grid(alpha=0.3)
     save(drawn, folder / "gap.png", axes.flat[: len(found)])
     return {"gap.png": "Final gap to dense AdamS against density"}
 
@@ -242,7 +241,6 @@ def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: fl
     for axis, name in zip(axes[0], KINDS, strict=True):
         axis.set_ylabel(f"{name} loss (nats per token)")
         axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
     save(drawn, path, [axes[0][1]])
 
 
@@ -270,7 +268,6 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
         top.set_ylim(bottom=0)
         top.set_xlabel("ranks")
         top.set_ylabel("step (ms, median and quartiles)")
-        top.grid(alpha=0.3)
         cells = [cell for cell in panel if cell["size"] == sizes[-1]]
         labels, starts = [cell["label"] for cell in cells], [0.0] * len(cells)
         for phase, name in PHASES.items():
@@ -279,7 +276,7 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         bottom.invert_yaxis()
         bottom.set_xlabel(f"step with {sizes[-1]} ranks (ms, medians of the phases)")
-        bottom.grid(alpha=0.3, axis="x")
+        bottom.grid(False, axis="y")
     axes[1][0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, columnspacing=1, handlelength=1.2)
     save(drawn, folder / "figure_10.png", axes[0])
     return {"figure_10.png": "Per-step time; dense methods are dashed"}

@@ -137,23 +137,21 @@ def cumulative(levels: Sequence[Curve], at: Sequence[int]) -> list[list[int]]:
 
 
 def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str, Any]]:
-    """Return the function that predicts the steps of a set, from links, machine and assumptions of its `launch`.
+    """Return the function that predicts the steps of a set on the `machine` of its `launch`.
 
-    `network`: GB/s that a rank sends, in the place of the machine's; `links`: file of the preflight.
+    `network`: GB/s that a rank sends, in the place of the machine's; `shard`: shard degree.
     """
-    launch = one.launch
-    machine = get_machine(launch.get("machine", "vista"))
-    links = Links.from_json(launch["links"]) if "links" in launch else Links.from_machine(machine)
-    if "network" in launch:
-        links = links.with_bandwidth("network", launch["network"] * 1e9)
-    assumptions = Assumptions(mfu=launch.get("mfu", 0.4))
+    machine = get_machine(one.launch.get("machine", "vista"))
+    links, assumptions = Links.from_machine(machine), Assumptions()
+    if "network" in one.launch:
+        links = links.with_bandwidth("network", one.launch["network"] * 1e9)
     notes = [
         f"Nothing was run. Links: {links.source}; forward and backward at {100 * assumptions.mfu:g} % of the peak; "
         f"optimizer passes at {100 * assumptions.memory_efficiency:g} % of its memory bandwidth, from byte counts.",
         "An overlapped exchange is hidden behind at most two thirds of the last micro-batch.",
     ]
     store.note(SETUP, one.name, {}, {"launcher": "predicted", "notes": notes}, command_of("scripts.study"))
-    return lambda spec: predicted(spec, machine, links, assumptions)
+    return lambda spec: predicted(spec, machine, links)
 
 
 @functools.cache
@@ -163,7 +161,7 @@ def _workload(arguments: tuple[str, ...], ranks: int) -> Workload:
     return recipe_workload(arguments, ranks)
 
 
-def predicted(spec: RunSpec, machine: Machine, links: Links, assumptions: Assumptions) -> dict[str, Any]:
+def predicted(spec: RunSpec, machine: Machine, links: Links) -> dict[str, Any]:
     """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
     relevant = ("--job.config_file", "--model.", "--training.")
     workload = _workload(tuple(one for one in spec.arguments if one.startswith(relevant)), spec.size)
@@ -172,8 +170,8 @@ def predicted(spec: RunSpec, machine: Machine, links: Links, assumptions: Assump
     layout = plan_layout(spec.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=shard)
     batch = spec.sequences or workload.batch
     micro_batch = largest_divisor(max(1, batch // spec.size), 4)
-    run = planned_run(spec.options, spec.about)
-    found = predict(run, workload, layout, links, batch=batch, micro_batch=micro_batch, assumptions=assumptions)
+    run = planned_run(spec.options, spec.about.get("planned"))
+    found = predict(run, workload, layout, links, batch=batch, micro_batch=micro_batch)
     phases = {"compute": found.compute, "exposed": found.exchange + found.shard}
     return {
         "launcher": "predicted",

@@ -72,7 +72,6 @@ def distributions(runs: Runs, name: str, path: Path) -> None:
             _logarithmic(row[2 * i + 1], both)
             for axis in row[2 * i : 2 * i + 2]:
                 axis.set_title(f"{tensor}, step {step}", fontsize=9)
-                axis.grid(alpha=0.3)
         row[0].set_ylabel("density")
     save(drawn, path, [axes[0][0]])
 
@@ -153,7 +152,6 @@ def overlaps(runs: Runs, name: str, path: Path) -> None:
             axis.set_title(f"{OPTIMIZERS[optimizer][0]}, from step {first}", fontsize=10)
             axis.set_ylim(0, 1)
             axis.set_xlabel("step")
-            axis.grid(alpha=0.3)
         row[0].set_ylabel(f"overlap of the top {100 * density:g} %")
     save(drawn, path, [axes[0][0]])
 
@@ -187,7 +185,6 @@ def residuals(runs: Runs, name: str, path: Path) -> None:
     titles += [f"shadow in the dense run: {tensor}" for tensor in tensors]
     for axis, title in zip(axes.flat, titles, strict=False):
         axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
         axis.set_xlabel("step")
         axis.set_visible(bool(axis.lines))
         if axis is not top[0]:

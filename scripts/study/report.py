@@ -1,13 +1,12 @@
 """A study's report.md, from its stored lines: the tables that its grid names, and the figures."""
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts.common import markdown, spread, write
 from scripts.study import costs, curves, observations, special_tables, sweep_tables
-from scripts.study.entries import Budget, best_below, budgets_of, relative
+from scripts.study.entries import Budget, budgets_of, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
 from scripts.study.store import SETUP, Store, is_failure
@@ -60,24 +59,6 @@ def trials_table(one: Budget) -> str:
     return markdown(rows)
 
 
-def limits_table(one: Budget, report: dict[str, Any]) -> str:
-    name, rows = report["gaps"][0], []
-    base = one.dense(name)
-    dense = min((e for e in one.entries if e.is_dense and e.gaps(base)), key=lambda e: statistics.mean(e.gaps(base)))
-    for limit in report["limits"]:
-        if best := best_below(one, limit, report):
-            row = {"at most, % of dense": percent(limit), "least gap": best.label, "seeds": str(len(best.gaps(base)))}
-            row |= {"step, %": percent(best.shares[0]), "whole run, %": percent(best.shares[1])}
-            row[f"gap to dense {name}, %"] = spread(best.gaps(base), "+.2f")
-            row[f"to {dense.label}, at {dense.tuned}, %"] = spread(best.gaps(dense), "+.2f")
-            scape = best_below(one, limit, report, report["beside"])
-            row[f"best of {report['beside']}"] = scape.label if scape else "-"
-            above = spread(scape.gaps(best), "+.2f") if scape and scape is not best else "-"
-            row["its loss above the least, %"] = above
-            rows.append(row)
-    return markdown(rows)
-
-
 def seconds_table(one: Budget) -> str:
     rows, adamw = [], one.dense("AdamW")
     for entry in one.entries:
@@ -111,8 +92,6 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
     parts += [f"{missing} declared run(s) have not run yet."] if missing else []
     for one in found:
         parts += [f"## {one.title}", loss_table(one, report)]
-        if "limits" in report and one.dense(report["gaps"][0]) and one.others:
-            parts += ["The least gap for at most so many bytes per step:", limits_table(one, report)]
         parts += ["Tuning:", trials_table(one)]
     if report.get("seconds"):
         parts += ["## Predicted seconds", costs.describe()]

@@ -5,12 +5,11 @@ A job that has been submitted continues without this process; the same command l
 Settings of a set's `launch`:
 
     machine         name of the .sbatch file in scripts/slurm, and of the planner's machine
-    tokens          "synthetic": random tokens of the model's vocabulary; "recipe": the recipe's data and tokenizer
     steps, warm_up  measured steps, and steps before them
-    start           seconds of a run before its first step: imports, groups, torch.compile; default 300
-    margin          factor on the predicted step time in a run's share of the job's time; default 2
-    timeout         a run's share in seconds, in the place of this rule
-    hours           limit of a job's time; methods that exceed it are divided over several jobs
+    timeout         a run's share of the job's time in seconds, in the place of START and MARGIN
+
+Tokens are random, of the model's vocabulary. Methods that exceed the limit of a job's time (HOURS, or --time in
+--sbatch) are divided over several jobs.
 """
 
 import argparse
@@ -31,13 +30,14 @@ from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
 from topology.machines import get_machine
 
-START, MARGIN = 300.0, 2.0
+START = 300.0  # seconds of a run before its first step: imports, groups, torch.compile
+MARGIN = 2.0  # factor on the predicted step time
 END = 60.0  # seconds of a run after its last step: the summary, and the grace period of a run that is ended
 HOURS = {"vista": 48.0, "frontier": 2.0}  # TACC: queue gh; OLCF: up to 91 nodes
 # A sweep is neither requeued nor asked for checkpoints, and its time follows from its runs.
 NOT_OF_A_SWEEP = ("--requeue", "--signal", "--time", "--job-name", "--output")
+# Options that replace gated tokenizers and data of the hub by files of this repository.
 OFFLINE = ("--model.hf_assets_path=./torchtitan_scape/data/tokenizer", "--training.dataset=standard_library")
-TOKENS = ("synthetic", "recipe")
 
 
 class SlurmSet:
@@ -48,9 +48,6 @@ class SlurmSet:
         self.machine = one.launch["machine"]
         self.per_node = get_machine(self.machine).ranks_per_node
         self.folder = (queue.work / one.name).resolve()
-        self.tokens = one.launch.get("tokens", "synthetic")
-        if self.tokens not in TOKENS:
-            raise ValueError(f"set {one.name!r}: tokens = {self.tokens!r}; give {' or '.join(map(repr, TOKENS))}")
         try:
             self.options_of_sbatch = shlex.split(args.sbatch)
         except ValueError as error:
@@ -58,8 +55,7 @@ class SlurmSet:
         uneven = [size for size in one.sizes if size % self.per_node]
         if uneven:
             raise ValueError(f"set {one.name!r}: {uneven[0]} ranks, but a node of {self.machine} has {self.per_node}")
-        given = time_limit(self.options_of_sbatch)
-        self.limit = given or 3600.0 * float(one.launch.get("hours", HOURS.get(self.machine, 24.0)))
+        self.limit = time_limit(self.options_of_sbatch) or 3600.0 * HOURS.get(self.machine, 24.0)
         self.shares = {spec.key: self.share(spec) for spec in self.missing()}
         if shutil.which("sbatch") is None:
             raise ValueError("there is no sbatch on PATH; run this on a login node, or with launcher = 'predicted'")
@@ -67,19 +63,14 @@ class SlurmSet:
     def share(self, spec: RunSpec) -> float:
         """Return the seconds that a run may take. Raises ValueError if the run cannot start or does not fit."""
         step = step_seconds(spec, self.options(spec), get_machine(self.machine))
-        launch = self.one.launch
-        planned = float(launch.get("start", START)) + float(launch.get("margin", MARGIN)) * timing(spec)["steps"] * step
-        share = float(launch.get("timeout", math.ceil(planned)))
+        planned = math.ceil(START + MARGIN * timing(spec)["steps"] * step)
+        share = float(self.one.launch.get("timeout", planned))
         if share + END > self.limit:
             raise ValueError(
                 f"{spec.title}: {timing(spec)['steps']} steps of {step:.1f} s (predicted) need {share / 60:.0f} min, "
                 f"and a job has {self.limit / 60:.0f}; give more with --sbatch, or fewer steps or more ranks"
             )
         return share
-
-    def offline(self) -> list[str]:
-        """Return options that replace gated tokenizers and data of the hub by files of this repository."""
-        return list(OFFLINE if self.tokens == "synthetic" else ())
 
     def raw(self, spec: RunSpec) -> Path:
         return self.folder / "raw" / f"{spec.name}-{spec.size}.json"
@@ -109,8 +100,7 @@ class SlurmSet:
         lines += [f'export TRAIN_SCRIPT="-m {" ".join(TIMED)}" REQUEUE_LIMIT=0']
         for spec in specs:
             raw = self.raw(spec)
-            more = {"synthetic": True} if self.tokens == "synthetic" else {}
-            values = {"CONFIG_FILE": spec.config_file, "TIMED_RUN": wanted(spec, raw, **more)}
+            values = {"CONFIG_FILE": spec.config_file, "TIMED_RUN": wanted(spec, raw, synthetic=True)}
             values["LOG_DIR"] = f"{self.folder}/{spec.name}"
             exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
             command = shlex.join([f"{self.shares[spec.key]:g}", "bash", str(machine), *self.options(spec)])
@@ -126,7 +116,7 @@ class SlurmSet:
         """Return the trainer's command line without the recipe, which ./run_train.sh adds."""
         return [
             *spec.arguments[1:],
-            *self.offline(),
+            *OFFLINE,
             f"--job.dump_folder={self.folder / 'runs' / spec.name}",
             f"--training.steps={timing(spec)['steps']}",
             f"--metrics.log_freq={NEVER}",
@@ -186,12 +176,11 @@ class SlurmSet:
 
     def run(self) -> None:
         """Submit what is missing, wait, and collect."""
-        launch = self.one.launch
         notes = [
-            medians(launch) + ".",
+            medians(self.one.launch) + ".",
             "The methods of a job ran on the same nodes, one after the other. A size has a job of its own, or several "
             "if its methods need more time than a job may have.",
-            *(["Tokens are random, of the model's vocabulary; nothing is learned."] * (self.tokens == "synthetic")),
+            "Tokens are random, of the model's vocabulary; nothing is learned.",
             PEERS_NOTE,
         ]
         setup = {"launcher": "slurm", "machine": self.machine, "notes": notes}

@@ -12,8 +12,7 @@ The environment variable TIMED_RUN contains, as JSON:
     every_forward  true: weights that cross nodes once per update (hpZ) do so in every forward pass, as published
     last_only      true: FSDP2 reduce-scatters gradients in the last micro-batch of a step only, and adds up whole
                    gradients before it (`set_requires_gradient_sync`)
-    calibrate      {method: {options, warm_up, period}}: every method takes steps without compute and exchange, which
-                   cost passes and trainer alone
+    calibrate      true: payloads are not sent, so that steps without compute cost passes and trainer alone
 
 All other arguments are the trainer's command line.
 """
@@ -22,7 +21,6 @@ import json
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -41,13 +39,11 @@ from topology.comm_stream import Handle
 from topology.dry_run import DryRunCollectives
 from topology.rank_group import RankGroup
 from topology.torch_version import all_gather_into
-from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
 from torchtitan_scape.trainer import command, optimizers, specs
-from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.metrics import LEVELS
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -195,10 +191,10 @@ class TimedTrainer(ScapeTrainer):
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
         flops = self.metrics_processor.num_flops_per_token
-        self.measured = {**_joined(ranks, self._middle), "memory_kind": kind, "flops_per_token": flops}
-        if dist.get_rank() == 0 and "calibrate" not in self.wanted:
+        measured = {**_joined(ranks, self._middle), "memory_kind": kind, "flops_per_token": flops}
+        if dist.get_rank() == 0:
             summary = json.loads((Path(self.job_config.job.dump_folder) / "summary.json").read_text())
-            write(Path(self.wanted["output"]), {**self.measured, "summary": summary})
+            write(Path(self.wanted["output"]), measured | {"summary": summary})
 
 
 def _synchronize() -> None:
@@ -275,46 +271,22 @@ def shard_axis_silent() -> Iterator[None]:
 class _SilentCollectives(DryRunCollectives):
     """Replicas, all ranks of the world, whose payloads are not sent."""
 
-    def __init__(self, replicas: int) -> None:
-        super().__init__(replicas=replicas)
-        if replicas != dist.get_world_size():
-            raise ValueError(
-                f"{replicas} replicas on {dist.get_world_size()} ranks; passes are measured without shards"
-            )
+    def __init__(self) -> None:
+        super().__init__(replicas=dist.get_world_size())
         self.replica = dist.get_rank()
-        self.levels = (RankGroup("network", replicas, self.replica),)
+        self.levels = (RankGroup("network", self.replicas, self.replica),)
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         # Masks are sent: others would not have as many entries as the layout says.
         return Handle(all_gather_into(output, input, async_op=True).wait)
 
 
-def calibrate(arguments: list[str], wanted: dict[str, Any]) -> None:
-    """Store the cost of a step of each method without compute and exchange, all ranks at once."""
-    found = {}
-    for name, one in wanted["calibrate"].items():
-        os.environ[ENVIRONMENT] = json.dumps({**wanted, **one})
-        config = parse([*arguments, *one["options"]])
-        replicas = layout_of(config).replicate
-        with replaced(optimizers, "collectives_of", lambda _, n=replicas: _SilentCollectives(n)):
-            trainer = TimedTrainer(config)
-        trainer.train()
-        trainer.close()
-        found[name] = trainer.measured
-    if dist.get_rank() == 0:
-        write(Path(wanted["output"]), found)
-
-
 def main() -> None:
     wanted = json.loads(os.environ.get(ENVIRONMENT, "{}"))
     if "output" not in wanted:
         raise SystemExit(f"error: {ENVIRONMENT} is not set; start a study with python -m scripts.study run")
-    if "calibrate" in wanted:
-        calibrate(sys.argv[1:], wanted)
-        dist.barrier()
-        dist.destroy_process_group()
-        os._exit(0)  # as the trainer does
-    with replaced(command, "ScapeTrainer", TimedTrainer):
+    silent = replaced(optimizers, "collectives_of", lambda _: _SilentCollectives())
+    with replaced(command, "ScapeTrainer", TimedTrainer), silent if wanted.get("calibrate") else nullcontext():
         command.main()
 
 

@@ -20,10 +20,6 @@ validation_tokens = 81920
 tables = ["budgets"]
 figures = ["frontier", "gap", "steps"]
 gaps = ["AdamS"]
-limits = [0.003, 0.005, 0.012, 0.025, 0.05, 0.12]
-beside = "scape"
-standard_error = true
-target = true
 not_on_frontier = ["scape-0.1"]
 [methods.dense-adams]
 label = "AdamS, dense"

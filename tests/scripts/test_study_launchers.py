@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.common import EMBEDDED, ROOT, with_value
+from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
 from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
@@ -31,7 +31,6 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.step import Assumptions
 
 
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:
@@ -102,7 +101,7 @@ def test_any_recipe_and_size_of_a_model_is_predicted(tmp_path: Path) -> None:
         grid = Grid(declare(tmp_path, one))
         (spec, *_) = grid.specs(grid.sets[0], "adams")
         machine = get_machine("vista")
-        result = predicted(spec, machine, Links.from_machine(machine), Assumptions())
+        result = predicted(spec, machine, Links.from_machine(machine))
         names.append(spec.key)
         seconds.append(result["phases"]["compute"])
     assert names[0] != names[1] and seconds[1] > 3 * seconds[0]
@@ -284,7 +283,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     assert '"synthetic": true' in text and "--training.dataset=standard_library" in text
 
     (tmp_path / "grid.toml").write_text(grid.read_text().replace('"timeout" = 0.05', '"timeout" = 100'))
-    result = run(grid, "--poll=0.1", "--sbatch", "--time=00:10:00", **environment)
+    result = run(grid, "--poll=0.1", "--sbatch=--time=00:10:00", **environment)
     assert result.returncode == 0 and "3 runs done, 0 failed" in result.stdout, result.stdout + result.stderr
     assert "--time=00:10:00" in (tmp_path / "submitted").read_text().splitlines()[2]
     assert len((tmp_path / "submitted").read_text().splitlines()) == 3, "what has been measured is not submitted again"
@@ -300,15 +299,7 @@ SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machi
     [
         ({"methods": ["ddp"], "options": {"parallelism.data_parallel_shard_degree": 2}}, "DDP has no shards, but the"),
         ({"options": {"optimizer.weight_decay": -1}}, "weight_decay = -1"),
-        (
-            {"methods": ["adams"], "launch": {"machine": "vista", "tokens": "real"}},
-            "tokens = 'real'; give 'synthetic' or",
-        ),
-        (
-            {"recipe": "train_configs/models/llama_500m.toml", "launch": {"machine": "vista", "tokens": "recipe"}},
-            "assets",
-        ),
-        ({"launch": {"machine": "vista", "hours": 0.01}}, "steps of "),
+        ({"launch": {"machine": "vista", "timeout": 200000}}, "steps of "),
         ({"methods": ["none.toml"]}, "the recipe none.toml of a method does not exist"),
     ],
 )
@@ -329,7 +320,7 @@ def test_slurm_runs_are_checked_before_anything_is_queued(
 def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
     """SCAPE by the paper's exact rule, as in train_configs/methods; a cluster's runs start at one node."""
     grid = Grid(GRIDS / "strong_scaling.toml")
-    (vista, frontier, zeropp, _) = grid.sets
+    (vista, frontier, zeropp) = grid.sets
     eight = [
         "adams",
         "adams-sharded",
@@ -412,11 +403,3 @@ def test_a_program_that_exceeds_its_time_ends_with_its_steps(tmp_path: Path) -> 
     assert result.stdout == "code 137\nnext\n", result.stdout + result.stderr
     assert "ended after 1 s, its share of the job's time (exit code 137)" in result.stderr
     assert (tmp_path / "canceled").read_text() == "--signal=KILL 7.3\n" and time.monotonic() - begin < 30
-
-
-def test_a_value_may_begin_with_dashes() -> None:
-    for given in (["run", "s", "--sbatch", "--time=1"], ["--sbatch", "-A", "s"], ["--sbatch", "--sbatch"]):
-        i = given.index("--sbatch")
-        assert with_value(given, "--sbatch") == [*given[:i], f"--sbatch={given[i + 1]}", *given[i + 2 :]]
-    for given in (["list", "s"], ["run", "s", "--sbatch"], ["run", "--sbatch=-A x"]):
-        assert with_value(given, "--sbatch") == given

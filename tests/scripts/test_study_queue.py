@@ -90,7 +90,7 @@ def test_stored_runs_are_those_of_the_grid(path: Path) -> None:
     grid, folder = Grid(path), ROOT / "results" / path.stem
     store = Store(folder, [folder.parent / name for name in grid.shared])
     missing = len(Queue(grid, grid.sets, store, 1, folder).missing())
-    known = {"at_size": 5, "quality_study": 1, "strong_scaling": 334}
+    known = {"at_size": 5, "quality_study": 1, "strong_scaling": 284}
     assert missing == (known | {"frontier_paper": 30, "radius_table_3": 5}).get(path.stem, 0)
     for line in store.own.values():
         if line["method"] in grid.methods:
@@ -227,13 +227,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     path = tmp_path / "scape-0.1-s0.json"
     write(path, {"loss": 1})
 
-    def full(self: Path, text: str) -> int:
-        with open(self, "w") as file:
-            file.write(text[:3])
+    def full(file: int) -> None:
         raise OSError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(os, "fsync", full)
         write(path, {"loss": 2})
     assert json.loads(path.read_text()) == {"loss": 1}
 

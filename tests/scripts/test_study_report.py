@@ -2,10 +2,12 @@
 
 import pytest
 
-from scripts.study import costs
 from scripts.study.__main__ import main
 from scripts.study.costs import STUDY, method_at, planned_run
+from scripts.study.entries import best_below, budgets_of
+from scripts.study.grid import Grid
 from scripts.study.report import percent
+from scripts.study.store import Store
 from tests.scripts.study_stand_in import SMALL, Study, rows
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
@@ -32,8 +34,8 @@ def test_the_report_has_the_numbers_of_the_runs(study: Study) -> None:
     assert all((study.output / name).stat().st_size > 5000 and f"({name})" in text for name in pictures)
 
 
-def test_the_limits_have_the_best_method_for_its_bytes(study: Study) -> None:
-    """A variant that the grid leaves out is not listed; one good seed (few) is not better than two (coded)."""
+def test_the_frontier_has_the_best_method_for_its_bytes(study: Study) -> None:
+    """A variant that the grid leaves out is not on it; one good seed (few) is not better than two (coded)."""
     losses = {"dense-adams": 2.0, "dense-adamw": 1.9, "scape-0.1": 1.8, "slow": 2.04, "coded": 2.02, "few": 2.019}
     one = SMALL | {"learning_rates": [2e-3]}
     study.run(one | {"methods": [*losses][:-1]}, one | {"name": "seed", "methods": ["few"], "seeds": [0]})
@@ -43,12 +45,16 @@ def test_the_limits_have_the_best_method_for_its_bytes(study: Study) -> None:
     study.rewrite(lines)
     text = study.report()
     assert "(frontier.png)" in text and (study.output / "frontier.png").stat().st_size > 5000
-    coded = next(line for line in lines if line["method"] == "coded")
-    step, whole = map(percent, costs.shares(coded["options"], coded["result"]))
-    found = "SCAPE int4, 48 of 1024"
-    assert f"| 1.2 | {found} | 2 | {step} | {whole} | +1.00 ± 0.00 | +6.30 ± 0.02 | {found} | - |" in text
-    assert "| 0.5 | few | 1 |" in text and "| 0.3 |" not in text, "nothing sends so little"
-    assert "| 12 | SCAPE 0.1 |" not in text and "| -4.99 ± 0.02 |" in text and "0.002 (edge)" in text
+    grid = Grid(study.grid)
+    (one,) = budgets_of(grid, Store(study.output))[0]
+    best = {limit: best_below(one, limit, grid.report) for limit in (0.003, 0.005, 0.012, 0.12)}
+    assert {limit: entry and entry.method for limit, entry in best.items()} == {
+        0.003: None,  # nothing sends so little
+        0.005: "few",
+        0.012: "coded",
+        0.12: "coded",
+    }
+    assert "| -4.99 ± 0.02 |" in text and "0.002 (edge)" in text
 
 
 def test_the_report_warns_of_an_edge_and_of_mixed_runs(study: Study) -> None:
@@ -97,8 +103,6 @@ def test_a_method_is_planned_by_its_options_or_by_those_of_the_grid() -> None:
         "sync.radius.density": 0.4,
         "sync.radius.interval": 16,
     }
-    assert planned_run(options, {"planned": {"interval": 1000}}).options.interval == 1000  # type: ignore[attr-defined]
+    assert planned_run(options, {"interval": 1000}).options.interval == 1000  # type: ignore[attr-defined]
     dense = {"sync.method": "dense", "optimizer.name": "AdamS"}
     assert planned_run(dense | {"sync.overlap": True}) == PlannedRun(DenseOptions(), overlap=True)
-    peers = [{"method": "bf16", "overlap": True}, {"method": "powersgd", "rank": 1}]
-    assert [planned_run(dense, {"planned": one}).name for one in peers] == ["bf16 overlap", "powersgd 1"]

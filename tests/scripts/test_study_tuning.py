@@ -27,8 +27,6 @@ validation_tokens = 81920
 tables = ["budgets"]
 figures = ["loss_against_bytes", "loss_against_seconds"]
 gaps = ["AdamW", "AdamS"]
-limits = [0.003, 0.012, 0.13]
-beside = "scape"
 planned_bytes = true
 seconds = true
 [methods.dense-adamw]

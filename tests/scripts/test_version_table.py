@@ -29,28 +29,6 @@ def test_the_table_has_a_line_for_each_release(tmp_path: Path) -> None:
     assert "not tested" not in (tmp_path / "table.md").read_text()
 
 
-def test_failed_tests_can_be_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of two passes now, with parameters that it did not have; the line keeps the numbers of the whole run."""
-    output = ["--output", str(tmp_path)]
-    (tmp_path / "first.xml").write_text(JUNIT)
-    (tmp_path / "again.xml").write_text(
-        '<testsuites><testsuite errors="0" failures="1" skipped="0" tests="3" time="3">'
-        '<testcase classname="tests.kernels.test_triton" name="test_a[0]"><failure/></testcase>'
-        '<testcase classname="tests.data.test_lines" name="test_b[x]"/>'
-        '<testcase classname="tests.data.test_lines" name="test_b[y]"/></testsuite></testsuites>'
-    )
-    assert main(["2.14.1", "--junit", str(tmp_path / "first.xml"), *output]) == 0
-    assert main(["2.14.1", "--failed", *output]) == 0
-    assert capsys.readouterr().out.split() == [
-        "tests/kernels/test_triton.py::test_a[0]",
-        "tests/data/test_lines.py::test_b",
-    ]
-    assert main(["2.14.1", "--junit", str(tmp_path / "again.xml"), "--rerun", *output]) == 0
-    page = (tmp_path / "table.md").read_text()
-    assert " | all but slow | 7 | 1 | 2 | 1.5 | " in page and page.count(": failed: ") == 1
-    assert "- 2.14.1: failed, and passed when it was run again with commit" in page
-
-
 def test_an_incomplete_run_leaves_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "half.xml").write_text(JUNIT[:200])
     for arguments in (["--junit", str(tmp_path / "half.xml")], ["--junit", str(tmp_path / "none.xml")], []):

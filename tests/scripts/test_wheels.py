@@ -58,7 +58,7 @@ def test_a_report_has_the_versions_and_platforms() -> None:
 def test_the_table_has_both_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", pip)
     monkeypatch.setattr(sys, "argv", ["wheels"])
-    wheels.run(argparse.Namespace(extras="torch", output=tmp_path))
+    wheels.run(argparse.Namespace(output=tmp_path))
     text = (tmp_path / "table.md").read_text()
     assert "| x86_64 | 3.11 | 4 | 3 | 2.13.0+x |\n" in text and "| aarch64 | 3.12 | 3 | 2 | 2.13.0+x |\n" in text
     assert "| pyyaml | 6.0.4 | manylinux_2_17 | manylinux_2_17 |\n" in text
@@ -67,7 +67,7 @@ def test_the_table_has_both_machines(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_versions_that_differ_are_all_named() -> None:
     found = {("aarch64", "3.11"): {"a": ("1", "any")}, ("aarch64", "3.12"): {"a": ("2", "manylinux_2_28")}}
-    assert "| a | 1, 2 | any, manylinux_2_28 |\n" in wheels.page(found, "command")
+    assert "| a | 1, 2 | any, manylinux_2_28 |\n" in wheels.page(found)
 
 
 def test_a_package_without_a_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

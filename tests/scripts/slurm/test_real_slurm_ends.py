@@ -1,5 +1,6 @@
 """Ends of jobs on a real Slurm cluster: time limits, lost ranks and nodes, requeues by hand; jobs of another user."""
 
+import contextlib
 import os
 import pwd
 import signal
@@ -21,6 +22,16 @@ SAVE = "--checkpoint.interval=5"
 def starts(job: Job) -> list[int]:
     """Return the first step of each start."""
     return [int(text.split()[0]) for text in job.text().split("Training starts at step ")[1:]]
+
+
+def trainers(pids: list[int]) -> list[int]:
+    """Return the processes of the trainer among those with the ids `pids`."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            if b"-m\0torchtitan_scape.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def test_slurm_sends_the_signal_before_the_limit_and_the_job_continues(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -52,7 +63,7 @@ def test_a_killed_rank_ends_or_requeues_the_job(requeue: str, slurm: SlurmCluste
     """kill -9 of rank 1. The next start continues after the last checkpoint."""
     job = Job(slurm, "vista", tmp_path / "k", "--training.steps=24", SAVE, REQUEUE_ON_FAILURE=requeue)
     job.wait_for_step(7)
-    (rank,) = slurm.processes(2, "-m torchtitan_scape.train")
+    (rank,) = trainers(slurm.cluster.processes(2))
     os.kill(rank, signal.SIGKILL)
     if requeue == "1":
         job.start_now()
@@ -115,11 +126,11 @@ def test_a_lost_node_requeues_a_job_which_continues_when_it_is_back(slurm: Slurm
     """srun waits until Slurm gives up the node (SlurmdTimeout), and Slurm requeues the job."""
     job = Job(slurm, "vista", tmp_path / "l", "--training.steps=24", SAVE)
     job.wait_for_step(7)
-    slurm.lose(2)
+    slurm.cluster.set_link(2, up=False)
     job.wait(lambda: job.state() == "PENDING", "the requeue", 120)
     assert "node2 down" in slurm.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%N %T")
     assert "Node failure on node2" in job.text() and "DUE TO NODE FAILURE" in job.text()
-    slurm.restore(2)
+    slurm.cluster.set_link(2, up=True)
     job.start_now()
     job.wait_for_end()
     assert job.state() == "COMPLETED", job.text()[-3000:]
@@ -129,10 +140,10 @@ def test_a_lost_node_requeues_a_job_which_continues_when_it_is_back(slurm: Slurm
 def test_a_lost_node_ends_a_job_that_must_not_be_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = Job(slurm, "vista", tmp_path / "n", ENDLESS, options=["--no-requeue"])
     job.wait_for_step(3)
-    slurm.lose(2)
+    slurm.cluster.set_link(2, up=False)
     try:
         job.wait_for_end()
         assert job.state() == "NODE_FAIL" and "DUE TO NODE FAILURE" in job.text(), job.text()[-3000:]
         assert "node1 idle" in slurm.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%N %T")
     finally:
-        slurm.restore(2)
+        slurm.cluster.set_link(2, up=True)
