@@ -145,7 +145,7 @@ def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
         # division by a Python number on a GPU with a multiplication by its inverse.
         scales = round_up(largest / largest.new_full((), form.largest), dtype)
     elif form.scales == 1:
-        scales = (sum_pairs(magnitudes) / blocks.shape[1]).to(dtype).float()
+        scales = (sum_pairs(magnitudes) / blocks.shape[1] * form.gain).to(dtype).float()
     else:
         mean = sum_pairs(magnitudes) / blocks.shape[1]
         large = magnitudes > mean * SPLIT

@@ -15,10 +15,12 @@ import struct
 import triton
 import triton.language as tl
 
+from kernels.codec.formats import FORMATS
 from kernels.codec.reference import MIN_SCALE, SPLIT
 
 _MIN_SCALE_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MIN_SCALE))[0])
 _SPLIT = tl.constexpr(SPLIT)
+_UNBIASED_GAIN = tl.constexpr(FORMATS["1bit_unbiased"].gain)
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -89,8 +91,9 @@ def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constex
     else:
         magnitudes = tl.reshape(tl.abs(x), (ROWS, BLOCK))
         mean = sum_pairs(magnitudes, ROWS, BLOCK) * (1.0 / BLOCK)
-        if FORM == "1bit":
-            low = finalize_scales(round_nearest(mean, BFLOAT16), largest)
+        if FORM == "1bit" or FORM == "1bit_unbiased":
+            gain = _UNBIASED_GAIN if FORM == "1bit_unbiased" else 1.0
+            low = finalize_scales(round_nearest(mean * gain, BFLOAT16), largest)
             high = low
         else:
             large = magnitudes > (mean * _SPLIT)[:, None]
@@ -113,7 +116,7 @@ def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGES
     shift: random numbers in [0, 1) for stochastic rounding, of the shape of x; None rounds to nearest.
     """
     negative = (x < 0).to(tl.int32)
-    if FORM == "1bit":
+    if BITS == 1:
         codes = negative
     elif FORM == "2bit":
         large = tl.abs(x) > ((low + high) * 0.5)[:, None, None]
@@ -153,7 +156,7 @@ def negated(x, sign):
 @triton.jit
 def values_of(codes, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
     """Decode int32 codes to FP32. The scales have the shape of the codes, or broadcast to it."""
-    if FORM == "1bit":
+    if BITS == 1:
         values = negated(low, codes & 1)
     elif FORM == "2bit":
         scale = tl.where(codes > 1, high, low)

@@ -67,7 +67,7 @@ CASES = [
     ),
     Case(
         "quantized_update",
-        {"update_code": "1bit", "block": 64},
+        {"update_code": "1bit_unbiased", "block": 64},
         dense={"code": "int8", "update_code": "int8"},
         tolerance=2e-2,
     ),

@@ -1,5 +1,7 @@
 """Properties of block codes in PyTorch. Other tests compare the kernels with them bitwise."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,11 +135,20 @@ def test_one_and_two_bits_encode_means(scale: torch.dtype) -> None:
     sizes, bound = x.double().abs(), 2.0**-8 if scale == torch.bfloat16 else 2.0**-20
     out, _ = decoded(BlockCode("1bit", 128, scale), x.view(1, -1))
     assert torch.allclose(out[0].double(), sizes.mean().copysign(x.double()), rtol=bound)
+    out, _ = decoded(BlockCode("1bit_unbiased", 128, scale), x.view(1, -1))
+    assert torch.allclose(out[0].double(), math.pi / 2 * sizes.mean().copysign(x.double()), rtol=bound)
     large = sizes > SPLIT * sizes.mean()
     means = torch.stack([sizes[~large].mean(), sizes[large].mean()])
     out, _ = decoded(BlockCode("2bit", 128, scale), x.view(1, -1))
     nearer = means[(sizes > means.mean()).long()]
     assert torch.allclose(out[0].double(), nearer.copysign(x.double()), rtol=bound)
+
+
+def test_decoded_values_of_the_unbiased_code_are_as_large_as_normally_distributed_entries() -> None:
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(4))
+    found = {name: float((x * decoded(BlockCode(name), x)[0]).mean() / x.square().mean()) for name in FORMATS}
+    assert abs(found["1bit_unbiased"] - 1.0) < 0.01 and abs(found["1bit"] - 2.0 / math.pi) < 0.01
+    assert {name for name, bias in found.items() if abs(bias - 1.0) > 0.1} == {"1bit"}
 
 
 def test_rows_are_added_in_order() -> None:
@@ -164,7 +175,7 @@ def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
         assert not bool(message[:, used:].any())
         out = torch.full((64 * blocks,), NAN)
         code.decode_and_sum(message, out)
-        assert torch.allclose(out, torch.full_like(out, rows), rtol=2.0**-7)
+        assert torch.allclose(out, torch.full_like(out, rows * form.gain), rtol=2.0**-7)
 
 
 @pytest.mark.parametrize(

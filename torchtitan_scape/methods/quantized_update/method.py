@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from kernels import block_code, choose_backend
-from kernels.codec.codes import BlockCode
-from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall
 from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
@@ -238,17 +236,11 @@ class QuantizedUpdate(Method):
             found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
         return found
 
-    def _send(self, column: Column, changes: Sequence[Tensor], code: BlockCode | None, applied: Tensor) -> Exchange:
-        """Start sending the changes of a column to all replicas; the returned function applies what was sent.
-
-        Decoded changes are on average as large as they were, not smaller by `Format.gain`: what is too small arrives in
-        later steps, and Muon loses more by such delay than by the larger error.
-        """
+    def _send(self, column: Column, changes: Sequence[Tensor], code: Codec | None, applied: Tensor) -> Exchange:
+        """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
         owner = self.collectives.replica
         row = self._rows_of(column, [owner] if owner in column.owners else [], changes).view(-1)
         row.masked_fill_(~applied, 0.0)
-        gain = 1.0 if code is None else FORMATS[code.name].gain
-        row *= gain
         handle, messages = self.collectives.gather_from_owners(row, column.width, column.owners, code)
 
         def finish() -> None:
@@ -260,7 +252,7 @@ class QuantizedUpdate(Method):
             self._apply(column, decoded)
             if owner in column.owners:
                 i = column.owners.index(owner)
-                unsent = torch.sub(decoded[i], row, alpha=1.0 / gain)
+                unsent = decoded[i] - row
                 for s in column.slices[i]:
                     target = self._unsent.tensors[self.context.shards[s.tensor].name].view(-1)
                     masked_copy_(target[s.first : s.first + s.length], unsent[s.at : s.at + s.length], applied)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall, replicas_of
@@ -37,8 +37,9 @@ class QuantizedUpdateOptions(MethodOptions):
     code: Code = field(default="2bit", metadata=LAYOUT)
     """Encoding of the gradients on the way to the replica that updates a parameter, on the outermost level"""
 
-    update_code: Code = "2bit"
-    """Encoding of the change of the weights on the way back"""
+    update_code: Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit", "1bit_unbiased"] = "2bit"
+    """Encoding of the change of the weights on the way back. With "1bit" the weights lag behind those of the owner,
+    with "1bit_unbiased" they do not"""
 
     block: int = 512
     """Entries that share BF16 scales, a power of two from 32 to 1024; every parameter starts a new block"""
@@ -62,7 +63,7 @@ class QuantizedUpdateOptions(MethodOptions):
         return done % self.whiten_every == 0 or (done in FIRST_UPDATES and done < self.whiten_every)
 
     @property
-    def shorter_code(self) -> Code:
+    def shorter_code(self) -> str:
         """The code of fewer bits, whose messages determine the columns."""
         return min(self.code, self.update_code, key=lambda code: FORMATS[code].bits)
 

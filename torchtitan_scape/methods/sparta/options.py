@@ -27,7 +27,7 @@ class SpartaOptions(MethodOptions):
     interval: int = 3
     """Steps in which every parameter is averaged once: each step averages one of `interval` blocks of 128 entries"""
 
-    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit"] = "1bit"
+    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit", "1bit_unbiased"] = "1bit"
     """Encoding of the displacements, in both directions: FP32, or a code with blocks of 128. The quantization error
     stays in the replica's parameters until the block's next exchange"""
 
