@@ -21,7 +21,6 @@ from topology.machines import get_machine
 from topology.process_groups import collectives_of
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.sparta import method as sparta
 from torchtitan_scape.methods.sparta.method import Sparta
 from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions, count_blocks, slices_of_group
 
@@ -132,7 +131,8 @@ CHUNKS = [(3, 1 << 22), (5, 1 << 22), (6, 2 * BLOCK)]
 
 
 @pytest.mark.parametrize(
-    "code, replicas, chunk", covering((code, *case) for code, case in product(("2bit", "1bit", "e2m1", "int8"), CHUNKS))
+    "code, replicas, chunk",
+    covering((code, *case) for code, case in product(("2bit", "1bit", "1bit_unbiased", "e2m1", "int8"), CHUNKS)),
 )
 def test_quantization_errors_stay_in_the_replicas_parameters(code: str, replicas: int, chunk: int) -> None:
     """An encoded exchange preserves the mean of the parameters minus the owners' errors; anchors are bitwise equal.
@@ -180,13 +180,12 @@ def over_two_nodes() -> list[tuple[list[Tensor], ...]]:
 
     They are the anchors, the parameters before and after the exchange, and the latter minus the owner's errors.
     """
-    sparta.MANY_REPLICAS = 3
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("frontier"), replicate=4, shard=1)
     collectives = collectives_of(build_groups(layout, timedelta(seconds=60), True))
     own = [nn.Parameter(torch.zeros(shape)) for shape in PARTS]
     optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(own)])
     setting = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
-    method, found = Sparta(setting, SpartaOptions(warmup_steps=4)), []
+    method, found = Sparta(setting, SpartaOptions(code="1bit_unbiased", warmup_steps=4)), []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for number in range(1, 14):
         for p in own:

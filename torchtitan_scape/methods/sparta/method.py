@@ -26,7 +26,6 @@ from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.sparta.options import (
     BLOCK,
-    MANY_REPLICAS,
     GroupSlice,
     SpartaOptions,
     count_blocks,
@@ -92,7 +91,7 @@ class Sparta(LocalMethod):
             self._codec = block_code(backend, options.code, BLOCK)
             if len(self.collectives.levels) == 1:
                 self._passes = exchange_passes(backend, (stored(s.parameter).dtype for s in context.shards))
-            if self.collectives.replicas > MANY_REPLICAS:
+            if options.keeps_owner_error(self.collectives.replicas):
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         self._round: RoundSteps | None = None
         if options.orthogonalizes(self.collectives.replicas) and isinstance(context.optimizer, Muon):

@@ -58,6 +58,10 @@ class SpartaOptions(MethodOptions):
         """Return whether the mean step of a round is orthogonalized with Muon."""
         return self.orthogonalize and replicas > MANY_REPLICAS
 
+    def keeps_owner_error(self, replicas: int) -> bool:
+        """Return whether the owner's error is a separate state. In the parameters, that of "1bit_unbiased" diverges."""
+        return self.code != "float32" and (replicas > MANY_REPLICAS or self.code == "1bit_unbiased")
+
     def cost(self) -> "SpartaCost":
         return SpartaCost(self)
 
@@ -122,17 +126,13 @@ class SpartaCost(GradientCost):
         """
         moved = 124.0
         if self.options.code != "float32":
-            owner = 12.0 if self.keeps_owner_error(replicas) else 8.0 / replicas
+            owner = 12.0 if self.options.keeps_owner_error(replicas) else 8.0 / replicas
             moved = 24.0 + 4.0 * encoded_bytes(self.options.code, BLOCK) + owner
         return 0.0, moved / self.options.interval * model.entries
 
-    def keeps_owner_error(self, replicas: int) -> bool:
-        """Return whether the owner's error is a separate state."""
-        return self.options.code != "float32" and replicas > MANY_REPLICAS
-
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         n = 4.0 * model.entries
-        kinds = {"anchor": n} | ({"owner_error": n} if self.keeps_owner_error(replicas) else {})
+        kinds = {"anchor": n} | ({"owner_error": n} if self.options.keeps_owner_error(replicas) else {})
         return kinds | ({"chunks in flight": self.chunk_memory(model, replicas)} if replicas > 1 else {})
 
     @property
