@@ -160,6 +160,7 @@ def test_rows_and_columns_of_several_tiles() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_large_payload() -> None:
     """More than one complete tile in the sum of squares."""
     check_step(Case((7, 17_000), (5,), 1024, density=0.5, in_use=0.5, previous=0.5, next=0.5))
