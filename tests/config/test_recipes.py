@@ -125,7 +125,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "optimizer.name": "AdamW",
         "sync.method": "sparta",
         "sync.sparta.interval": 3,
-        "sync.sparta.code": "1bit",
+        "sync.sparta.code": "auto",
     },
 }
 METHODS |= {

@@ -34,7 +34,7 @@ SPARSE = (
 COMPARED = (
     PlannedRun(Bf16Options(), overlap=True),
     PlannedRun(DenseOptions(), "Muon", overlap=True),
-    *(PlannedRun(SpartaOptions(interval=3, code="1bit"), optimizer) for optimizer in ("AdamW", "Muon")),
+    *(PlannedRun(SpartaOptions(), optimizer) for optimizer in ("AdamW", "Muon")),
 )
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (

@@ -88,7 +88,7 @@ class Sparta(LocalMethod):
         self._owner_error: dict[str, Tensor] = {}
         if options.code != "float32" and self.collectives.replicas > 1:
             backend = choose_backend(context.kernels, context.shards[0].device)
-            self._codec = block_code(backend, options.code, BLOCK)
+            self._codec = block_code(backend, options.encoding(self.collectives.replicas), BLOCK)
             if len(self.collectives.levels) == 1:
                 self._passes = exchange_passes(backend, (stored(s.parameter).dtype for s in context.shards))
             if options.keeps_owner_error(self.collectives.replicas):

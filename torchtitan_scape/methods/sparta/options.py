@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from topology.calls import CollectiveCall
+from topology.calls import CollectiveCall, replicas_of
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
@@ -12,8 +12,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
 
 BLOCK = 128  # entries that are exchanged together and share a scale
-# With more replicas the owner's error is a separate state, not part of its parameters; and with Muon the mean step of a
-# round is orthogonalized.
+# With more replicas the owner's error is a separate state, one bit is unbiased, and rounds may be orthogonalized.
 MANY_REPLICAS = 4
 
 
@@ -27,9 +26,10 @@ class SpartaOptions(MethodOptions):
     interval: int = 3
     """Steps in which every parameter is averaged once: each step averages one of `interval` blocks of 128 entries"""
 
-    code: Literal["float32", "int8", "int4", "e2m1", "2bit", "1bit", "1bit_unbiased"] = "1bit"
-    """Encoding of the displacements, in both directions: FP32, or a code with blocks of 128. The quantization error
-    stays in the replica's parameters until the block's next exchange"""
+    code: Literal["auto", "float32", "int8", "int4", "e2m1", "2bit", "1bit", "1bit_unbiased"] = "auto"
+    """Encoding of the displacements, in both directions: FP32, or a code with blocks of 128; "auto" is 1bit with up to
+    4 replicas and 1bit_unbiased with more. The quantization error stays in the replica's parameters until the block's
+    next exchange"""
 
     warmup_steps: int = -1
     """Steps at the start that average more blocks: all in the first one, then exponentially fewer; 0 for none, -1 for
@@ -52,7 +52,8 @@ class SpartaOptions(MethodOptions):
         return self.interval
 
     def label(self) -> str:
-        return f"{self.method_name()} {self.interval:g}" + ("" if self.code == "float32" else f" {self.code}")
+        code = {"auto": " 1bit", "float32": ""}.get(self.code, f" {self.code}")
+        return f"{self.method_name()} {self.interval:g}{code}"
 
     def orthogonalizes(self, replicas: int) -> bool:
         """Return whether the mean step of a round is orthogonalized with Muon."""
@@ -60,7 +61,13 @@ class SpartaOptions(MethodOptions):
 
     def keeps_owner_error(self, replicas: int) -> bool:
         """Return whether the owner's error is a separate state. In the parameters, that of "1bit_unbiased" diverges."""
-        return self.code != "float32" and (replicas > MANY_REPLICAS or self.code == "1bit_unbiased")
+        code = self.encoding(replicas)
+        return code == "1bit_unbiased" or (code != "float32" and replicas > MANY_REPLICAS)
+
+    def encoding(self, replicas: int) -> str:
+        """Return the code that `code` stands for."""
+        automatic = "1bit_unbiased" if replicas > MANY_REPLICAS else "1bit"
+        return automatic if self.code == "auto" else self.code
 
     def cost(self) -> "SpartaCost":
         return SpartaCost(self)
@@ -109,12 +116,13 @@ class SpartaCost(GradientCost):
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        interval, encoded = self.options.interval, encoded_size(self.options.code, BLOCK)
+        interval, code = self.options.interval, self.options.encoding(replicas_of(levels))
         calls = []
         for group in range(interval):
             sizes = [one.entries for one in slices_of_group(model.sizes, interval, group)]
             share, entries = 1.0 / interval, model.entries
-            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, share, entries))
+            size = encoded_size(code, BLOCK)
+            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, size, share, entries))
         return calls
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
@@ -127,7 +135,7 @@ class SpartaCost(GradientCost):
         moved = 124.0
         if self.options.code != "float32":
             owner = 12.0 if self.options.keeps_owner_error(replicas) else 8.0 / replicas
-            moved = 24.0 + 4.0 * encoded_bytes(self.options.code, BLOCK) + owner
+            moved = 24.0 + 4.0 * encoded_bytes(self.options.encoding(replicas), BLOCK) + owner
         return 0.0, moved / self.options.interval * model.entries
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
