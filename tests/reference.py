@@ -96,7 +96,8 @@ def runs() -> dict[str, Record]:
         if not any(part in option for option in options for part in _NOT_SIMULATED):
             add(f"simulated/{method}", 1, [*options, *_SIMULATED])
     # More than four replicas: the owner of a slice keeps its error.
-    add("simulated/sparta-6", 1, [*METHODS["sparta"], *_ALONE, "--topology.simulate_replicas=6"])
+    one_bit = "--sync.sparta.code=1bit"  # the default then
+    add("simulated/sparta-6", 1, [*METHODS["sparta"], one_bit, *_ALONE, "--topology.simulate_replicas=6"])
     return found
 
 

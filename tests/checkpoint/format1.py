@@ -44,14 +44,15 @@ _SIMULATED = {
     **{name: METHODS[name] for name in ("diloco", "streaming", "sparseloco", "sparta", "scape", "scape-int4")},
     "tagc": _TAGC,
 }
+_SPARTA_6 = [*METHODS["sparta"], "--sync.sparta.code=1bit", *_simulated(6)]  # the default of format 1
 # By name: arguments of runs of one rank with simulated replicas, and of two ranks.
 ONE_RANK = {
     **{name: [*METHODS[name], *_simulated(2)] for name in ("adamw", "adams", "muon", "diloco-muon")},
     **{name: [*METHODS[name], *_simulated(2)] for name in ("scape-tensor", "radius-adams")},
     **{name: [*arguments, *_simulated(2)] for name, arguments in _SIMULATED.items()},
     **{f"{name}-mean": [*arguments, *_simulated(2), _MEAN] for name, arguments in _SIMULATED.items()},
-    "sparta-6": [*METHODS["sparta"], *_simulated(6)],  # the owner of a slice keeps its error
-    "sparta-6-mean": [*METHODS["sparta"], *_simulated(6), _MEAN],
+    "sparta-6": _SPARTA_6,  # the owner of a slice keeps its error
+    "sparta-6-mean": [*_SPARTA_6, _MEAN],
 }
 _SHARDED = ("scape-gather", "scape-gather-int4", "scape-gather-bf16")
 TWO_RANKS = {

@@ -18,6 +18,13 @@ HERE = Path(__file__).resolve().parent
 SLURM = ROOT / "scripts" / "slurm"
 REPORT = "-m tests.scripts.slurm.report"
 EMBEDDED = "train_configs/embedded.toml"
+SET_BY_JOBS = (
+    "CONFIG_FILE",
+    "TRAIN_SCRIPT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TRITON_CACHE_DIR",
+)  # not those of the tests
 
 
 def free_job() -> int:
@@ -98,9 +105,7 @@ def submit(
     script = folder / "slurm_script"
     shutil.copy(SLURM / f"{machine}.sbatch", script)
     inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("CONFIG_FILE", "TRAIN_SCRIPT", "MASTER_ADDR", "MASTER_PORT") and not name.startswith("NCCL_")
+        name: value for name, value in os.environ.items() if name not in SET_BY_JOBS and not name.startswith("NCCL_")
     }
     ours = {
         "PATH": f"{programs}:{os.environ['PATH']}",
