@@ -15,7 +15,8 @@ class BlockCode:
     """Quantization of FP32 values in blocks with separate scales; see `kernels.codec.reference`.
 
     Args:
-        name: Key of `kernels.codec.formats.FORMATS`: "int8", "int4", "e2m1", "e3m0", "2bit" or "1bit".
+        name: Key of `kernels.codec.formats.FORMATS`: "int8", "int4", "e2m1", "e3m0", "2bit", "1bit" or
+            "1bit_unbiased".
         block: Entries that share scales, a power of two from 32 to 1024.
         scale: Dtype of the scales in messages, FP32 or BF16.
         backend: "torch" or "triton"; both produce the same bits.

@@ -143,7 +143,9 @@ def _take_steps(quick: bool) -> None:
             _codec_step(name, block, torch.float32)
     exchanged = [("2bit", 128, torch.float32)]
     if not quick:
-        exchanged += [(name, 128, dtype) for name in ("1bit", "e2m1", "int8") for dtype in TRITON_DTYPES[:2]]
+        exchanged += [
+            (name, 128, dtype) for name in ("1bit", "1bit_unbiased", "e2m1", "int8") for dtype in TRITON_DTYPES[:2]
+        ]
         exchanged += [("e2m1", 32, torch.float32), ("int4", 1024, torch.float32)]
     for name, block, dtype in exchanged:
         _exchange_step(name, block, dtype)

@@ -216,6 +216,14 @@ def test_the_error_of_a_nodes_sum_is_a_separate_state(pool4: Pool) -> None:
     assert any(each.any() for each in owner_error)
 
 
+def test_the_default_code_and_the_owners_error_depend_on_the_number_of_replicas() -> None:
+    default, unbiased = SpartaOptions(), SpartaOptions(code="1bit_unbiased")
+    assert [default.encoding(n) for n in (1, 4, 5)] == ["1bit", "1bit", "1bit_unbiased"]
+    assert [default.keeps_owner_error(n) for n in (1, 4, 5)] == [False, False, True]
+    assert [unbiased.keeps_owner_error(n) for n in (1, 2)] == [False, True]
+    assert not SpartaOptions(code="float32").keeps_owner_error(16)
+
+
 @pytest.mark.parametrize("code", ["1bit", "2bit"])
 def test_padding_does_not_change_the_means_of_a_block(code: str) -> None:
     """A code with a block's mean magnitude is exact for equal magnitudes, also for tensors smaller than a block."""

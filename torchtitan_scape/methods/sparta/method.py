@@ -69,11 +69,11 @@ class Sparta(LocalMethod):
     changes, so that no entry waits for more than one round. A skipped step changes nothing, and its groups wait for
     the next round.
 
-    With few replicas the owner subtracts N F from its parameters. The pending update of an entry is then anchor -
-    theta_i, and the anchor is the only state. With more replicas N F would move the owner's parameters too far: F is
-    then a separate state, which is added to the next mean before it is encoded. In a few trials the first rule gave the
-    lower loss with 4 replicas, and the second with 8 and 16. If the replicas of a node are summed before they are
-    encoded, E_i belongs to the sum, is stored on one rank, and is part of the separate state.
+    With few replicas, unless the code is "1bit_unbiased", the owner subtracts N F from its parameters. The pending
+    update of an entry is then anchor - theta_i, and the anchor is the only state. Otherwise N F would move the owner's
+    parameters too far: F is then a separate state, which is added to the next mean before it is encoded. In a few
+    trials the first rule gave the lower loss with 4 replicas, and the second with 8 and 16. If the replicas of a node
+    are summed before they are encoded, E_i belongs to the sum, is stored on one rank, and is part of this state.
 
     With Muon, the sum of the steps of a round is orthogonalized again, see `RoundSteps`.
 

@@ -61,8 +61,9 @@ class SpartaOptions(MethodOptions):
 
     def keeps_owner_error(self, replicas: int) -> bool:
         """Return whether the owner's error is a separate state. In the parameters, that of "1bit_unbiased" diverges."""
-        code = self.encoding(replicas)
-        return code == "1bit_unbiased" or (code != "float32" and replicas > MANY_REPLICAS)
+        if replicas == 1 or self.code == "float32":
+            return False
+        return replicas > MANY_REPLICAS or self.encoding(replicas) == "1bit_unbiased"
 
     def encoding(self, replicas: int) -> str:
         """Return the code that `code` stands for."""
