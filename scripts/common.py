@@ -129,14 +129,17 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: package_version(name) for name in ("torch", "torchtitan")}
 
 
-def commit(*paths: str) -> str:
-    """Return the commit, with "-dirty" if files in `paths` have changed; "" outside of a git repository."""
+def commit(*paths: str, untracked: str = "no") -> str:
+    """Return the commit, with "-dirty" if files in `paths` have changed; "" outside of a git repository.
+
+    untracked: "normal" if new files count, too; see `git status --untracked-files`.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
+        changed = git("status", "--porcelain", f"--untracked-files={untracked}", "--", *paths)
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""

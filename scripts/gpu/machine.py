@@ -77,7 +77,7 @@ def folder_of(device: str) -> str:
 
 def sources() -> str:
     """Return the commit of the sources, or a hash of them outside a git repository."""
-    if name := commit(*SOURCES):
+    if name := commit(*SOURCES, untracked="normal"):
         return name
     whole = hashlib.sha256()
     paths = (path for root in SOURCES for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".toml", ".sh"))

@@ -62,13 +62,14 @@ class QuantizedUpdate(Method):
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
         self._update_code = block_code(backend, options.update_code, options.block)
+        shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
         self._division = divide(
             sizes,
             [shard.entries if _is_whole(shard, context.optimizer) else 0 for shard in shards],
             replicas,
             block=options.block,
-            limit=self.collectives.chunk_limit(sum(sizes), block_code(backend, options.shorter_code, options.block)),
+            limit=self.collectives.chunk_limit(sum(sizes), shorter),
             equal_rows=len(self.collectives.levels) > 1,
         )
         self._own = self._division.rows[self.collectives.replica]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from kernels.codec.formats import FORMATS
 from topology.calls import CollectiveCall, replicas_of
 from topology.partition import chunk_limit
 from topology.ring_bytes import LevelSize
@@ -62,11 +61,6 @@ class QuantizedUpdateOptions(MethodOptions):
             return False
         return done % self.whiten_every == 0 or (done in FIRST_UPDATES and done < self.whiten_every)
 
-    @property
-    def shorter_code(self) -> str:
-        """The code of fewer bits, whose messages determine the columns."""
-        return min(self.code, self.update_code, key=lambda code: FORMATS[code].bits)
-
     def for_optimizer(self, name: str) -> "QuantizedUpdateOptions":
         return self if name == "Muon" else replace(self, whiten_every=0)
 
@@ -107,7 +101,7 @@ class QuantizedUpdateCost(GradientCost):
         """Return owners and columns of Muon's parameters."""
         named = zip(model.names, model.shapes, strict=True)
         whole = [math.prod(shape) if has_basis(name, shape) else 0 for name, shape in named]
-        shorter = EncodedSize(self.options.shorter_code, self.options.block)
+        shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
         limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
         return divide(model.sizes, whole, replicas, block=self.options.block, limit=limit, equal_rows=equal_rows)
 

@@ -117,13 +117,12 @@ class SpartaCost(GradientCost):
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        interval, code = self.options.interval, self.options.encoding(replicas_of(levels))
+        interval, encoded = self.options.interval, encoded_size(self.options.encoding(replicas_of(levels)), BLOCK)
         calls = []
         for group in range(interval):
             sizes = [one.entries for one in slices_of_group(model.sizes, interval, group)]
             share, entries = 1.0 / interval, model.entries
-            size = encoded_size(code, BLOCK)
-            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, size, share, entries))
+            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, share, entries))
         return calls
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
