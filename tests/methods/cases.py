@@ -71,6 +71,13 @@ CASES = [
         dense={"code": "int8", "update_code": "int8"},
         tolerance=2e-2,
     ),
+    Case(
+        "quantized_update",
+        {"interval": 2, "whiten_every": 0, "block": 32},
+        dense={"code": "int8", "update_code": "int8", "interval": 1},
+        tolerance=2e-2,
+        period=2,
+    ),
     Case("onebit_adam", {"warmup_steps": 2, "block": 32}, dense={"warmup_steps": STEPS}, begins=2),
     Case(
         "onebit_adam",

@@ -1,4 +1,4 @@
-"""Updates in few bits by the owners of parameters: division, Muon's matrices, bases, skipped steps, resume, cost."""
+"""Updates in few bits by the owners of parameters: Muon's matrices, bases, skipped steps, resume, cost."""
 
 import copy
 import functools
@@ -25,7 +25,6 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.quantized_update.layout import Division, divide
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.optimizers.muon import Muon
@@ -37,52 +36,6 @@ APPLIED = torch.tensor(True)
 OPTIONS: dict[str, Any] = {"block": 32, "whiten_every": 3}
 run_replicas = functools.partial(run_with_chunks, chunk_entries=512)
 MATRICES = [name for name in NAMED if name.startswith("layers.")]
-
-
-# --------------------------------------------------------------------------------------------- the division
-
-
-def entries_of(division: Division, sizes: list[int]) -> list[list[int]]:
-    """Return the owner of every entry, by tensor; -1 for none."""
-    found = [[-1] * size for size in sizes]
-    for owner, row in enumerate(division.rows):
-        for s in row:
-            for i in range(s.first, s.first + s.length):
-                assert found[s.tensor][i] == -1
-                found[s.tensor][i] = owner
-    return found
-
-
-@pytest.mark.parametrize("equal_rows", [False, True])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 16])
-def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool) -> None:
-    sizes, whole = [200, 96, 64, 7, 0, 33, 64], [0, 96, 64, 0, 0, 0, 64]
-    division = divide(sizes, whole, replicas, block=8, limit=40 * replicas, equal_rows=equal_rows)
-    owners = entries_of(division, sizes)
-    assert all(-1 not in each for each in owners)
-    assert all(len(set(owners[i])) == 1 for i, entries in enumerate(whole) if entries)
-    sent: dict[tuple[int, int], int] = {}
-    for column in division.columns:
-        assert column.width > 0 and len(column.owners) * column.width <= 40 * replicas and column.width % 8 == 0
-        assert not equal_rows or column.owners == tuple(range(replicas))
-        for owner, slices in zip(column.owners, column.slices, strict=True):
-            assert all(s.at % 8 == 0 and s.at + s.length <= column.width for s in slices)
-            for s in slices:
-                for i in range(s.first, s.first + s.length):
-                    assert (s.tensor, i) not in sent
-                    sent[s.tensor, i] = owner
-    assert sent == {(t, i): owner for t, each in enumerate(owners) for i, owner in enumerate(each)}
-
-
-def test_blocks_of_other_parameters_equalize_the_rows() -> None:
-    division = divide([64, 64, 800], [64, 64, 0], 4, block=8, limit=1 << 20)
-    assert [sum(s.length for s in row) for row in division.rows] == [232] * 4
-    assert [column.owners for column in division.columns] == [(0, 1, 2, 3)]
-
-
-def test_a_longer_row_has_columns_of_its_own() -> None:
-    division = divide([64, 16, 16], [64, 16, 16], 3, block=8, limit=1 << 20)
-    assert [(column.width, column.owners) for column in division.columns] == [(16, (0, 1, 2)), (48, (0,))]
 
 
 # ------------------------------------------------------------------------------------------- the collectives
@@ -388,7 +341,7 @@ def on_two_levels() -> tuple[bool, list[Tensor], list[list[Tensor]]]:
     method = make(collectives, code="int8", update_code="int8")
     taken = steps(method, range(1, 4))[-1]
     state = method.context.optimizer.state
-    own = [(s, method.context.shards[s.tensor].parameter) for s in method._own]
+    own = [(s, method.context.shards[s.tensor].parameter) for s in method._own_of_turn(0)]
     before = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length].clone() for s, parameter in own]
     method.gather_state()
     after = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length] for s, parameter in own]

@@ -79,6 +79,8 @@ def damaged(folder: str, arguments: list[str], after: int, factor: float) -> tup
             trainer.train()
     except (DamagedParametersError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)
+    finally:
+        trainer.checkpointer.close()  # waits for the thread that deletes old checkpoints
     return "", 0
 
 

@@ -1,6 +1,7 @@
-"""Gradient norm, clipping, and an optimizer step that the device can skip."""
+"""Gradient norm, clipping, and an optimizer step that the device can skip or that stands for several steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,3 +43,22 @@ def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
         optimizer.step()
     elif applied.item():
         optimizer.step()
+
+
+@contextmanager
+def one_for_several_steps(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[None]:
+    """Let one step of the optimizer move the weights as far, and moments decay as much, as `steps` of them.
+
+    The learning rates are multiplied by `steps`, and `betas` raised to that power.
+    """
+    groups = optimizer.param_groups if steps > 1 else []
+    kept = [{key: group[key] for key in ("lr", "betas") if key in group} for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * steps
+        if "betas" in group:
+            group["betas"] = tuple(beta**steps for beta in group["betas"])
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)

@@ -1,6 +1,6 @@
 """Bases of equal variance, made of second moments that the owner of a matrix sends to the other replicas at times."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +32,14 @@ class SharedBases:
         self._owners, self._collectives = owners, collectives
         self.whitening = WhiteningBases.of(shards, interval=0)
 
-    def decode_own(self, gradients: Sequence[Tensor], applied: Tensor) -> None:
-        """Replace the means of this replica's matrices by their values in the model's basis, and observe them."""
+    def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:
+        """Replace the means of this replica's matrices by their values in the model's basis, and observe them.
+
+        Args:
+            numbers: The shards whose means are known.
+        """
         for i, (name, basis) in zip(self.whitening.numbers, self.whitening.bases.items(), strict=True):
-            if self._owners[name] == self._collectives.replica:
+            if i in numbers and self._owners[name] == self._collectives.replica:
                 gradient = basis.decode(gradients[i])
                 basis.observe(gradient, applied)
                 gradients[i].copy_(gradient.view(-1))

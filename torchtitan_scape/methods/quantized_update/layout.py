@@ -1,4 +1,4 @@
-"""Which replica owns what, and the columns in which it is exchanged. Plain arithmetic: no torch."""
+"""Which replica owns what, in which steps it is exchanged, and in which columns. Plain arithmetic: no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +24,16 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Division:
-    """Owners of all tensors of a rank.
+class Turn:
+    """The part of the tensors that is exchanged in the same steps.
 
     Attributes:
-        rows: By replica.
+        tensors: Their numbers, in order.
+        rows: By replica; a tensor that may be divided has slices in several rows.
         columns: The exchange.
     """
 
+    tensors: tuple[int, ...]
     rows: tuple[tuple[Slice, ...], ...]
     columns: tuple[Column, ...]
 
@@ -44,11 +46,13 @@ def divide(
     block: int,
     limit: int,
     equal_rows: bool = False,
-) -> Division:
-    """Divide tensors among replicas.
+    turns: int = 1,
+    entries: Sequence[int] = (),
+) -> tuple[Turn, ...]:
+    """Divide tensors into turns, and those of each turn among replicas.
 
     Tensors that must not be divided are assigned first, each to the replica with the fewest entries, the largest first.
-    Blocks of the others then fill the shorter rows.
+    Blocks of the others then fill the shorter rows of the turn.
 
     Args:
         sizes: Entries of the tensors on this rank.
@@ -58,30 +62,64 @@ def divide(
         block: Every slice starts at a multiple of it, in its tensor and in its row.
         limit: Maximum entries of a column, all rows together, unless one block of each row is more.
         equal_rows: Let every row reach into all columns, for collectives that need all replicas.
+        turns: Number of turns, of about equally many entries.
+        entries: Entries of the tensors over all ranks of a replica, so that these ranks choose the same turns; `sizes`
+            if empty.
     """
-    rows: list[Row] = [[] for _ in range(replicas)]
-    ends, held = [0] * replicas, [0] * replicas
-    for i in sorted((i for i, entries in enumerate(whole) if entries), key=lambda i: -whole[i]):
-        owner = min(range(replicas), key=held.__getitem__)
+    held = [0] * replicas  # entries of the tensors that are not divided, in all turns
+    found = []
+    for tensors in _take_turns(entries or sizes, turns):
+        rows = _rows_of_turn(tensors, sizes, whole, held, block)
+        ends = [_rounded(row[-1].at + row[-1].length, block) if row else 0 for row in rows]
+        _fill_rows(rows, ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
+        if equal_rows:
+            ends = [max(ends)] * replicas
+        found.append(Turn(tuple(tensors), tuple(map(tuple, rows)), tuple(_columns(rows, ends, limit, block))))
+    return tuple(found)
+
+
+def _take_turns(entries: Sequence[int], turns: int) -> list[list[int]]:
+    """Return the tensors of each turn: the largest first, each in the turn with the fewest entries."""
+    found: list[list[int]] = [[] for _ in range(turns)]
+    loads = [0] * turns
+    for i in sorted(range(len(entries)), key=lambda i: -entries[i]):
+        turn = min(range(turns), key=loads.__getitem__)
+        loads[turn] += entries[i]
+        found[turn].append(i)
+    return [sorted(each) for each in found]
+
+
+def _rows_of_turn(
+    tensors: Sequence[int], sizes: Sequence[int], whole: Sequence[int], held: list[int], block: int
+) -> list[Row]:
+    """Return the rows of the tensors that are not divided, and add their entries to `held`, by replica."""
+    rows: list[Row] = [[] for _ in held]
+    ends = [0] * len(held)
+    for i in sorted((i for i in tensors if whole[i]), key=lambda i: -whole[i]):
+        owner = min(range(len(held)), key=held.__getitem__)
         held[owner] += whole[i]
         rows[owner].append(Slice(i, 0, sizes[i], ends[owner]))  # empty on a rank without rows of the tensor
         ends[owner] += _rounded(sizes[i], block)
-    divisible = [i for i, entries in enumerate(whole) if not entries and sizes[i]]
-    level = block * _fill_level([end // block for end in ends], sum(-(-sizes[i] // block) for i in divisible))
+    return rows
+
+
+def _fill_rows(rows: Sequence[Row], ends: list[int], tensors: Sequence[tuple[int, int]], block: int) -> None:
+    """Divide tensors, (number, entries), among the shorter rows, and let all rows end at the same position or later.
+
+    A shorter row is padded: otherwise the last block of the others would need a column of its own.
+    """
+    level = block * _fill_level([end // block for end in ends], sum(-(-size // block) for _, size in tensors))
     owner = 0
-    for i in divisible:
+    for i, size in tensors:
         first = 0
-        while first < sizes[i]:
+        while first < size:
             while ends[owner] >= level:
                 owner += 1
-            length = min(sizes[i] - first, level - ends[owner])
+            length = min(size - first, level - ends[owner])
             rows[owner].append(Slice(i, first, length, ends[owner]))
             ends[owner] += _rounded(length, block)
             first += length
-    # A shorter row is padded to the level: otherwise the last block of the others would need a column of its own.
-    ends = [max(ends)] * replicas if equal_rows else [max(end, level) for end in ends]
-    columns = _columns(rows, ends, limit, block)
-    return Division(tuple(map(tuple, rows)), tuple(columns))
+    ends[:] = [max(end, level) for end in ends]
 
 
 def _rounded(size: int, block: int) -> int:

@@ -6,7 +6,7 @@ With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server
 feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -27,7 +27,7 @@ from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodCont
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
 from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
-from torchtitan_scape.methods.update import clip, update
+from torchtitan_scape.methods.update import clip, one_for_several_steps, update
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon, is_hidden
 
@@ -46,6 +46,9 @@ class QuantizedUpdate(Method):
 
     A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
     Moments and unsent updates are current on the owner only; `gather_state` distributes them.
+
+    With `interval` = K above 1 the parameters take turns: a step exchanges a K-th of them. The residuals of the others
+    collect the sums of their gradients. The optimizer's step of a parameter, with the mean, then stands for K steps.
     """
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
@@ -64,20 +67,24 @@ class QuantizedUpdate(Method):
         self._update_code = block_code(backend, options.update_code, options.block)
         shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
-        self._division = divide(
+        self._turns = divide(
             sizes,
             [shard.entries if _is_whole(shard, context.optimizer) else 0 for shard in shards],
             replicas,
             block=options.block,
             limit=self.collectives.chunk_limit(sum(sizes), shorter),
             equal_rows=len(self.collectives.levels) > 1,
+            turns=options.interval,
+            entries=[shard.entries for shard in shards],
         )
-        self._own = self._division.rows[self.collectives.replica]
+        rows = [(owner, s) for turn in self._turns for owner, row in enumerate(turn.rows) for s in row]
+        self._slices = [[(owner, s) for owner, s in rows if s.tensor == i] for i in range(len(shards))]
         self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
+        # Squares of the norms of the turns' gradients, at their last exchange.
+        self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
         self._bases: SharedBases | None = None
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
-            rows = enumerate(self._division.rows)
-            owners = {shards[s.tensor].name: i for i, row in rows for s in row if is_hidden(shards[s.tensor])}
+            owners = {shards[s.tensor].name: owner for owner, s in rows if is_hidden(shards[s.tensor])}
             self._bases = SharedBases(shards, owners, self.collectives)
         create_state(context.optimizer)  # in a step, replicas would create that of different parameters
 
@@ -85,37 +92,59 @@ class QuantizedUpdate(Method):
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase
-        encoded = not self.take_full_exchange_request() and self.collectives.replicas > 1
+        full = self.take_full_exchange_request()
+        due = range(self.options.interval) if full else [info.number % self.options.interval]
+        encoded = not full and self.collectives.replicas > 1
         if context.gradient_scale != 1.0:
             torch._foreach_mul_(gradients, context.gradient_scale)
         with phase("exchange"):
-            self._reduce(gradients, self._code if encoded else None, info)
-        self._observe_all(gradients, info)
+            self._reduce(gradients, due, self._code if encoded else None, info)
+        self._observe_all(gradients, due, info)
         with phase("clip"):
-            own = [gradients[s.tensor][s.first : s.first + s.length] for s in self._own]
-            context.grad_norm.copy_(torch.where(info.applied, self._norm(own), torch.nan))
+            own = [gradients[s.tensor][s.first : s.first + s.length] for turn in due for s in self._own_of_turn(turn)]
+            norm = self._norm(gradients, due, info.applied)
+            context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
             if context.max_norm is not None:
                 context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm))
         with phase("update"):
-            changes = self._update_own(gradients, info.applied)
+            changes: dict[int, Tensor] = {}
+            for turn in due:
+                changes |= self._update_own(gradients, turn, info)
         with phase("exchange"):
             code = self._update_code if encoded else None
-            double_buffered(self._send(column, changes, code, info.applied) for column in self._division.columns)
+            columns = (column for turn in due for column in self._turns[turn].columns)
+            double_buffered(self._send(column, changes, code, info.applied) for column in columns)
         if self.collectives.is_writer:
-            self._count_steps(info.applied)
+            self._count_steps(due, info.applied)
 
-    def _reduce(self, gradients: Sequence[Tensor], code: Codec | None, info: StepInfo) -> None:
-        """Replace the gradients by their means where this replica owns them. The rest becomes undefined. Collective."""
+    def _steps_since(self, turn: int, number: int) -> int:
+        """Return the steps from the last exchange of a turn, or from the first step, to step `number`."""
+        interval = self.options.interval
+        return min((number - turn) % interval or interval, number)
+
+    def _reduce(self, gradients: Sequence[Tensor], due: Sequence[int], code: Codec | None, info: StepInfo) -> None:
+        """Replace gradients by their means over replicas and steps, where they are due and owned. Collective.
+
+        Those that are not due are added to the residuals. All that this replica does not own becomes undefined.
+        """
         residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
         if self._bases is not None:
             if self.options.changes_bases(info.number):
                 self._bases.change(residuals, info.applied)
             self._bases.whitening.encode(gradients)
         torch._foreach_add_(list(gradients), residuals)
+        for turn in range(self.options.interval):
+            if turn not in due:
+                for i in self._turns[turn].tensors:
+                    masked_copy_(residuals[i], gradients[i], info.applied)
         send = partial(self._send_to_owners, values=gradients, residuals=residuals, code=code, applied=info.applied)
-        double_buffered(map(send, self._division.columns))
+        double_buffered(send(column) for turn in due for column in self._turns[turn].columns)
+        for turn in due:
+            if (steps := self._steps_since(turn, info.number)) > 1:
+                for s in self._own_of_turn(turn):
+                    gradients[s.tensor][s.first : s.first + s.length] /= steps
         if self._bases is not None:
-            self._bases.decode_own(gradients, info.applied)
+            self._bases.decode_own(gradients, {i for turn in due for i in self._turns[turn].tensors}, info.applied)
 
     def _send_to_owners(
         self, column: Column, values: Sequence[Tensor], residuals: Sequence[Tensor], code: Codec | None, applied: Tensor
@@ -135,7 +164,9 @@ class QuantizedUpdate(Method):
 
         return handle, finish
 
-    def _rows_of(self, column: Column, owners: Sequence[int], values: Sequence[Tensor]) -> Tensor:
+    def _rows_of(
+        self, column: Column, owners: Sequence[int], values: Sequence[Tensor] | Mapping[int, Tensor]
+    ) -> Tensor:
         """Return the rows of some owners in a column, FP32 (rows, width), with zeros as padding between blocks."""
         rows = torch.empty(len(owners), column.width, device=self.context.grad_norm.device)
         views, parts, gaps = [], [], []
@@ -156,21 +187,30 @@ class QuantizedUpdate(Method):
                 fill_last_block(row, s, self.options.block)
         return rows
 
-    def _norm(self, own: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the synchronized gradient over the whole model, FP32 (). Collective."""
-        counted = [part for part, s in zip(own, self._own, strict=True) if self.context.shards[s.tensor].counted]
-        squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
-        if counted:
-            squares += torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum().float()
-        return self.collectives.sum_over_owners(squares).sqrt()
+    def _norm(self, gradients: Sequence[Tensor], due: Sequence[int], applied: Tensor) -> Tensor:
+        """Return the norm of the synchronized gradient over the whole model, FP32 (). Collective.
 
-    def _update_own(self, gradients: Sequence[Tensor], applied: Tensor) -> list[Tensor]:
-        """Run the optimizer on the parameters of which this replica owns entries.
+        Parameters of other turns count with their gradient at their last exchange.
+        """
+        for turn in due:
+            counted = [s for s in self._own_of_turn(turn) if self.context.shards[s.tensor].counted]
+            own = [gradients[s.tensor][s.first : s.first + s.length] for s in counted]
+            squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
+            if own:
+                squares += torch.stack(torch._foreach_norm(own, 2, torch.float64)).square().sum().float()
+            masked_copy_(self._squares[turn], self.collectives.sum_over_owners(squares), applied)
+        return self._squares.sum().sqrt()
+
+    def _own_of_turn(self, turn: int) -> Sequence[Slice]:
+        return self._turns[turn].rows[self.collectives.replica]
+
+    def _update_own(self, gradients: Sequence[Tensor], turn: int, info: StepInfo) -> dict[int, Tensor]:
+        """Run the optimizer on the parameters of a turn of which this replica owns entries.
 
         Returns:
-            The changes of the weights, FP32 (n,) by shard, (0,) for those of others; the weights are those of before.
+            The changes of the weights, FP32 (n,) by shard; the weights are those of before.
         """
-        shards, owned = self.context.shards, {s.tensor for s in self._own}
+        shards, owned = self.context.shards, {s.tensor for s in self._own_of_turn(turn)}
         kept = [shard.parameter.grad for shard in shards]
         before: dict[int, Tensor] = {}
         for i, shard in enumerate(shards):
@@ -180,11 +220,12 @@ class QuantizedUpdate(Method):
             store_gradient(shard, self._only_own(i, gradients[i]))
             before[i] = stored(shard.parameter).clone()
             stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
-        with self._state_of_others_kept(owned):
-            update(self.context.optimizer, applied)
+        steps = self._steps_since(turn, info.number)
+        with self._state_of_others_kept(owned), one_for_several_steps(self.context.optimizer, steps):
+            update(self.context.optimizer, info.applied)
         for shard, gradient in zip(shards, kept, strict=True):
             shard.parameter.grad = gradient
-        changes = [self.context.grad_norm.new_empty(0) for _ in shards]
+        changes = {}
         for i, weight in before.items():
             changed = stored(shards[i].parameter)
             changes[i] = (changed - weight).view(-1)
@@ -210,9 +251,9 @@ class QuantizedUpdate(Method):
                 previous.view(-1)[part] = value.view(-1)[part]
             value.copy_(previous)
 
-    def _count_steps(self, applied: Tensor) -> None:
-        """Count a step of the optimizer for all parameters, those of others included."""
-        states = [self._tensors_of_state(i) for i in range(len(self.context.shards))]
+    def _count_steps(self, due: Sequence[int], applied: Tensor) -> None:
+        """Count a step of the optimizer for all parameters of some turns, those of other owners included."""
+        states = [self._tensors_of_state(i) for turn in due for i in self._turns[turn].tensors]
         counters = [state["step"] for state in states if "step" in state]
         for device in {counter.device for counter in counters}:
             one = applied.to(device, torch.float64)
@@ -225,7 +266,7 @@ class QuantizedUpdate(Method):
 
     def _own_slices(self, number: int) -> list[Slice]:
         """Return the slices of a shard that this replica owns."""
-        return [s for s in self._own if s.tensor == number]
+        return [s for owner, s in self._slices[number] if owner == self.collectives.replica]
 
     def _only_own(self, number: int, gradient: Tensor) -> Tensor:
         """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
@@ -237,7 +278,7 @@ class QuantizedUpdate(Method):
             found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
         return found
 
-    def _send(self, column: Column, changes: Sequence[Tensor], code: Codec | None, applied: Tensor) -> Exchange:
+    def _send(self, column: Column, changes: Mapping[int, Tensor], code: Codec | None, applied: Tensor) -> Exchange:
         """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
         owner = self.collectives.replica
         row = self._rows_of(column, [owner] if owner in column.owners else [], changes).view(-1)
@@ -277,6 +318,7 @@ class QuantizedUpdate(Method):
         super().prepare_to_load()
         for errors in (self._residual, self._unsent):
             errors.clear(torch.tensor(True))
+        self._squares.zero_()
         if self._bases is not None:
             self._bases.whitening.reset()
 
@@ -287,19 +329,15 @@ class QuantizedUpdate(Method):
                 if tensor.shape == shard.local_shape:
                     self._from_owners(i, tensor)
                 elif kind != "step":  # of a parameter with one owner
-                    self._broadcast(tensor, self._slices_of(i)[0][0])
+                    self._broadcast(tensor, self._slices[i][0][0])
         if self._bases is not None:
             self._bases.gather()
 
     def _from_owners(self, number: int, tensor: Tensor) -> None:
         """Replace the values of a shard by those of the owners. Collective."""
-        for owner, s in self._slices_of(number):
+        for owner, s in self._slices[number]:
             if s.length:
                 self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
-
-    def _slices_of(self, number: int) -> list[tuple[int, Slice]]:
-        """Return (owner, slice) of all slices of a shard."""
-        return [(owner, s) for owner, row in enumerate(self._division.rows) for s in row if s.tensor == number]
 
     def _broadcast(self, tensor: Tensor, owner: int) -> None:
         """Broadcast a tensor, which may be on the host, from its owner."""
@@ -314,6 +352,9 @@ class QuantizedUpdate(Method):
             State("residual", self._residual.tensors, per_replica=True, on_migration=migration),
             State("unsent_update", self._unsent.tensors, per_replica=False, on_migration="displacement"),
         ]
+        if self.options.interval > 1:
+            squares = {self.context.shards[0].name: self._squares}
+            states.append(State("squares", squares, per_replica=False, on_migration="rebuild", by_parameter=False))
         return states if self._bases is None else [*states, self._bases.whitening.state()]
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
@@ -329,7 +370,7 @@ class QuantizedUpdate(Method):
         if self.collectives.replicas == 1:
             return []
         cost: QuantizedUpdateCost = self.options.cost()
-        return cost.calls_of(self._division, self.local_model(), self.collectives.replicas, self._bases is not None)
+        return cost.calls_of(self._turns, self.local_model(), self.collectives.replicas, self._bases is not None)
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
         errors = super().pending_gradient(state, name)
@@ -341,12 +382,16 @@ class QuantizedUpdate(Method):
             self._from_owners(number, moment)
         return super().moment_and_residual(shard)
 
-    def _observe_all(self, gradients: Sequence[Tensor], info: StepInfo) -> None:
+    def density(self) -> float:
+        return 1.0 / self.options.interval
+
+    def _observe_all(self, gradients: Sequence[Tensor], due: Sequence[int], info: StepInfo) -> None:
         """Pass the synchronized gradients to the observer. Collective in a step that is observed."""
         if self.is_observed:
-            seen = [gradient.clone() for gradient in gradients]
-            for i, values in enumerate(seen):
-                self._from_owners(i, values)
+            seen = [torch.full_like(gradient, torch.nan) for gradient in gradients]
+            for i in (i for turn in due for i in self._turns[turn].tensors):
+                seen[i].copy_(gradients[i])
+                self._from_owners(i, seen[i])
             self._observe(seen, info)
 
 

@@ -10,7 +10,7 @@ from topology.partition import chunk_limit
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape
-from torchtitan_scape.methods.cost import GradientCost
+from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import (
     Code,
@@ -19,7 +19,7 @@ from torchtitan_scape.methods.quantized.options import (
     has_basis,
     whitened_sides,
 )
-from torchtitan_scape.methods.quantized_update.layout import Division, divide
+from torchtitan_scape.methods.quantized_update.layout import Turn, divide
 from torchtitan_scape.methods.wire import EncodedSize
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
@@ -47,8 +47,13 @@ class QuantizedUpdateOptions(MethodOptions):
     """Steps between updates of the bases in which Muon's matrices are encoded, made of the second moments of their
     gradients; 0 encodes the entries themselves. Other optimizers have no bases"""
 
+    interval: int = field(default=1, metadata=LAYOUT)
+    """Steps between exchanges of a parameter. A step exchanges and updates a part of the parameters, with the mean of
+    their gradients since their last exchange and a learning rate as for all these steps"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require(self.interval >= 1, "interval", "it must be 1 or more")
         self.require(self.block in (32, 64, 128, 256, 512, 1024), "block", "it must be a power of two from 32 to 1024")
         self.require(
             self.whiten_every >= 0, "whiten_every", "it must be 1 or more, or 0 to encode the entries themselves"
@@ -68,7 +73,8 @@ class QuantizedUpdateOptions(MethodOptions):
         return True
 
     def label(self) -> str:
-        return f"{self.method_name()} {self.code}, {self.update_code}"
+        interval = f", interval {self.interval}" if self.interval > 1 else ""
+        return f"{self.method_name()} {self.code}, {self.update_code}{interval}"
 
     def cost(self) -> "QuantizedUpdateCost":
         return QuantizedUpdateCost(self)
@@ -97,13 +103,24 @@ class QuantizedUpdateCost(GradientCost):
         """The cost of the bases, which are those of `quantized`."""
         return QuantizedOptions(code=self.options.code, whiten_every=self.options.whiten_every).cost()
 
-    def division(self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False) -> Division:
-        """Return owners and columns of Muon's parameters."""
+    def turns(
+        self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False
+    ) -> tuple[Turn, ...]:
+        """Return turns, owners and columns of Muon's parameters."""
         named = zip(model.names, model.shapes, strict=True)
         whole = [math.prod(shape) if has_basis(name, shape) else 0 for name, shape in named]
         shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
         limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
-        return divide(model.sizes, whole, replicas, block=self.options.block, limit=limit, equal_rows=equal_rows)
+        return divide(
+            model.sizes,
+            whole,
+            replicas,
+            block=self.options.block,
+            limit=limit,
+            equal_rows=equal_rows,
+            turns=self.options.interval,
+            entries=[math.prod(shape) for shape in model.shapes],
+        )
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
@@ -111,18 +128,21 @@ class QuantizedUpdateCost(GradientCost):
         replicas = replicas_of(levels)
         if replicas == 1:
             return []
-        division = self.division(model, replicas, chunk_entries, equal_rows=len(levels) > 1)
-        return self.calls_of(division, model, replicas, self.options.whiten_every > 0)
+        turns = self.turns(model, replicas, chunk_entries, equal_rows=len(levels) > 1)
+        return self.calls_of(turns, model, replicas, self.options.whiten_every > 0)
 
-    def calls_of(self, division: Division, model: LocalModel, replicas: int, has_bases: bool) -> list[CollectiveCall]:
+    def calls_of(
+        self, turns: Sequence[Turn], model: LocalModel, replicas: int, has_bases: bool
+    ) -> list[CollectiveCall]:
         """Return the collectives of a step. Bytes are averaged over replicas, time is that of the busiest."""
         calls, gradients, updates = [], self.message_bytes, self.update_bytes
-        for column in division.columns:
+        for column in (column for turn in turns for column in turn.columns):
             count, active = replicas * column.width, len(column.owners) / replicas
             calls += [
                 CollectiveCall("reduce_scatter", count, gradients, chunks=1, largest_chunk=count, active=active),
                 CollectiveCall("all_gather", updates(column.width), chunks=1, active=active),
             ]
+        calls = scaled(calls, 1.0 / len(turns))
         named = zip(model.names, model.shapes, strict=True)
         moments = [moment_entries(shape) for name, shape in named if has_basis(name, shape)]
         if has_bases and moments:  # each is broadcast by its owner
@@ -132,21 +152,27 @@ class QuantizedUpdateCost(GradientCost):
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         """Return the share on the replica with most entries: an optimizer updates a tensor of several owners whole."""
-        sizes, rows = model.sizes, self.division(model, replicas).rows
-        return max(sum(sizes[i] for i in {s.tensor for s in row}) for row in rows) / max(1, model.entries)
+        return self.updated_entries(model, replicas) / max(1, model.entries) / self.options.interval
+
+    def updated_entries(self, model: LocalModel, replicas: int) -> int:
+        """Return the entries of the tensors that a replica updates, added over the turns, on the busiest one."""
+        sizes, turns = model.sizes, self.turns(model, replicas)
+        return sum(max(sum(sizes[i] for i in {s.tensor for s in row}) for row in turn.rows) for turn in turns)
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that `scripts.benchmarks.step_operators` counts, without those of the optimizer.
 
-        12 per parameter to add the residual, 12 to fill columns, 8 to encode them and 20 to store the errors, 16 to
-        decode and apply the updates. An owner moves 110 per entry that it updates, to keep the weights, form and encode
-        the change, and restore them. Products with bases are 16.
+        12 per parameter to add the residual. For a parameter that is exchanged, 12 to fill columns, 8 to encode them
+        and 20 to store the errors, 16 to decode and apply the updates; for others 12 to store the sum. An owner moves
+        110 per entry that it updates, to keep the weights, form and encode the change, and restore them. Products with
+        bases are 16.
         """
-        each = 68.0 + (16.0 if self.options.whiten_every else 0.0) + 110.0 * self.updated_share(model, replicas)
-        return 0.0, each * model.entries
+        share = 1.0 / self.options.interval
+        each = 12.0 + 56.0 * share + 12.0 * (1.0 - share) + 110.0 * self.updated_share(model, replicas)
+        return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> float:
-        return self.bases.basis_flops(model, replicas, received=1.0 / replicas)
+        return self.bases.basis_flops(model, replicas, received=1.0 / (replicas * self.options.interval))
 
     def residual_entries(self, model: LocalModel) -> int:
         return model.entries
@@ -159,12 +185,17 @@ class QuantizedUpdateCost(GradientCost):
         """Return the bytes of two columns: values, errors, and the messages that are sent and received."""
         if replicas == 1:
             return 0.0
-        entries = sorted(len(c.owners) * c.width for c in self.division(model, replicas).columns)[-2:]
-        return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in entries)
+        turns = self.turns(model, replicas)
+        return max(self._largest_two([len(c.owners) * c.width for c in turn.columns]) for turn in turns)
+
+    def _largest_two(self, columns: Sequence[int]) -> float:
+        """Return the bytes of the largest two of the columns, given by their entries."""
+        return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in sorted(columns)[-2:])
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = super().device_memory(model, replicas) | {"unsent_update": 4.0 * model.entries}
-        kinds["weights and changes"] = 8.0 * self.updated_share(model, replicas) * model.entries  # during the update
+        # During the update; a turn has about equally many entries as the others.
+        kinds["weights and changes"] = 8.0 * self.updated_share(model, replicas) * model.entries
         return kinds | {k: v for k, v in self.bases.device_memory(model, replicas).items() if k == "bases"}
 
 

@@ -1,0 +1,159 @@
+"""`quantized_update` with an interval: parameters take turns, and the gradients of several steps make one update."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.methods.test_quantized_update import NAMED, make, run_replicas, start_of, steps, weights
+from tests.methods.test_whitening import gradients
+from topology.collectives import ReplicaCollectives
+from topology.dry_run import DryRunCollectives
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
+from torchtitan_scape.methods.update import one_for_several_steps
+
+INTERVAL = 3
+
+
+def turn_of(name: str) -> int:
+    """Return the turn of a parameter; step n exchanges turn n modulo the interval."""
+    turns = make(DryRunCollectives(replicas=2), interval=INTERVAL)._turns
+    number = list(NAMED).index(name)
+    return next(t for t, turn in enumerate(turns) if number in turn.tensors)
+
+
+def reference(count: int, replicas: int, rate: float, max_norm: float) -> list[Tensor]:
+    """Return the weights after some steps of AdamW, written out for every parameter, without encodings."""
+    found = {name: start_of(name).detach().view(-1) for name in NAMED}
+    collected: dict[str, list[Tensor]] = {name: [] for name in NAMED}
+    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in found.items()}
+    updates, squares = dict.fromkeys(NAMED, 0), [0.0] * INTERVAL
+    for n in range(1, count + 1):
+        each = [gradients(n, replica) for replica in range(replicas)]
+        for name, *own in zip(NAMED, *each, strict=True):
+            collected[name].append(torch.stack(own).mean(0))
+        due = {name: torch.stack(collected[name]).mean(0) for name in NAMED if turn_of(name) == n % INTERVAL}
+        squares[n % INTERVAL] = sum(float(mean.square().sum()) for mean in due.values())
+        factor = min(1.0, max_norm / sum(squares) ** 0.5)
+        for name, mean in due.items():
+            k, (m, v) = len(collected[name]), moments[name]
+            b1, b2, updates[name] = 0.9**k, 0.95**k, updates[name] + 1
+            m.mul_(b1).add_(factor * mean, alpha=1 - b1)
+            v.mul_(b2).add_((factor * mean).square(), alpha=1 - b2)
+            found[name] *= 1 - k * rate * 0.1
+            # The corrections for the start assume that all updates stand for as many steps as this one.
+            found[name] -= k * rate * (m / (1 - b1 ** updates[name])) / ((v / (1 - b2 ** updates[name])).sqrt() + 1e-8)
+            collected[name] = []
+    return list(found.values())
+
+
+def with_adamw(collectives: ReplicaCollectives, rate: float, **options: Any) -> QuantizedUpdate:
+    parameters = [(name, start_of(name)) for name in NAMED]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer, max_norm=0.5)
+    return QuantizedUpdate(context, QuantizedUpdateOptions(block=32, interval=INTERVAL, whiten_every=0, **options))
+
+
+@pytest.mark.parametrize(("replicas", "tolerance"), [(1, 1e-5), (3, 5e-2)])
+def test_a_parameter_is_updated_every_few_steps_with_the_mean_of_its_gradients(replicas: int, tolerance: float) -> None:
+    """One replica sends nothing, so that it has no errors of encodings."""
+
+    def run(collectives: ReplicaCollectives) -> list[Tensor]:
+        return [
+            each.view(-1)
+            for each in steps(with_adamw(collectives, 1e-2, code="int8", update_code="int8"), range(1, 9))[-1]
+        ]
+
+    wanted = reference(8, replicas, 1e-2, 0.5)
+    start = [start_of(name).detach().view(-1) for name in NAMED]
+    for found in run_replicas(replicas, run):
+        for a, b, first in zip(found, wanted, start, strict=True):
+            assert (a - b).norm() < tolerance * (b - first).norm()
+
+
+def test_only_the_parameters_of_a_turn_move() -> None:
+    def run(collectives: ReplicaCollectives) -> list[list[bool]]:
+        method = make(collectives, interval=INTERVAL)
+        each = [weights(method), *steps(method, range(1, 8))]
+        return [[torch.equal(a, b) for a, b in zip(*pair, strict=True)] for pair in pairwise(each)]
+
+    for same in run_replicas(2, run):
+        for n, equal in enumerate(same, start=1):
+            assert equal == [turn_of(name) != n % INTERVAL for name in NAMED]
+
+
+def test_a_full_exchange_delivers_what_was_collected() -> None:
+    """In the step of a full exchange all parameters move, and nothing stays pending."""
+
+    def run(collectives: ReplicaCollectives) -> tuple[list[bool], float]:
+        method = make(collectives, interval=INTERVAL)
+        before = steps(method, range(1, 6))[-1]
+        method.request_full_exchange()
+        after = steps(method, range(6, 7))[-1]
+        pending = sum(
+            float(t.abs().sum()) for state in method.states() if state.is_pending for t in state.tensors.values()
+        )
+        return [torch.equal(a, b) for a, b in zip(before, after, strict=True)], pending
+
+    for same, pending in run_replicas(3, run):
+        assert not any(same) and pending < 1e-4
+
+
+@pytest.mark.parametrize("skipped", [(), (4, 6)])
+def test_resume_is_exact_and_a_skipped_step_changes_nothing(skipped: tuple[int, ...]) -> None:
+    """The gradients that wait, and the norms of the other turns, which clipping reads, are part of the state."""
+
+    def run(collectives: ReplicaCollectives) -> bool:
+        whole, first, second = (make(collectives, max_norm=0.5, interval=INTERVAL) for _ in range(3))
+        wanted = steps(whole, range(1, 11), skipped)
+        steps(first, range(1, 6), skipped)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        second.context.optimizer.load_state_dict(copy.deepcopy(first.context.optimizer.state_dict()))
+        for one, other in zip(first.context.shards, second.context.shards, strict=True):
+            other.parameter.data.copy_(one.parameter.data)
+        for n in skipped:
+            assert all(map(torch.equal, wanted[n - 1], wanted[n - 2]))
+        return all(map(torch.equal, steps(second, range(6, 11), skipped)[-1], wanted[-1]))
+
+    assert all(run_replicas(3, run))
+
+
+def test_gradients_wait_in_the_residual_unless_the_step_is_skipped() -> None:
+    method = with_adamw(DryRunCollectives(replicas=1), 1e-2)
+    name = next(name for name in NAMED if turn_of(name) == 0)
+    residual = next(state for state in method.states() if state.kind == "residual").tensors[name].view(-1)
+    number = list(NAMED).index(name)
+    with torch.no_grad():
+        method.step(gradients(1, 0), StepInfo(1, torch.tensor(True)))
+        method.step([torch.full_like(g, torch.nan) for g in gradients(2, 0)], StepInfo(2, torch.tensor(False)))
+    torch.testing.assert_close(residual, gradients(1, 0)[number])
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_bytes_fall_with_the_interval(interval: int) -> None:
+    """To a share of those of the same codes without bases in every step."""
+    options = QuantizedUpdateOptions(update_code="1bit_unbiased", whiten_every=0, interval=interval)
+    share = share_of_dense(options, get_workload("llama_1_8b").local(1), 16)
+    assert share == pytest.approx(0.0487 / interval, rel=0.02)
+    assert options.label() == "quantized_update 2bit, 1bit_unbiased" + (
+        f", interval {interval}" if interval > 1 else ""
+    )
+
+
+def test_one_step_stands_for_several() -> None:
+    """Learning rate and decay rates are those of before afterwards."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.95))
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    with one_for_several_steps(optimizer, 2):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+        assert optimizer.param_groups[0]["betas"] == pytest.approx((0.81, 0.9025))
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
