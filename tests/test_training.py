@@ -101,6 +101,7 @@ METHODS = {
     "quantized-update": [
         "--sync.method=quantized_update",
         "--sync.quantized_update.whiten_every=3",
+        "--sync.quantized_update.interval=2",
         "--optimizer.name=Muon",
     ],
     "onebit": [
