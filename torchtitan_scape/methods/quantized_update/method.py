@@ -132,11 +132,13 @@ class QuantizedUpdate(Method):
             if self.options.changes_bases(info.number):
                 self._bases.change(residuals, info.applied)
             self._bases.whitening.encode(gradients)
-        torch._foreach_add_(list(gradients), residuals)
         for turn in range(self.options.interval):
+            tensors = self._turns[turn].tensors
             if turn not in due:
-                for i in self._turns[turn].tensors:
-                    masked_copy_(residuals[i], gradients[i], info.applied)
+                for i in tensors:
+                    residuals[i] += gradients[i].masked_fill_(~info.applied, 0.0)
+            elif tensors:
+                torch._foreach_add_([gradients[i] for i in tensors], [residuals[i] for i in tensors])
         send = partial(self._send_to_owners, values=gradients, residuals=residuals, code=code, applied=info.applied)
         double_buffered(send(column) for turn in due for column in self._turns[turn].columns)
         for turn in due:

@@ -162,13 +162,13 @@ class QuantizedUpdateCost(GradientCost):
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that `scripts.benchmarks.step_operators` counts, without those of the optimizer.
 
-        12 per parameter to add the residual. For a parameter that is exchanged, 12 to fill columns, 8 to encode them
-        and 20 to store the errors, 16 to decode and apply the updates; for others 12 to store the sum. An owner moves
-        110 per entry that it updates, to keep the weights, form and encode the change, and restore them. Products with
-        bases are 16.
+        For a parameter that is exchanged 12 to add the residual, 12 to fill columns, 8 to encode them and 20 to store
+        the errors, 16 to decode and apply the updates; for others 20 to add the gradient to the residual. An owner
+        moves 110 per entry that it updates, to keep the weights, form and encode the change, and restore them. Products
+        with bases are 16.
         """
         share = 1.0 / self.options.interval
-        each = 12.0 + 56.0 * share + 12.0 * (1.0 - share) + 110.0 * self.updated_share(model, replicas)
+        each = 68.0 * share + 20.0 * (1.0 - share) + 110.0 * self.updated_share(model, replicas)
         return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> float:
