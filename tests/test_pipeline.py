@@ -132,7 +132,12 @@ RESUMED = {
     "scape": [*METHODS["scape"], "--sync.scape.wire=int4", "--sync.scape.update=sharded", *STAGES],
     "sparta": [*METHODS["sparta"], *STAGES],
     "quantized": [*METHODS["quantized"], *STAGES],
-    "quantized_update": [*METHODS["quantized_update"], "--sync.quantized_update.whiten_every=1", *STAGES],
+    "quantized_update": [
+        *METHODS["quantized_update"],
+        "--sync.quantized_update.whiten_every=1",
+        "--sync.quantized_update.interval=2",
+        *STAGES,
+    ],
     "GPipe": [
         *("--sync.method=dense", "--training.mixed_precision_param=bfloat16", *STAGES),
         "--parallelism.pipeline_parallel_schedule=GPipe",

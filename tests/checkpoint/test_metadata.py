@@ -23,6 +23,14 @@ def test_renamed_options_are_not_a_difference() -> None:
     assert not same and different == {"wire": "'float32' -> 'bfloat16'"}
 
 
+def test_a_record_without_an_interval_is_of_an_exchange_in_every_step() -> None:
+    """Records of an older version. Another method's interval says nothing about them."""
+    assert compare({"interval": 1}, {}) == (True, {})
+    same, different = compare({"interval": 2}, {})
+    assert not same and different == {"interval": "1 -> 2"}
+    assert "interval" not in compare({"interval": 3}, {"method": "sparta"})[1]
+
+
 @pytest.mark.parametrize(("wire", "same_layout"), [("float32", True), ("int4", False), (None, True)])
 def test_another_density_migrates_quantization_errors(wire: str | None, same_layout: bool) -> None:
     """A method without a wire has no quantization errors."""

@@ -88,6 +88,7 @@ def steps(method: QuantizedUpdate, numbers: range, skipped: tuple[int, ...] = ()
             own[1][0] = torch.nan
         with torch.no_grad():
             method.step(own, StepInfo(n, torch.tensor(n not in skipped)))
+            method.finish_previous_step(n not in skipped)
         found.append(weights(method))
     return found
 
@@ -341,7 +342,7 @@ def on_two_levels() -> tuple[bool, list[Tensor], list[list[Tensor]]]:
     method = make(collectives, code="int8", update_code="int8")
     taken = steps(method, range(1, 4))[-1]
     state = method.context.optimizer.state
-    own = [(s, method.context.shards[s.tensor].parameter) for s in method._own_of_turn(0)]
+    own = [(s, method.context.shards[s.tensor].parameter) for s in method._own_of(0)]
     before = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length].clone() for s, parameter in own]
     method.gather_state()
     after = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length] for s, parameter in own]
@@ -371,13 +372,16 @@ class TwoMatrices(nn.Module):
         return sum((layer(x).sum(-1) for layer in self.layers), torch.zeros(()))
 
 
-def with_an_empty_shard() -> tuple[float, list[Tensor]]:
+def with_an_empty_shard(interval: int) -> tuple[float, list[Tensor]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = fully_shard(TwoMatrices(), mesh=mesh["shard"])
     optimizer = Muon(list(model.named_parameters()), lr=0.02)
     wrapped = replicate(
-        model, optimizer, {"method": "quantized_update", "block": 32, "code": "int8"}, mesh["replicate"]
+        model,
+        optimizer,
+        {"method": "quantized_update", "block": 32, "code": "int8", "interval": interval},
+        mesh["replicate"],
     )
     for _ in range(3):
         model(torch.ones(1, 8)).sum().backward()
@@ -386,8 +390,9 @@ def with_an_empty_shard() -> tuple[float, list[Tensor]]:
     return wrapped.grad_norm.item(), [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def test_a_rank_without_rows_of_a_matrix_takes_part(pool4: Pool) -> None:
-    results = pool4(with_an_empty_shard)
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_rank_without_rows_of_a_matrix_participates(interval: int, pool4: Pool) -> None:
+    results = pool4(with_an_empty_shard, interval)
     assert [norm for norm, _ in results] == [pytest.approx((8 + 48) ** 0.5, rel=0.02)] * 4
     assert all(all(map(torch.equal, weights, results[0][1])) for _, weights in results)
 

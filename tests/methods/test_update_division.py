@@ -1,38 +1,38 @@
-"""Owners, turns and columns of `quantized_update`."""
+"""Owners, groups and columns of `quantized_update`."""
 
 import pytest
 
-from torchtitan_scape.methods.quantized_update.layout import Turn, divide
+from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, divide
 
 
-def entries_of(turns: tuple[Turn, ...], sizes: list[int]) -> list[list[int]]:
+def entries_of(groups: tuple[ExchangeGroup, ...], sizes: list[int]) -> list[list[int]]:
     """Return the owner of every entry, by tensor; -1 for none."""
     found = [[-1] * size for size in sizes]
-    for owner, s in ((owner, s) for turn in turns for owner, row in enumerate(turn.rows) for s in row):
+    for owner, s in ((owner, s) for group in groups for owner, row in enumerate(group.rows) for s in row):
         for i in range(s.first, s.first + s.length):
             assert found[s.tensor][i] == -1
             found[s.tensor][i] = owner
     return found
 
 
-@pytest.mark.parametrize("turns", [1, 2, 9])
+@pytest.mark.parametrize("groups", [1, 2, 9])
 @pytest.mark.parametrize("equal_rows", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 16])
-def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool, turns: int) -> None:
+def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool, groups: int) -> None:
     sizes, whole = [200, 96, 64, 7, 0, 33, 64], [0, 96, 64, 0, 0, 0, 64]
-    found = divide(sizes, whole, replicas, block=8, limit=40 * replicas, equal_rows=equal_rows, turns=turns)
-    assert sorted(i for turn in found for i in turn.tensors) == list(range(len(sizes))) and len(found) == turns
+    found = divide(sizes, whole, replicas, block=8, limit=40 * replicas, equal_rows=equal_rows, groups=groups)
+    assert sorted(i for group in found for i in group.tensors) == list(range(len(sizes))) and len(found) == groups
     owners = entries_of(found, sizes)
     assert all(-1 not in each for each in owners)
     assert all(len(set(owners[i])) == 1 for i, entries in enumerate(whole) if entries)
     sent: dict[tuple[int, int], int] = {}
-    for turn, column in [(each, column) for each in found for column in each.columns]:
+    for group, column in [(each, column) for each in found for column in each.columns]:
         assert column.width > 0 and len(column.owners) * column.width <= 40 * replicas and column.width % 8 == 0
         assert not equal_rows or column.owners == tuple(range(replicas))
         for owner, slices in zip(column.owners, column.slices, strict=True):
             assert all(s.at % 8 == 0 and s.at + s.length <= column.width for s in slices)
             for s in slices:
-                assert s.tensor in turn.tensors
+                assert s.tensor in group.tensors
                 for i in range(s.first, s.first + s.length):
                     assert (s.tensor, i) not in sent
                     sent[s.tensor, i] = owner
@@ -40,28 +40,28 @@ def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool
 
 
 def test_blocks_of_other_parameters_equalize_the_rows() -> None:
-    (turn,) = divide([64, 64, 800], [64, 64, 0], 4, block=8, limit=1 << 20)
-    assert [sum(s.length for s in row) for row in turn.rows] == [232] * 4
-    assert [column.owners for column in turn.columns] == [(0, 1, 2, 3)]
+    (group,) = divide([64, 64, 800], [64, 64, 0], 4, block=8, limit=1 << 20)
+    assert [sum(s.length for s in row) for row in group.rows] == [232] * 4
+    assert [column.owners for column in group.columns] == [(0, 1, 2, 3)]
 
 
 def test_a_longer_row_has_columns_of_its_own() -> None:
-    (turn,) = divide([64, 16, 16], [64, 16, 16], 3, block=8, limit=1 << 20)
-    assert [(column.width, column.owners) for column in turn.columns] == [(16, (0, 1, 2)), (48, (0,))]
+    (group,) = divide([64, 16, 16], [64, 16, 16], 3, block=8, limit=1 << 20)
+    assert [(column.width, column.owners) for column in group.columns] == [(16, (0, 1, 2)), (48, (0,))]
 
 
-def test_turns_and_owners_have_about_equally_many_entries() -> None:
-    """Of eight equal matrices and a divisible tensor in two turns, four replicas own two matrices each."""
+def test_groups_and_owners_have_about_equally_many_entries() -> None:
+    """Of eight equal matrices and a divisible tensor in two groups, four replicas own two matrices each."""
     sizes = [64] * 8 + [512]
-    turns = divide(sizes, [64] * 8 + [0], 4, block=8, limit=1 << 20, turns=2)
-    assert [sum(sizes[i] for i in turn.tensors) for turn in turns] == [512, 512]
-    turns = divide(sizes[:8], sizes[:8], 4, block=8, limit=1 << 20, turns=4)
-    assert [len(turn.tensors) for turn in turns] == [2] * 4
-    assert [sum(len(turn.rows[owner]) for turn in turns) for owner in range(4)] == [2] * 4
+    groups = divide(sizes, [64] * 8 + [0], 4, block=8, limit=1 << 20, groups=2)
+    assert [sum(sizes[i] for i in group.tensors) for group in groups] == [512, 512]
+    groups = divide(sizes[:8], sizes[:8], 4, block=8, limit=1 << 20, groups=4)
+    assert [len(group.tensors) for group in groups] == [2] * 4
+    assert [sum(len(group.rows[owner]) for group in groups) for owner in range(4)] == [2] * 4
 
 
-def test_ranks_with_different_shards_choose_the_same_turns() -> None:
+def test_ranks_with_different_shards_choose_the_same_groups() -> None:
     entries, whole = [40, 30, 30, 20], [40, 0, 30, 0]
     for sizes in ([20, 30, 0, 4], [20, 0, 30, 16]):
-        turns = divide(sizes, whole, 3, block=8, limit=1 << 20, turns=2, entries=entries)
-        assert [turn.tensors for turn in turns] == [(0, 3), (1, 2)]
+        groups = divide(sizes, whole, 3, block=8, limit=1 << 20, groups=2, entries=entries)
+        assert [group.tensors for group in groups] == [(0, 3), (1, 2)]

@@ -60,7 +60,10 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; build the model "
                 "of the checkpoint, or start in another folder (--job.dump_folder of the trainer)"
             )
-        saved = {"levels_weights": 0, "levels_block": 0, "pipeline": 1, "whiten_every": 0} | saved
+        older = {"levels_weights": 0, "levels_block": 0, "pipeline": 1, "whiten_every": 0}  # values of older versions
+        if saved["method"] == self.values["method"]:
+            older["interval"] = 1
+        saved = older | saved
         keys = [
             key
             for key in self.values | saved

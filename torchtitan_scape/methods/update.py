@@ -47,16 +47,21 @@ def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
 
 @contextmanager
 def one_for_several_steps(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[None]:
-    """Let one step of the optimizer move the weights as far, and moments decay as much, as `steps` of them.
+    """Let one step of the optimizer, with the mean of several gradients, stand for as many steps.
 
-    The learning rates are multiplied by `steps`, and `betas` raised to that power.
+    Equal gradients have the same effect as in these steps, apart from the order of weight decay: learning rates are
+    multiplied by `steps`, and `betas` raised to that power. SGD adds gradients up in its momentum instead, so that the
+    learning rate has the sum of the powers as another factor.
     """
     groups = optimizer.param_groups if steps > 1 else []
-    kept = [{key: group[key] for key in ("lr", "betas") if key in group} for group in groups]
+    kept = [{key: group[key] for key in ("lr", "betas", "momentum") if key in group} for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * steps
         if "betas" in group:
             group["betas"] = tuple(beta**steps for beta in group["betas"])
+        elif momentum := group.get("momentum"):
+            group["momentum"] = momentum**steps
+            group["lr"] = group["lr"] * sum(momentum**i for i in range(steps))
     try:
         yield
     finally:

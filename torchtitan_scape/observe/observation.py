@@ -133,6 +133,8 @@ class Observation:
                 )
                 continue
             valid = ~values.isnan()
+            if not bool(valid.any()):  # the step exchanges other parameters
+                continue
             values = values if bool(valid.all()) else values[valid]
             if self._window is not None:
                 self._rows[observed.label] = self._row(observed, values)

@@ -1,4 +1,4 @@
-"""Which replica owns what, in which steps it is exchanged, and in which columns. Plain arithmetic: no torch."""
+"""Which replica owns what, in which step it is exchanged, and in which columns. Plain arithmetic: no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The part of the tensors that is exchanged in the same steps.
+class ExchangeGroup:
+    """The tensors that are exchanged in the same steps.
 
     Attributes:
         tensors: Their numbers, in order.
@@ -46,13 +46,13 @@ def divide(
     block: int,
     limit: int,
     equal_rows: bool = False,
-    turns: int = 1,
+    groups: int = 1,
     entries: Sequence[int] = (),
-) -> tuple[Turn, ...]:
-    """Divide tensors into turns, and those of each turn among replicas.
+) -> tuple[ExchangeGroup, ...]:
+    """Divide tensors into groups, and those of each group among replicas.
 
     Tensors that must not be divided are assigned first, each to the replica with the fewest entries, the largest first.
-    Blocks of the others then fill the shorter rows of the turn.
+    Blocks of the others then fill the shorter rows of the group.
 
     Args:
         sizes: Entries of the tensors on this rank.
@@ -62,34 +62,34 @@ def divide(
         block: Every slice starts at a multiple of it, in its tensor and in its row.
         limit: Maximum entries of a column, all rows together, unless one block of each row is more.
         equal_rows: Let every row reach into all columns, for collectives that need all replicas.
-        turns: Number of turns, of about equally many entries.
-        entries: Entries of the tensors over all ranks of a replica, so that these ranks choose the same turns; `sizes`
+        groups: Number of groups, of about equally many entries; some are empty if there are more than tensors.
+        entries: Entries of the tensors over all ranks of a replica, so that these ranks choose the same groups; `sizes`
             if empty.
     """
-    held = [0] * replicas  # entries of the tensors that are not divided, in all turns
+    held = [0] * replicas  # entries of the tensors that are not divided, in all groups
     found = []
-    for tensors in _take_turns(entries or sizes, turns):
-        rows = _rows_of_turn(tensors, sizes, whole, held, block)
+    for tensors in _assign_groups(entries or sizes, groups):
+        rows = _rows_of_group(tensors, sizes, whole, held, block)
         ends = [_rounded(row[-1].at + row[-1].length, block) if row else 0 for row in rows]
         _fill_rows(rows, ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
         if equal_rows:
             ends = [max(ends)] * replicas
-        found.append(Turn(tuple(tensors), tuple(map(tuple, rows)), tuple(_columns(rows, ends, limit, block))))
+        found.append(ExchangeGroup(tuple(tensors), tuple(map(tuple, rows)), tuple(_columns(rows, ends, limit, block))))
     return tuple(found)
 
 
-def _take_turns(entries: Sequence[int], turns: int) -> list[list[int]]:
-    """Return the tensors of each turn: the largest first, each in the turn with the fewest entries."""
-    found: list[list[int]] = [[] for _ in range(turns)]
-    loads = [0] * turns
+def _assign_groups(entries: Sequence[int], groups: int) -> list[list[int]]:
+    """Return the tensors of each group: the largest first, each in the group with the fewest entries."""
+    found: list[list[int]] = [[] for _ in range(groups)]
+    loads = [0] * groups
     for i in sorted(range(len(entries)), key=lambda i: -entries[i]):
-        turn = min(range(turns), key=loads.__getitem__)
-        loads[turn] += entries[i]
-        found[turn].append(i)
+        group = min(range(groups), key=loads.__getitem__)
+        loads[group] += entries[i]
+        found[group].append(i)
     return [sorted(each) for each in found]
 
 
-def _rows_of_turn(
+def _rows_of_group(
     tensors: Sequence[int], sizes: Sequence[int], whole: Sequence[int], held: list[int], block: int
 ) -> list[Row]:
     """Return the rows of the tensors that are not divided, and add their entries to `held`, by replica."""

@@ -47,8 +47,9 @@ class QuantizedUpdate(Method):
     A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
     Moments and unsent updates are current on the owner only; `gather_state` distributes them.
 
-    With `interval` = K above 1 the parameters take turns: a step exchanges a K-th of them. The residuals of the others
-    collect the sums of their gradients. The optimizer's step of a parameter, with the mean, then stands for K steps.
+    With `interval` = K above 1 the parameters are divided into K groups, and a step exchanges one of them. Gradients of
+    the others are added to their residuals. The optimizer's step of a parameter has the mean over the last K steps, and
+    stands for all of them.
     """
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
@@ -67,21 +68,25 @@ class QuantizedUpdate(Method):
         self._update_code = block_code(backend, options.update_code, options.block)
         shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
-        self._turns = divide(
+        self._groups = divide(
             sizes,
             [shard.entries if _is_whole(shard, context.optimizer) else 0 for shard in shards],
             replicas,
             block=options.block,
             limit=self.collectives.chunk_limit(sum(sizes), shorter),
             equal_rows=len(self.collectives.levels) > 1,
-            turns=options.interval,
+            groups=options.interval,
             entries=[shard.entries for shard in shards],
         )
-        rows = [(owner, s) for turn in self._turns for owner, row in enumerate(turn.rows) for s in row]
+        rows = [(owner, s) for group in self._groups for owner, row in enumerate(group.rows) for s in row]
         self._slices = [[(owner, s) for owner, s in rows if s.tensor == i] for i in range(len(shards))]
         self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
-        # Squares of the norms of the turns' gradients, at their last exchange.
+        # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
+        # The host knows only later whether a step is applied: until then it keeps the numbers of exchanged groups.
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
+        self._accumulated = torch.zeros(options.interval, dtype=torch.int64)
+        self._steps: list[int] | None = [0] * options.interval  # the same numbers; None before they are read
+        self._last_exchanged: list[int] | None = None
         self._bases: SharedBases | None = None
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
             owners = {shards[s.tensor].name: owner for owner, s in rows if is_hidden(shards[s.tensor])}
@@ -90,63 +95,77 @@ class QuantizedUpdate(Method):
 
     # ------------------------------------------------------------------------------------------ the step
 
+    def finish_previous_step(self, applied: bool) -> None:
+        if applied and self._last_exchanged is not None:
+            self._steps = [0 if k in self._last_exchanged else self._steps_of(k) for k in range(self.options.interval)]
+            self._accumulated.copy_(torch.tensor(self._steps))
+        self._last_exchanged = None
+
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase
         full = self.take_full_exchange_request()
-        due = range(self.options.interval) if full else [info.number % self.options.interval]
+        exchanged = list(range(self.options.interval)) if full else [info.number % self.options.interval]
         encoded = not full and self.collectives.replicas > 1
         if context.gradient_scale != 1.0:
             torch._foreach_mul_(gradients, context.gradient_scale)
         with phase("exchange"):
-            self._reduce(gradients, due, self._code if encoded else None, info)
-        self._observe_all(gradients, due, info)
+            self._reduce(gradients, exchanged, self._code if encoded else None, info)
+        self._observe_all(gradients, exchanged, info)
         with phase("clip"):
-            own = [gradients[s.tensor][s.first : s.first + s.length] for turn in due for s in self._own_of_turn(turn)]
-            norm = self._norm(gradients, due, info.applied)
+            own = [gradients[s.tensor][s.first : s.first + s.length] for k in exchanged for s in self._own_of(k)]
+            norm = self._norm(gradients, exchanged, info.applied)
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
             if context.max_norm is not None:
                 context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm))
-        with phase("update"):
-            changes: dict[int, Tensor] = {}
-            for turn in due:
-                changes |= self._update_own(gradients, turn, info)
-        with phase("exchange"):
-            code = self._update_code if encoded else None
-            columns = (column for turn in due for column in self._turns[turn].columns)
-            double_buffered(self._send(column, changes, code, info.applied) for column in columns)
-        if self.collectives.is_writer:
-            self._count_steps(due, info.applied)
+        code = self._update_code if encoded else None
+        for number in exchanged:
+            with phase("update"):
+                changes = self._update_own(gradients, number, info.applied)
+            with phase("exchange"):
+                columns = self._groups[number].columns
+                double_buffered(self._send(column, changes, code, info.applied) for column in columns)
+            if self.collectives.is_writer:
+                self._count_steps(number, info.applied)
+        self._last_exchanged = exchanged
 
-    def _steps_since(self, turn: int, number: int) -> int:
-        """Return the steps from the last exchange of a turn, or from the first step, to step `number`."""
-        interval = self.options.interval
-        return min((number - turn) % interval or interval, number)
+    def _steps_of(self, number: int) -> int:
+        """Return the number of steps whose gradients an exchange of a group contains now."""
+        if self._steps is None:
+            self._steps = self._accumulated.tolist()
+        return self._steps[number] + 1
 
-    def _reduce(self, gradients: Sequence[Tensor], due: Sequence[int], code: Codec | None, info: StepInfo) -> None:
-        """Replace gradients by their means over replicas and steps, where they are due and owned. Collective.
+    def _own_of(self, number: int) -> Sequence[Slice]:
+        """Return the slices of a group that this replica owns."""
+        return self._groups[number].rows[self.collectives.replica]
 
-        Those that are not due are added to the residuals. All that this replica does not own becomes undefined.
+    def _reduce(
+        self, gradients: Sequence[Tensor], exchanged: Sequence[int], code: Codec | None, info: StepInfo
+    ) -> None:
+        """Replace gradients by their means over replicas and steps, where exchanged and owned. Collective.
+
+        Those of other groups are added to the residuals. What other replicas own becomes undefined.
         """
         residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
         if self._bases is not None:
             if self.options.changes_bases(info.number):
                 self._bases.change(residuals, info.applied)
             self._bases.whitening.encode(gradients)
-        for turn in range(self.options.interval):
-            tensors = self._turns[turn].tensors
-            if turn not in due:
-                for i in tensors:
-                    residuals[i] += gradients[i].masked_fill_(~info.applied, 0.0)
-            elif tensors:
-                torch._foreach_add_([gradients[i] for i in tensors], [residuals[i] for i in tensors])
+        skipped = ~info.applied
+        for number, group in enumerate(self._groups):
+            if number not in exchanged:
+                for i in group.tensors:
+                    residuals[i] += gradients[i].masked_fill_(skipped, 0.0)
+            elif group.tensors:
+                torch._foreach_add_([gradients[i] for i in group.tensors], [residuals[i] for i in group.tensors])
         send = partial(self._send_to_owners, values=gradients, residuals=residuals, code=code, applied=info.applied)
-        double_buffered(send(column) for turn in due for column in self._turns[turn].columns)
-        for turn in due:
-            if (steps := self._steps_since(turn, info.number)) > 1:
-                for s in self._own_of_turn(turn):
-                    gradients[s.tensor][s.first : s.first + s.length] /= steps
+        double_buffered(send(column) for k in exchanged for column in self._groups[k].columns)
+        for number in exchanged:
+            if (steps := self._steps_of(number)) > 1:
+                for s in self._own_of(number):
+                    gradients[s.tensor][s.first : s.first + s.length].div_(steps)
         if self._bases is not None:
-            self._bases.decode_own(gradients, {i for turn in due for i in self._turns[turn].tensors}, info.applied)
+            tensors = {i for k in exchanged for i in self._groups[k].tensors}
+            self._bases.decode_own(gradients, tensors, info.applied)
 
     def _send_to_owners(
         self, column: Column, values: Sequence[Tensor], residuals: Sequence[Tensor], code: Codec | None, applied: Tensor
@@ -189,30 +208,27 @@ class QuantizedUpdate(Method):
                 fill_last_block(row, s, self.options.block)
         return rows
 
-    def _norm(self, gradients: Sequence[Tensor], due: Sequence[int], applied: Tensor) -> Tensor:
+    def _norm(self, gradients: Sequence[Tensor], exchanged: Sequence[int], applied: Tensor) -> Tensor:
         """Return the norm of the synchronized gradient over the whole model, FP32 (). Collective.
 
-        Parameters of other turns count with their gradient at their last exchange.
+        Other groups count with the gradient of their last exchange; with zero before their first one.
         """
-        for turn in due:
-            counted = [s for s in self._own_of_turn(turn) if self.context.shards[s.tensor].counted]
+        for number in exchanged:
+            counted = [s for s in self._own_of(number) if self.context.shards[s.tensor].counted]
             own = [gradients[s.tensor][s.first : s.first + s.length] for s in counted]
             squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
             if own:
                 squares += torch.stack(torch._foreach_norm(own, 2, torch.float64)).square().sum().float()
-            masked_copy_(self._squares[turn], self.collectives.sum_over_owners(squares), applied)
+            masked_copy_(self._squares[number], self.collectives.sum_over_owners(squares), applied)
         return self._squares.sum().sqrt()
 
-    def _own_of_turn(self, turn: int) -> Sequence[Slice]:
-        return self._turns[turn].rows[self.collectives.replica]
-
-    def _update_own(self, gradients: Sequence[Tensor], turn: int, info: StepInfo) -> dict[int, Tensor]:
-        """Run the optimizer on the parameters of a turn of which this replica owns entries.
+    def _update_own(self, gradients: Sequence[Tensor], number: int, applied: Tensor) -> dict[int, Tensor]:
+        """Run the optimizer on the parameters of a group of which this replica owns entries.
 
         Returns:
             The changes of the weights, FP32 (n,) by shard; the weights are those of before.
         """
-        shards, owned = self.context.shards, {s.tensor for s in self._own_of_turn(turn)}
+        shards, owned = self.context.shards, {s.tensor for s in self._own_of(number)}
         kept = [shard.parameter.grad for shard in shards]
         before: dict[int, Tensor] = {}
         for i, shard in enumerate(shards):
@@ -222,9 +238,9 @@ class QuantizedUpdate(Method):
             store_gradient(shard, self._only_own(i, gradients[i]))
             before[i] = stored(shard.parameter).clone()
             stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
-        steps = self._steps_since(turn, info.number)
-        with self._state_of_others_kept(owned), one_for_several_steps(self.context.optimizer, steps):
-            update(self.context.optimizer, info.applied)
+        steps = self._steps_of(number)
+        with self._state_of_others_kept(owned, steps), one_for_several_steps(self.context.optimizer, steps):
+            update(self.context.optimizer, applied)
         for shard, gradient in zip(shards, kept, strict=True):
             shard.parameter.grad = gradient
         changes = {}
@@ -235,10 +251,11 @@ class QuantizedUpdate(Method):
         return changes
 
     @contextmanager
-    def _state_of_others_kept(self, owned: Iterable[int]) -> Iterator[None]:
+    def _state_of_others_kept(self, owned: Iterable[int], steps: int) -> Iterator[None]:
         """Restore the optimizer's counters of steps at the end, see `_count_steps`.
 
-        Simulated replicas share the optimizer: of the entries that others own, the state is restored as well.
+        Meanwhile they are divided by `steps`, so that bias corrections with rates to that power are right. Simulated
+        replicas share the optimizer: of the entries that others own, the state is restored as well.
         """
         held = []
         for i in owned:
@@ -246,6 +263,8 @@ class QuantizedUpdate(Method):
             others = self.collectives.is_simulated and sum(s.length for s in own) < self.context.shards[i].size
             state = self._tensors_of_state(i)
             held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or others]
+            if "step" in state and steps > 1:
+                state["step"].div_(steps)
         yield
         for value, previous, own in held:
             for s in own if value.numel() > 1 else ():
@@ -253,13 +272,13 @@ class QuantizedUpdate(Method):
                 previous.view(-1)[part] = value.view(-1)[part]
             value.copy_(previous)
 
-    def _count_steps(self, due: Sequence[int], applied: Tensor) -> None:
-        """Count a step of the optimizer for all parameters of some turns, those of other owners included."""
-        states = [self._tensors_of_state(i) for turn in due for i in self._turns[turn].tensors]
+    def _count_steps(self, number: int, applied: Tensor) -> None:
+        """Count the steps of the optimizer for all parameters of a group, those of other owners included."""
+        states = [self._tensors_of_state(i) for i in self._groups[number].tensors]
         counters = [state["step"] for state in states if "step" in state]
         for device in {counter.device for counter in counters}:
-            one = applied.to(device, torch.float64)
-            torch._foreach_add_([counter for counter in counters if counter.device == device], one)
+            steps = applied.to(device, torch.float64) * self._steps_of(number)
+            torch._foreach_add_([counter for counter in counters if counter.device == device], steps)
 
     def _tensors_of_state(self, number: int) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state of a shard, local ones, by kind."""
@@ -321,6 +340,8 @@ class QuantizedUpdate(Method):
         for errors in (self._residual, self._unsent):
             errors.clear(torch.tensor(True))
         self._squares.zero_()
+        self._accumulated.zero_()
+        self._steps = self._last_exchanged = None
         if self._bases is not None:
             self._bases.whitening.reset()
 
@@ -355,8 +376,9 @@ class QuantizedUpdate(Method):
             State("unsent_update", self._unsent.tensors, per_replica=False, on_migration="displacement"),
         ]
         if self.options.interval > 1:
-            squares = {self.context.shards[0].name: self._squares}
-            states.append(State("squares", squares, per_replica=False, on_migration="rebuild", by_parameter=False))
+            of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
+            name = self.context.shards[0].name
+            states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
         return states if self._bases is None else [*states, self._bases.whitening.state()]
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
@@ -372,7 +394,7 @@ class QuantizedUpdate(Method):
         if self.collectives.replicas == 1:
             return []
         cost: QuantizedUpdateCost = self.options.cost()
-        return cost.calls_of(self._turns, self.local_model(), self.collectives.replicas, self._bases is not None)
+        return cost.calls_of(self._groups, self.local_model(), self.collectives.replicas, self._bases is not None)
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
         errors = super().pending_gradient(state, name)
@@ -387,11 +409,11 @@ class QuantizedUpdate(Method):
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _observe_all(self, gradients: Sequence[Tensor], due: Sequence[int], info: StepInfo) -> None:
+    def _observe_all(self, gradients: Sequence[Tensor], exchanged: Sequence[int], info: StepInfo) -> None:
         """Pass the synchronized gradients to the observer. Collective in a step that is observed."""
         if self.is_observed:
             seen = [torch.full_like(gradient, torch.nan) for gradient in gradients]
-            for i in (i for turn in due for i in self._turns[turn].tensors):
+            for i in (i for k in exchanged for i in self._groups[k].tensors):
                 seen[i].copy_(gradients[i])
                 self._from_owners(i, seen[i])
             self._observe(seen, info)

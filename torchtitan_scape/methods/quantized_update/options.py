@@ -19,7 +19,7 @@ from torchtitan_scape.methods.quantized.options import (
     has_basis,
     whitened_sides,
 )
-from torchtitan_scape.methods.quantized_update.layout import Turn, divide
+from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, divide
 from torchtitan_scape.methods.wire import EncodedSize
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
@@ -31,7 +31,7 @@ class QuantizedUpdateOptions(MethodOptions):
     """[sync.quantized_update]: gradients and updates in few bits; every parameter is updated by one replica."""
 
     section: ClassVar[str] = "sync.quantized_update"
-    main_options = ("code", "update_code")
+    main_options = ("code", "update_code", "interval")
 
     code: Code = field(default="2bit", metadata=LAYOUT)
     """Encoding of the gradients on the way to the replica that updates a parameter, on the outermost level"""
@@ -69,6 +69,9 @@ class QuantizedUpdateOptions(MethodOptions):
     def for_optimizer(self, name: str) -> "QuantizedUpdateOptions":
         return self if name == "Muon" else replace(self, whiten_every=0)
 
+    def steps_per_round(self) -> int:
+        return self.interval
+
     def needs_comm_streams(self) -> bool:
         return True
 
@@ -103,10 +106,10 @@ class QuantizedUpdateCost(GradientCost):
         """The cost of the bases, which are those of `quantized`."""
         return QuantizedOptions(code=self.options.code, whiten_every=self.options.whiten_every).cost()
 
-    def turns(
+    def groups(
         self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False
-    ) -> tuple[Turn, ...]:
-        """Return turns, owners and columns of Muon's parameters."""
+    ) -> tuple[ExchangeGroup, ...]:
+        """Return groups, owners and columns of Muon's parameters."""
         named = zip(model.names, model.shapes, strict=True)
         whole = [math.prod(shape) if has_basis(name, shape) else 0 for name, shape in named]
         shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
@@ -118,7 +121,7 @@ class QuantizedUpdateCost(GradientCost):
             block=self.options.block,
             limit=limit,
             equal_rows=equal_rows,
-            turns=self.options.interval,
+            groups=self.options.interval,
             entries=[math.prod(shape) for shape in model.shapes],
         )
 
@@ -128,21 +131,21 @@ class QuantizedUpdateCost(GradientCost):
         replicas = replicas_of(levels)
         if replicas == 1:
             return []
-        turns = self.turns(model, replicas, chunk_entries, equal_rows=len(levels) > 1)
-        return self.calls_of(turns, model, replicas, self.options.whiten_every > 0)
+        groups = self.groups(model, replicas, chunk_entries, equal_rows=len(levels) > 1)
+        return self.calls_of(groups, model, replicas, self.options.whiten_every > 0)
 
     def calls_of(
-        self, turns: Sequence[Turn], model: LocalModel, replicas: int, has_bases: bool
+        self, groups: Sequence[ExchangeGroup], model: LocalModel, replicas: int, has_bases: bool
     ) -> list[CollectiveCall]:
         """Return the collectives of a step. Bytes are averaged over replicas, time is that of the busiest."""
         calls, gradients, updates = [], self.message_bytes, self.update_bytes
-        for column in (column for turn in turns for column in turn.columns):
+        for column in (column for group in groups for column in group.columns):
             count, active = replicas * column.width, len(column.owners) / replicas
             calls += [
                 CollectiveCall("reduce_scatter", count, gradients, chunks=1, largest_chunk=count, active=active),
                 CollectiveCall("all_gather", updates(column.width), chunks=1, active=active),
             ]
-        calls = scaled(calls, 1.0 / len(turns))
+        calls = scaled(calls, 1.0 / len(groups))
         named = zip(model.names, model.shapes, strict=True)
         moments = [moment_entries(shape) for name, shape in named if has_basis(name, shape)]
         if has_bases and moments:  # each is broadcast by its owner
@@ -152,12 +155,13 @@ class QuantizedUpdateCost(GradientCost):
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         """Return the share on the replica with most entries: an optimizer updates a tensor of several owners whole."""
-        return self.updated_entries(model, replicas) / max(1, model.entries) / self.options.interval
+        updated = sum(self.updated_entries(model, replicas)) / self.options.interval
+        return updated / max(1, model.entries)
 
-    def updated_entries(self, model: LocalModel, replicas: int) -> int:
-        """Return the entries of the tensors that a replica updates, added over the turns, on the busiest one."""
-        sizes, turns = model.sizes, self.turns(model, replicas)
-        return sum(max(sum(sizes[i] for i in {s.tensor for s in row}) for row in turn.rows) for turn in turns)
+    def updated_entries(self, model: LocalModel, replicas: int) -> list[int]:
+        """Return the entries of the tensors that the busiest replica updates, by group."""
+        sizes, groups = model.sizes, self.groups(model, replicas)
+        return [max(sum(sizes[i] for i in {s.tensor for s in row}) for row in group.rows) for group in groups]
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that `scripts.benchmarks.step_operators` counts, without those of the optimizer.
@@ -185,17 +189,13 @@ class QuantizedUpdateCost(GradientCost):
         """Return the bytes of two columns: values, errors, and the messages that are sent and received."""
         if replicas == 1:
             return 0.0
-        turns = self.turns(model, replicas)
-        return max(self._largest_two([len(c.owners) * c.width for c in turn.columns]) for turn in turns)
-
-    def _largest_two(self, columns: Sequence[int]) -> float:
-        """Return the bytes of the largest two of the columns, given by their entries."""
-        return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in sorted(columns)[-2:])
+        columns = [column for group in self.groups(model, replicas) for column in group.columns]
+        entries = sorted(len(column.owners) * column.width for column in columns)[-2:]
+        return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in entries)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = super().device_memory(model, replicas) | {"unsent_update": 4.0 * model.entries}
-        # During the update; a turn has about equally many entries as the others.
-        kinds["weights and changes"] = 8.0 * self.updated_share(model, replicas) * model.entries
+        kinds["weights and changes"] = 8.0 * max(self.updated_entries(model, replicas))  # during the update of a group
         return kinds | {k: v for k, v in self.bases.device_memory(model, replicas).items() if k == "bases"}
 
 

@@ -1,4 +1,4 @@
-"""`quantized_update` with an interval: parameters take turns, and the gradients of several steps make one update."""
+"""`quantized_update` with an interval: a step updates a group of parameters with the gradients of several steps."""
 
 import copy
 from itertools import pairwise
@@ -23,34 +23,39 @@ from torchtitan_scape.methods.update import one_for_several_steps
 INTERVAL = 3
 
 
-def turn_of(name: str) -> int:
-    """Return the turn of a parameter; step n exchanges turn n modulo the interval."""
-    turns = make(DryRunCollectives(replicas=2), interval=INTERVAL)._turns
+def group_of(name: str) -> int:
+    """Return the group of a parameter; step n exchanges group n modulo the interval."""
+    groups = make(DryRunCollectives(replicas=2), interval=INTERVAL)._groups
     number = list(NAMED).index(name)
-    return next(t for t, turn in enumerate(turns) if number in turn.tensors)
+    return next(k for k, group in enumerate(groups) if number in group.tensors)
 
 
 def reference(count: int, replicas: int, rate: float, max_norm: float) -> list[Tensor]:
-    """Return the weights after some steps of AdamW, written out for every parameter, without encodings."""
+    """Return the weights after some steps of AdamW, written out for every parameter, without encodings.
+
+    All are exchanged in the last step.
+    """
     found = {name: start_of(name).detach().view(-1) for name in NAMED}
     collected: dict[str, list[Tensor]] = {name: [] for name in NAMED}
     moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in found.items()}
-    updates, squares = dict.fromkeys(NAMED, 0), [0.0] * INTERVAL
+    squares = [0.0] * INTERVAL
     for n in range(1, count + 1):
         each = [gradients(n, replica) for replica in range(replicas)]
         for name, *own in zip(NAMED, *each, strict=True):
             collected[name].append(torch.stack(own).mean(0))
-        due = {name: torch.stack(collected[name]).mean(0) for name in NAMED if turn_of(name) == n % INTERVAL}
-        squares[n % INTERVAL] = sum(float(mean.square().sum()) for mean in due.values())
+        due = {
+            name: torch.stack(collected[name]).mean(0) for name in NAMED if n == count or group_of(name) == n % INTERVAL
+        }
+        for k in {group_of(name) for name in due}:
+            squares[k] = sum(float(mean.square().sum()) for name, mean in due.items() if group_of(name) == k)
         factor = min(1.0, max_norm / sum(squares) ** 0.5)
         for name, mean in due.items():
             k, (m, v) = len(collected[name]), moments[name]
-            b1, b2, updates[name] = 0.9**k, 0.95**k, updates[name] + 1
+            b1, b2 = 0.9**k, 0.95**k
             m.mul_(b1).add_(factor * mean, alpha=1 - b1)
             v.mul_(b2).add_((factor * mean).square(), alpha=1 - b2)
             found[name] *= 1 - k * rate * 0.1
-            # The corrections for the start assume that all updates stand for as many steps as this one.
-            found[name] -= k * rate * (m / (1 - b1 ** updates[name])) / ((v / (1 - b2 ** updates[name])).sqrt() + 1e-8)
+            found[name] -= k * rate * (m / (1 - 0.9**n)) / ((v / (1 - 0.95**n)).sqrt() + 1e-8)
             collected[name] = []
     return list(found.values())
 
@@ -67,10 +72,13 @@ def test_a_parameter_is_updated_every_few_steps_with_the_mean_of_its_gradients(r
     """One replica sends nothing, so that it has no errors of encodings."""
 
     def run(collectives: ReplicaCollectives) -> list[Tensor]:
-        return [
-            each.view(-1)
-            for each in steps(with_adamw(collectives, 1e-2, code="int8", update_code="int8"), range(1, 9))[-1]
-        ]
+        method = with_adamw(collectives, 1e-2, code="int8", update_code="int8")
+        steps(method, range(1, 8))
+        method.request_full_exchange()
+        taken = steps(method, range(8, 9))[-1]
+        counts = [int(method.context.optimizer.state[shard.parameter]["step"]) for shard in method.context.shards]
+        assert counts == [8] * len(NAMED)
+        return [each.view(-1) for each in taken]
 
     wanted = reference(8, replicas, 1e-2, 0.5)
     start = [start_of(name).detach().view(-1) for name in NAMED]
@@ -79,7 +87,7 @@ def test_a_parameter_is_updated_every_few_steps_with_the_mean_of_its_gradients(r
             assert (a - b).norm() < tolerance * (b - first).norm()
 
 
-def test_only_the_parameters_of_a_turn_move() -> None:
+def test_only_the_parameters_of_a_group_move() -> None:
     def run(collectives: ReplicaCollectives) -> list[list[bool]]:
         method = make(collectives, interval=INTERVAL)
         each = [weights(method), *steps(method, range(1, 8))]
@@ -87,7 +95,7 @@ def test_only_the_parameters_of_a_turn_move() -> None:
 
     for same in run_replicas(2, run):
         for n, equal in enumerate(same, start=1):
-            assert equal == [turn_of(name) != n % INTERVAL for name in NAMED]
+            assert equal == [group_of(name) != n % INTERVAL for name in NAMED]
 
 
 def test_a_full_exchange_delivers_what_was_collected() -> None:
@@ -109,7 +117,7 @@ def test_a_full_exchange_delivers_what_was_collected() -> None:
 
 @pytest.mark.parametrize("skipped", [(), (4, 6)])
 def test_resume_is_exact_and_a_skipped_step_changes_nothing(skipped: tuple[int, ...]) -> None:
-    """The gradients that wait, and the norms of the other turns, which clipping reads, are part of the state."""
+    """Accumulated gradients, their number, and the norms of other groups, for clipping, are part of the state."""
 
     def run(collectives: ReplicaCollectives) -> bool:
         whole, first, second = (make(collectives, max_norm=0.5, interval=INTERVAL) for _ in range(3))
@@ -126,14 +134,17 @@ def test_resume_is_exact_and_a_skipped_step_changes_nothing(skipped: tuple[int, 
     assert all(run_replicas(3, run))
 
 
-def test_gradients_wait_in_the_residual_unless_the_step_is_skipped() -> None:
+def test_gradients_are_added_to_the_residual_unless_the_step_is_skipped() -> None:
     method = with_adamw(DryRunCollectives(replicas=1), 1e-2)
-    name = next(name for name in NAMED if turn_of(name) == 0)
+    name = next(name for name in NAMED if group_of(name) == 0)
     residual = next(state for state in method.states() if state.kind == "residual").tensors[name].view(-1)
     number = list(NAMED).index(name)
     with torch.no_grad():
         method.step(gradients(1, 0), StepInfo(1, torch.tensor(True)))
+        method.finish_previous_step(True)
         method.step([torch.full_like(g, torch.nan) for g in gradients(2, 0)], StepInfo(2, torch.tensor(False)))
+        method.finish_previous_step(False)
+    assert method._accumulated.tolist() == [1, 0, 1]
     torch.testing.assert_close(residual, gradients(1, 0)[number])
 
 
@@ -148,12 +159,38 @@ def test_bytes_fall_with_the_interval(interval: int) -> None:
     )
 
 
-def test_one_step_stands_for_several() -> None:
-    """Learning rate and decay rates are those of before afterwards."""
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.95))
-    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    with one_for_several_steps(optimizer, 2):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-        assert optimizer.param_groups[0]["betas"] == pytest.approx((0.81, 0.9025))
-    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+def optimizers(rate: Tensor | float) -> list[tuple[nn.Parameter, torch.optim.Optimizer]]:
+    each = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    return [
+        (each[0], torch.optim.AdamW([each[0]], lr=rate, betas=(0.9, 0.95), weight_decay=0.0, eps=0.0)),
+        (each[1], torch.optim.SGD([each[1]], lr=rate, momentum=0.5)),
+        (each[2], torch.optim.SGD([each[2]], lr=rate)),
+    ]
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_one_step_stands_for_several(rate: Tensor | float) -> None:
+    """Equal gradients move the weights about as far, and the rates are those of before afterwards."""
+    for (one, single), (other, several) in zip(optimizers(rate), optimizers(rate), strict=True):
+        before = {key: value for key, value in several.param_groups[0].items() if key != "params"}
+        for count in range(30):
+            one.grad = torch.ones(4)
+            single.step()
+            if count % 3 == 2:
+                other.grad = torch.ones(4)
+                with one_for_several_steps(several, 3):
+                    several.step()
+        after = {key: value for key, value in several.param_groups[0].items() if key != "params"}
+        assert after == before and after["lr"] is rate
+        assert float(other.detach()[0] / one.detach()[0]) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("replicas", [2, 16, 64])
+def test_memory_and_updates_of_the_busiest_replica(replicas: int) -> None:
+    """A group's update needs less memory than that of all parameters, and the updates of a round are about the same."""
+    model = get_workload("llama_1_8b").local(1)
+    one, other = (QuantizedUpdateOptions(interval=k).cost() for k in (1, 8))
+    (whole,), parts = one.updated_entries(model, replicas), other.updated_entries(model, replicas)
+    assert max(parts) < whole <= sum(parts) and len(parts) == 8
+    assert other.device_memory(model, replicas)["weights and changes"] == 8.0 * max(parts)
+    assert other.updated_share(model, replicas) == sum(parts) / 8 / model.entries
