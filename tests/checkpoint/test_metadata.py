@@ -12,7 +12,7 @@ def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str
     """Compare records with only these entries."""
     common = {"model": "llama3 study", "method": "scape", "optimizer": "AdamS"}
     metadata = object.__new__(RunMetadata)
-    metadata.values, metadata._layout = common | here, set(here) - {"density"}
+    metadata.values, metadata._layout, metadata._kinds = common | here, set(here) - {"density"}, {"replica_weights"}
     return metadata.compare(to_present_format(common | saved, "folder"), "folder")
 
 
@@ -21,6 +21,13 @@ def test_renamed_options_are_not_a_difference() -> None:
     assert compare(here, {"wire_dtype": "bfloat16", "values_dtype": "float32"}) == (True, {})
     same, different = compare(here, {"wire_dtype": "float32", "values_dtype": "float32"})
     assert not same and different == {"wire": "'float32' -> 'bfloat16'"}
+
+
+def test_displacements_without_a_state_here_are_migrated() -> None:
+    states = {kind: {"on_migration": "displacement"} for kind in ("replica_weights", "owner_error")}
+    assert compare({}, {"format": FORMAT, "states": states}) == (False, {})
+    del states["owner_error"]
+    assert compare({}, {"format": FORMAT, "states": states}) == (True, {})
 
 
 def test_a_record_without_an_interval_is_of_an_exchange_in_every_step() -> None:

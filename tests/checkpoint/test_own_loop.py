@@ -41,25 +41,32 @@ def build(method: str, shards: int, **more: Any) -> tuple[Any, Any]:
     return model, make_optimizer(model, method, mesh["replicate"], **more)
 
 
-def save(path: str, method: str, shards: int, steps: int, residual: str = "exact") -> dict[str, Any]:
+def save(path: str, method: str, shards: int, steps: int, residual: str = "exact", **more: Any) -> dict[str, Any]:
     from torchtitan_scape import checkpoint_states
 
-    model, optimizer = build(method, shards)
+    model, optimizer = build(method, shards, **more)
     train(model, optimizer, range(steps))
     progress = Progress()
     progress.step = steps
     dcp.save(checkpoint_states(model, optimizer, residual) | {"progress": progress}, checkpoint_id=path)
     at_save = {"weights": weights(model), "shared": shared(model, optimizer), "moment": moment(optimizer)}
+    at_save["owner_error"] = owner_error(optimizer)
     train(model, optimizer, range(steps, steps + 5))
     optimizer.finish_previous_step()
     return at_save | {"after": weights(model)}
 
 
-def load(path: str, method: str, shards: int, steps: int) -> dict[str, Any]:
+def owner_error(optimizer: Any) -> Tensor:
+    """The flat errors of owners that this rank still has to subtract from the weights; zero for most methods."""
+    errors = [s.tensors for s in optimizer.methods[0].states() if s.kind == "owner_error"]
+    return torch.cat([t.reshape(-1) for tensors in errors for t in tensors.values()]) if errors else torch.zeros(())
+
+
+def load(path: str, method: str, shards: int, steps: int, **more: Any) -> dict[str, Any]:
     from torchtitan_scape import load_checkpoint
 
     torch.manual_seed(1)
-    model, optimizer = build(method, shards)
+    model, optimizer = build(method, shards, **more)
     train(model, optimizer, range(100, 102))  # all that is loaded has to be replaced
     text = load_checkpoint(path, model, optimizer)
     progress = Progress()
@@ -144,6 +151,17 @@ def test_another_layout_and_method(
     if method in ("topk", "scape", "onebit_adam") and shards == 1:
         assert loaded[0]["moment"].item() == pytest.approx(saved[0]["moment"].item(), rel=1e-4)
     assert torch.isfinite(loaded[0]["after"]).all()
+
+
+@pytest.mark.parametrize(("before", "after"), [("1bit_unbiased", "1bit"), slow("1bit", "1bit_unbiased")])
+def test_sparta_continues_with_another_code(before: str, after: str, pool3: Pool, tmp_path: Path) -> None:
+    """With three replicas the owner's error is a state with one code, and in the owner's weights with the other."""
+    saved = pool3(save, str(tmp_path), "sparta", 1, 8, options={"code": before})
+    loaded = pool3(load, str(tmp_path), "sparta", 1, 8, options={"code": after})
+    for one, other in zip(saved, loaded, strict=True):
+        assert f"code {before!r} -> {after!r}" in other["text"]
+        assert bool(one["owner_error"].any()) == (before == "1bit_unbiased")
+        torch.testing.assert_close(other["weights"], one["weights"] - one["owner_error"], rtol=1e-5, atol=1e-6)
 
 
 def refused(path: str, method: str, into: str, **options: Any) -> str:

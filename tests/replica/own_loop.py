@@ -52,9 +52,16 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return cross_entropy(model(x), y)
 
 
-def make_optimizer(model: nn.Module, method: str, replicas: Any = None, lr: float = 1e-2, **more: Any) -> Any:
+def make_optimizer(
+    model: nn.Module,
+    method: str,
+    replicas: Any = None,
+    lr: float = 1e-2,
+    options: dict[str, Any] | None = None,
+    **more: Any,
+) -> Any:
     kind: Any = AdamS if method == "scape" else torch.optim.AdamW
-    section = {"method": method, **OPTIONS.get(method, {})}
+    section = {"method": method, **OPTIONS.get(method, {}), **(options or {})}
     settings = {"max_norm": 1.0, "total_steps": 24} | more
     return replicate(model, kind(model.parameters(), lr=lr), section, replicas or dist.group.WORLD, **settings)
 

@@ -39,6 +39,7 @@ class RunMetadata(Stateful):
             **facts,
         }
         self._layout = {*_LAYOUT & self.values.keys(), *options.layout()}
+        self._kinds = set(describe_states(optimizer, "exact"))
 
     def state_dict(self) -> dict[str, Any]:
         return {"json": json.dumps(self.values | record(self._optimizer))}
@@ -75,4 +76,7 @@ class RunMetadata(Stateful):
         # What coding lost is kept for the entries of a payload, which are others at another density.
         if "density" in different and {saved.get("wire"), self.values.get("wire")} - {None, "float32"}:
             laid_out.add("density")
-        return not other and not laid_out, different
+        # An owner's error that this run has no state for must be subtracted from the weights.
+        states = saved.get("states", {}).items()
+        unknown = {k for k, s in states if s["on_migration"] == "displacement" and k not in self._kinds}
+        return not (other or laid_out or unknown), different
