@@ -251,7 +251,7 @@ MORE_TRAINING: list[tuple[int, dict[str, Any]]] = [
     ("replicas", "options"),
     [
         slow(1, dict(density=0.1)),
-        (2, dict(density=0.1, staleness_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
+        slow(2, dict(density=0.1, staleness_scaling=False, max_norm=None, clip_mode="literal", dense_names=["p1"])),
         (2, dict(density=0.3, update="sharded", density_warmup_steps=2, bf16_weights=True, offload=OFFLOAD)),
         *(slow(*case) for case in MORE_TRAINING),
     ],
