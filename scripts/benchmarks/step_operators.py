@@ -5,7 +5,7 @@
 
 Every method takes a step with an exchange, as one of N replicas on one level, with the Triton kernels of a GPU. Meta
 tensors have shapes but no values, so that a model of any size fits. Clipping and the optimizer are left out, except in
-scape, quantized_update and onebit_adam, which contain the update. The collectives are those of real ranks; they return
+scape and quantized_update, which contain the update. The collectives are those of real ranks; they return
 at once.
 """
 
@@ -299,7 +299,7 @@ def table(facts: Mapping[str, Any]) -> str:
 
 `python -m scripts.benchmarks.step_operators`, on meta tensors: nothing is computed and nothing is timed. A step with an
 exchange in the steady state, one of N replicas, one rank per node. The optimizer and clipping are not counted, except
-in `scape`, `quantized_update` and `onebit_adam`, which contain the update.
+in `scape` and `quantized_update`, which contain the update.
 
 An operator is one call below autograd that is no view; one with a list of tensors counts once. Bytes are those of all
 inputs and outputs of operators and Triton launches, each once. Launches on addresses of tensors, and on tensors that
