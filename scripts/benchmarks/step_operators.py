@@ -5,8 +5,7 @@
 
 Every method takes a step with an exchange, as one of N replicas on one level, with the Triton kernels of a GPU. Meta
 tensors have shapes but no values, so that a model of any size fits. Clipping and the optimizer are left out, except in
-scape and quantized_update, which contain the update. The collectives are those of real ranks; they return
-at once.
+scape and quantized_update, which contain the update. The collectives are those of real ranks; they return at once.
 """
 
 import sys
