@@ -14,6 +14,7 @@ from topology.machines import Machine, get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.planner.bf16 import Bf16Options
@@ -35,6 +36,7 @@ COMPARED = (
     PlannedRun(Bf16Options(), overlap=True),
     PlannedRun(DenseOptions(), "Muon", overlap=True),
     *(PlannedRun(SpartaOptions(), optimizer) for optimizer in ("AdamW", "Muon")),
+    *(PlannedRun(QuantizedUpdateOptions(update_code="1bit_unbiased", interval=k), "Muon") for k in (1, 4)),
 )
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (
