@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and tests, in two streams. Arguments go to pytest: ./run_tests.sh -k resume
+# Style, types and tests, in three streams. Arguments go to pytest: ./run_tests.sh -k resume
 #
 #   ./run_tests.sh --slow    what is left out otherwise: tests that take minutes, and further cases of a property
 #   ./run_tests.sh -n 0 ...  one stream, for --pdb and -s
@@ -18,5 +18,5 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-# A file stays in one stream: its fixtures are made once.
-"$PYTHON" -m pytest -m "$which" -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Many tests wait for processes: three streams keep two cores busy. A file stays in one: its fixtures are made once.
+"$PYTHON" -m pytest -m "$which" -n 3 --dist loadfile --no-loadscope-reorder "$@"

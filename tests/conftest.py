@@ -59,7 +59,7 @@ def pool4() -> Pool:
     return Pool(4)
 
 
-# The longest tests start first, so that the two streams of run_tests.sh end at about the same time.
+# The longest tests start first, so that the streams of run_tests.sh end at about the same time.
 LONGEST = ("test_training", "test_triton", "test_resume", "test_slurm", "test_contract", "test_manager", "test_literal")
 
 
