@@ -162,19 +162,22 @@ def _keys(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
 
 def _table(case: PlanRequest) -> Iterator[str]:
     yield (
-        "Every method on its fastest layout that fits (ms; bf16, which this trainer does not support, Muon and sparta "
-        "are compared in time only):"
+        "Every method on its fastest layout that fits (ms; bf16, which this trainer does not support, Muon, sparta and "
+        "quantized_update are compared in time only):"
     )
-    yield f"{'method':<24}{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
-    for method in (*DENSE, *COMPARED, *CODED, *SPARSE):
+    methods = (*DENSE, *COMPARED, *CODED, *SPARSE)
+    width = max(24, *(len(method.name) for method in methods))
+    titles = f"{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
+    yield f"{'method':<{width}}{titles}"
+    for method in methods:
         c = fastest(case, [method])
         if not case.fits(c):
-            yield f"{method.name:<24}  does not fit: {c.memory / 1e9:.1f} GB a rank at least"
+            yield f"{method.name:<{width}}  does not fit: {c.memory / 1e9:.1f} GB a rank at least"
             continue
         p = c.prediction
         times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.optimizer)]
         yield (
-            f"{method.name:<24}{c.layout.shard:>6}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}{times[3]:>8.1f}"
+            f"{method.name:<{width}}{c.layout.shard:>6}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}{times[3]:>8.1f}"
             f"{times[4]:>11.1f}{c.memory / 1e9:>7.1f}"
         )
 
