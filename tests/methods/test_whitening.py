@@ -20,9 +20,10 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions, has_basis, whitened_sides
-from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cosine_rotation, roots
+from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cosine_rotation, roots, short_products
 from torchtitan_scape.optimizers.cost import muon_flops
 from torchtitan_scape.optimizers.muon import orthogonalized
+from torchtitan_scape.planner.step import BF16_PER
 
 # A square, a wide and a tall matrix of a block; the others have no basis.
 SHAPES = {
@@ -249,7 +250,7 @@ def test_the_planner_knows_memory_and_products() -> None:
     held = sum(t.numel() * t.element_size() for t in basis.tensors.values())
     cost = method.options.cost()
     assert cost.device_memory(model, 2)["bases"] == held
-    assert cost.matrix_flops(model, 1) == 0.0
+    assert cost.matrix_flops(model, 1) == (0.0, 0.0)
 
     method = make(DryRunCollectives(replicas=2))
     with FlopCounterMode(display=False) as counter:
@@ -257,7 +258,7 @@ def test_the_planner_knows_memory_and_products() -> None:
             method.synchronize(gradients(n, 0), StepInfo(n, APPLIED))
     counted = counter.get_total_flops() / 3
     # A change of the basis also decodes and encodes both pending errors, and rotates the two roots.
-    assert cost.matrix_flops(model, 2) < counted < 1.4 * cost.matrix_flops(model, 2)
+    assert sum(cost.matrix_flops(model, 2)) < counted < 1.4 * sum(cost.matrix_flops(model, 2))
 
 
 def test_a_model_without_numbered_layers_is_refused() -> None:
@@ -274,4 +275,21 @@ def test_the_figures_of_the_page_are_those_of_llama_1_8b() -> None:
     cost = options.cost()
     assert share_of_dense(options, model, 64) == pytest.approx(0.0645, abs=5e-5)
     assert cost.device_memory(model, 64)["bases"] / model.entries == pytest.approx(7.3, abs=0.05)
-    assert cost.matrix_flops(model, 64) / muon_flops(workload.shapes(), 1) == pytest.approx(0.53, abs=0.01)
+    assert sum(cost.matrix_flops(model, 64)) / muon_flops(workload.shapes(), 1) == pytest.approx(0.53, abs=0.01)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "high"), ("cpu", "highest")])
+def test_products_are_short_on_a_gpu_alone(device: str, expected: str) -> None:
+    """The precision of the user's own products is restored, also after an error."""
+    with pytest.raises(RuntimeError), short_products(torch.device(device)):
+        assert torch.get_float32_matmul_precision() == expected
+        raise RuntimeError
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_in_tf32_are_cheaper_than_those_in_fp32() -> None:
+    """Bases cost the planner's optimizer less than a fifth of what FP32 products would, where the device has TF32."""
+    model = get_workload("llama_1_8b").local(1)
+    products, updates = QuantizedOptions(code="2bit", whiten_every=200).cost().matrix_flops(model, 64)
+    tf32, fp32 = BF16_PER["CUDA"]
+    assert tf32 * products + fp32 * updates < 0.2 * fp32 * (products + updates)

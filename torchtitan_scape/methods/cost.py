@@ -49,8 +49,8 @@ class GradientCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
-    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
-        return 0.0
+    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         return 1.0

@@ -49,8 +49,11 @@ class MethodCost(Protocol):
         A sum of steps of these matrices is then a state.
         """
 
-    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
-        """Return the floating-point operations of the exchange's FP32 matrix products in a step, on this rank."""
+    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the floating-point operations of the exchange's matrix products in a step, on this rank: (TF32, FP32).
+
+        On devices without TF32 all are in FP32.
+        """
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0

@@ -26,8 +26,9 @@ from torchtitan_scape.sharding.cost import (
 )
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 
-# Rate of matrix products in BF16 divided by that in FP32 on an H100, 989 and 67 TFLOP/s. On an MI250X it is 4.
-BF16_PER_FP32 = 15.0
+# Rate of matrix products in BF16, by runtime, divided by those in TF32, or FP32 where there is none, and in FP32. An
+# H100 has 989, 495 and 67 TFLOP/s, an MI250X 383 and 96.
+BF16_PER = {"CUDA": (2.0, 15.0), "ROCm": (4.0, 4.0), "": (1.0, 1.0)}
 
 # ------------------------------------------------------------------------------------------- the step
 
@@ -238,7 +239,8 @@ def predict(
     by_replicas = divided or (levels is None and run.options.cost().divides_update)
     sharing = layout.shard * layout.context * (layout.replicate if by_replicas else 1)
     flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
-    flops += BF16_PER_FP32 * run.options.cost().matrix_flops(model, layout.replicate)
+    products = run.options.cost().matrix_flops(model, layout.replicate)
+    flops += sum(rate * count for rate, count in zip(BF16_PER[device.runtime], products, strict=True))
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
     shard_tiers, tiers = (
         [(tier.level, tier.size) for tier in layout.hierarchy(group)]

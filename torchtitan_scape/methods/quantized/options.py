@@ -120,25 +120,25 @@ class QuantizedCost(GradientCost):
             rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
         return pack, rest
 
-    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
+    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return self.basis_flops(model, replicas)
 
-    def basis_flops(self, model: LocalModel, replicas: int, received: float = 1.0) -> float:
-        """Return the products with bases, in and out, the second moments, and the updates of the bases.
+    def basis_flops(self, model: LocalModel, replicas: int, received: float = 1.0) -> tuple[float, float]:
+        """Return (products with bases, in and out, and second moments, in TF32; updates of the bases, in FP32).
 
         Args:
             received: Share of the matrices whose synchronized gradients this rank receives.
         """
-        total = 0.0
+        products = updates = 0.0
         for shape, sides in self._whitened(model) if replicas > 1 else ():
             for side, whitened in zip(shape, sides, strict=True):
                 other = math.prod(shape) // side
                 width = side if whitened else min(side, ROTATED_TOGETHER)
-                total += (2.0 + 2.0 * received) * width * side * other
+                products += (2.0 + 2.0 * received) * width * side * other
                 if whitened:
-                    total += received * 2.0 * side * side * other
-                    total += 6.0 * ITERATIONS * side**3 / self.options.whiten_every
-        return total
+                    products += received * 2.0 * side * side * other
+                    updates += 6.0 * ITERATIONS * side**3 / self.options.whiten_every
+        return products, updates
 
     def _whitened(self, model: LocalModel) -> list[tuple[Shape, tuple[bool, bool]]]:
         """Return shape and whitened sides of the matrices that have a basis."""

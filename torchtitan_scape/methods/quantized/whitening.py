@@ -9,7 +9,8 @@ replicas have, so that no basis is sent.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -91,18 +92,21 @@ class MatrixBasis:
 
     def encode(self, matrix: Tensor) -> Tensor:
         """Return a gradient (n,) or (a, b) in the basis."""
-        return along(self.right.forward, along(self.left.forward, matrix.view(self.shape), 0), 1)
+        with short_products(matrix.device):
+            return along(self.right.forward, along(self.left.forward, matrix.view(self.shape), 0), 1)
 
     def decode(self, matrix: Tensor) -> Tensor:
         """Return the gradient (a, b) of (n,) or (a, b) in the basis."""
-        return along(self.right.backward, along(self.left.backward, matrix.view(self.shape), 0), 1)
+        with short_products(matrix.device):
+            return along(self.right.backward, along(self.left.backward, matrix.view(self.shape), 0), 1)
 
     def observe(self, gradient: Tensor, applied: Tensor) -> None:
         """Average the second moments with those of a synchronized gradient (a, b)."""
-        if self.left.moment is not None:
-            self.left.observe(gradient @ gradient.T, applied)
-        if self.right.moment is not None:
-            self.right.observe(gradient.T @ gradient, applied)
+        with short_products(gradient.device):
+            if self.left.moment is not None:
+                self.left.observe(gradient @ gradient.T, applied)
+            if self.right.moment is not None:
+                self.right.observe(gradient.T @ gradient, applied)
 
     def update(self, pending: Sequence[Tensor], applied: Tensor) -> None:
         """Change to the basis of the present second moments, and pending errors with it."""
@@ -177,6 +181,23 @@ class WhiteningBases:
         """Return all tensors but the rotations, which follow from the shapes."""
         tensors = {f"{name}.{kind}": t for name, basis in self.bases.items() for kind, t in basis.tensors().items()}
         return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
+
+
+@contextmanager
+def short_products(device: torch.device) -> Iterator[None]:
+    """Let products of FP32 matrices on an NVIDIA GPU round their factors to TF32, which is seven times as fast.
+
+    Rounding to 11 significant bits is small next to a code of one to four bits. AMD's MI250X has no such format.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(kept)
 
 
 def along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:

@@ -175,7 +175,7 @@ class QuantizedUpdateCost(GradientCost):
         each = 68.0 * share + 20.0 * (1.0 - share) + 110.0 * self.updated_share(model, replicas)
         return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
 
-    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
+    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return self.bases.basis_flops(model, replicas, received=1.0 / (replicas * self.options.interval))
 
     def residual_entries(self, model: LocalModel) -> int:

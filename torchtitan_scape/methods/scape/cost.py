@@ -67,8 +67,8 @@ class ScapeCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
-    def matrix_flops(self, model: LocalModel, replicas: int) -> float:
-        return 0.0
+    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        return 0.0, 0.0
 
     # ------------------------------------------------------------------------------- derived options
 
