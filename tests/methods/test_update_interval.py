@@ -19,6 +19,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.update import one_for_several_steps
+from torchtitan_scape.planner.run import PlannedRun
 
 INTERVAL = 3
 
@@ -157,6 +158,33 @@ def test_bytes_fall_with_the_interval(interval: int) -> None:
     assert options.label() == "quantized_update 2bit, 1bit_unbiased" + (
         f", interval {interval}" if interval > 1 else ""
     )
+
+
+def test_the_number_of_steps_is_dropped_with_their_gradients() -> None:
+    method = make(DryRunCollectives(replicas=2), interval=INTERVAL)
+    method._accumulated += 1
+    saved = {s.kind: s.tensors for residual in ("drop", "exact") for s in method.checkpoint_states(residual)}
+    assert all(int(t.sum()) == INTERVAL for t in saved["accumulated_steps"].values())
+    dropped = {s.kind: s.tensors for s in method.checkpoint_states("drop")}
+    assert not any(bool(t.any()) for t in dropped["accumulated_steps"].values())
+
+
+def test_optimizers_with_other_rates_are_refused() -> None:
+    optimizer = torch.optim.RMSprop([nn.Parameter(torch.zeros(4))])
+    context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
+    with pytest.raises(
+        ValueError, match=r"interval = 2 with RMSprop: .* is known for Muon, Adam, .*; set interval = 1"
+    ):
+        QuantizedUpdate(context, QuantizedUpdateOptions(interval=2))
+
+
+def test_muon_orthogonalizes_a_part_of_the_matrices() -> None:
+    """Each step of 4 replicas half of them with an interval of 2; of 64 the busiest has one matrix instead of two."""
+    workload = get_workload("llama_1_8b")
+    runs = [PlannedRun(QuantizedUpdateOptions(interval=k), "Muon") for k in (1, 2)]
+    for replicas, ratio in ((4, 2.0), (64, 2.0), (1024, 1.0)):
+        one, other = (run.optimizer_flops(workload.shapes(), replicas, replicas) for run in runs)
+        assert one / other == pytest.approx(ratio, rel=0.15), replicas
 
 
 def optimizers(rate: Tensor | float) -> list[tuple[nn.Parameter, torch.optim.Optimizer]]:

@@ -278,13 +278,20 @@ def test_the_figures_of_the_page_are_those_of_llama_1_8b() -> None:
     assert sum(cost.matrix_flops(model, 64)) / muon_flops(workload.shapes(), 1) == pytest.approx(0.53, abs=0.01)
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", "high"), ("cpu", "highest")])
-def test_products_are_short_on_a_gpu_alone(device: str, expected: str) -> None:
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_products_are_short_on_a_gpu_alone(device: str, before: str) -> None:
     """The precision of the user's own products is restored, also after an error."""
-    with pytest.raises(RuntimeError), short_products(torch.device(device)):
-        assert torch.get_float32_matmul_precision() == expected
-        raise RuntimeError
-    assert torch.get_float32_matmul_precision() == "highest"
+    products = torch.backends.cuda.matmul
+    users = products.fp32_precision
+    products.fp32_precision = before
+    try:
+        with pytest.raises(RuntimeError), short_products(torch.device(device)):
+            assert products.fp32_precision == ("tf32" if device == "cuda" else before)
+            raise RuntimeError
+        assert products.fp32_precision == before
+    finally:
+        products.fp32_precision = users
 
 
 def test_products_in_tf32_are_cheaper_than_those_in_fp32() -> None:

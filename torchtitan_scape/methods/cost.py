@@ -8,7 +8,7 @@ from typing import ClassVar
 from topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size, replicas_of
 from topology.partition import CHUNK_ENTRIES, chunk_limit, chunk_sizes
 from topology.ring_bytes import LevelSize, MessageBytes
-from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.core.workloads import LocalModel, Shapes
 from torchtitan_scape.methods.options import MethodOptions
 
 
@@ -48,6 +48,9 @@ class GradientCost:
 
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
+
+    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
+        return [shapes]
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return 0.0, 0.0

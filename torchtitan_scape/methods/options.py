@@ -11,7 +11,7 @@ from topology.calls import CollectiveCall
 from topology.layout import Layout
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import Options
-from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.core.workloads import LocalModel, Shapes
 
 
 class MethodCost(Protocol):
@@ -48,6 +48,9 @@ class MethodCost(Protocol):
 
         A sum of steps of these matrices is then a state.
         """
+
+    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
+        """Return the parameters of `shapes` that the optimizer updates in each step of a round."""
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the floating-point operations of the exchange's matrix products in a step, on this rank: (TF32, FP32).

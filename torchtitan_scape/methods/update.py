@@ -49,19 +49,20 @@ def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
 def one_for_several_steps(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[None]:
     """Let one step of the optimizer, with the mean of several gradients, stand for as many steps.
 
-    Equal gradients have the same effect as in these steps, apart from the order of weight decay: learning rates are
-    multiplied by `steps`, and `betas` raised to that power. SGD adds gradients up in its momentum instead, so that the
-    learning rate has the sum of the powers as another factor.
+    Equal gradients have about the same effect as in these steps: learning rates are multiplied by `steps`, and `betas`
+    raised to that power. SGD adds gradients up in its momentum, which receives the sum of those in the steps. Rates
+    with other names stay.
     """
     groups = optimizer.param_groups if steps > 1 else []
-    kept = [{key: group[key] for key in ("lr", "betas", "momentum") if key in group} for group in groups]
+    keys = ("lr", "betas", "momentum", "dampening")
+    kept = [{key: group[key] for key in keys if key in group} for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * steps
         if "betas" in group:
             group["betas"] = tuple(beta**steps for beta in group["betas"])
         elif momentum := group.get("momentum"):
             group["momentum"] = momentum**steps
-            group["lr"] = group["lr"] * sum(momentum**i for i in range(steps))
+            group["dampening"] = 1.0 - (1.0 - group["dampening"]) * sum(momentum**i for i in range(steps))
     try:
         yield
     finally:

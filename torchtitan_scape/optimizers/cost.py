@@ -100,7 +100,7 @@ def muon_flops(shapes: Shapes, ranks: int) -> float:
     for owner, shape in _assigned(shapes, ranks):
         a, b = sorted(shape)
         sums[owner] += ITERATIONS * (4.0 * a * a * b + 2.0 * a**3)
-    return max(sums.values())
+    return max(sums.values(), default=0.0)
 
 
 def muon_parts(shapes: Shapes, ranks: int) -> list[tuple[int, float]]:

@@ -66,7 +66,7 @@ class PlannedRun:
         return pack, rest + (cost.updated_share(model, replicas) * optimizer if optimizer else 0.0)
 
     def optimizer_flops(self, shapes: Shapes, ranks: int, replicas: int) -> float:
-        """Return the optimizer's matrix products on one rank, in floating-point operations.
+        """Return the optimizer's matrix products in a step on the busiest rank, in floating-point operations.
 
         Args:
             shapes: Shapes of whole parameters.
@@ -76,7 +76,8 @@ class PlannedRun:
         flops, cost = get_optimizer_cost(self.optimizer).flops, self.options.cost()
         if flops is None or cost.includes_optimizer:
             return 0.0
-        return (1.0 + cost.extra_orthogonalizations(replicas)) * flops(shapes, ranks)
+        groups = cost.update_groups(shapes)
+        return (1.0 + cost.extra_orthogonalizations(replicas)) * sum(flops(g, ranks) for g in groups) / len(groups)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of parameters, gradients and all states on a rank's device, by kind."""

@@ -21,7 +21,7 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.options import ITERATIONS, ROTATED_TOGETHER, has_basis, whitened_sides
 
-DECAY = 0.95  # of the second moments, per step
+DECAY = 0.95  # of the second moments, per synchronized gradient
 FLOOR = 1e-3  # added to the eigenvalues, relative to the norm of the second moments
 
 
@@ -192,12 +192,13 @@ def short_products(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    kept = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    products = torch.backends.cuda.matmul
+    kept = products.fp32_precision
+    products.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(kept)
+        products.fp32_precision = kept
 
 
 def along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:

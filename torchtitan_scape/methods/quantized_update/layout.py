@@ -68,7 +68,7 @@ def divide(
     """
     held = [0] * replicas  # entries of the tensors that are not divided, in all groups
     found = []
-    for tensors in _assign_groups(entries or sizes, groups):
+    for tensors in assign_groups(entries or sizes, groups):
         rows = _rows_of_group(tensors, sizes, whole, held, block)
         ends = [_rounded(row[-1].at + row[-1].length, block) if row else 0 for row in rows]
         _fill_rows(rows, ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
@@ -78,7 +78,7 @@ def divide(
     return tuple(found)
 
 
-def _assign_groups(entries: Sequence[int], groups: int) -> list[list[int]]:
+def assign_groups(entries: Sequence[int], groups: int) -> list[list[int]]:
     """Return the tensors of each group: the largest first, each in the group with the fewest entries."""
     found: list[list[int]] = [[] for _ in range(groups)]
     loads = [0] * groups

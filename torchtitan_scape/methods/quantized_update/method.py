@@ -8,6 +8,7 @@ feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -63,6 +64,12 @@ class QuantizedUpdate(Method):
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
                     "its rounding would be lost; keep the parameters in FP32 and compute in BF16 by mixed precision"
                 )
+        optimizer = type(context.optimizer).__name__
+        if options.interval > 1 and optimizer not in ("Muon", *ELEMENTWISE):
+            raise ValueError(
+                f"[sync.quantized_update] interval = {options.interval} with {optimizer}: a step that stands for "
+                f"several is known for Muon, {', '.join(ELEMENTWISE)}; set interval = 1"
+            )
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
         self._update_code = block_code(backend, options.update_code, options.block)
@@ -119,14 +126,17 @@ class QuantizedUpdate(Method):
                 context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm))
         code = self._update_code if encoded else None
         for number in exchanged:
-            with phase("update"):
-                changes = self._update_own(gradients, number, info.applied)
-            with phase("exchange"):
-                columns = self._groups[number].columns
-                double_buffered(self._send(column, changes, code, info.applied) for column in columns)
-            if self.collectives.is_writer:
-                self._count_steps(number, info.applied)
+            self._update(gradients, number, code, info.applied)
         self._last_exchanged = exchanged
+
+    def _update(self, gradients: Sequence[Tensor], number: int, code: Codec | None, applied: Tensor) -> None:
+        """Update the parameters of a group. Collective."""
+        with self.context.timer.phase("update"):
+            changes = self._update_own(gradients, number, applied)
+        with self.context.timer.phase("exchange"):
+            double_buffered(self._send(column, changes, code, applied) for column in self._groups[number].columns)
+        if self.collectives.is_writer:
+            self._count_steps(number, applied)
 
     def _steps_of(self, number: int) -> int:
         """Return the number of steps whose gradients an exchange of a group contains now."""
@@ -264,13 +274,15 @@ class QuantizedUpdate(Method):
             state = self._tensors_of_state(i)
             held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or others]
             if "step" in state and steps > 1:
-                state["step"].div_(steps)
-        yield
-        for value, previous, own in held:
-            for s in own if value.numel() > 1 else ():
-                part = slice(s.first, s.first + s.length)
-                previous.view(-1)[part] = value.view(-1)[part]
-            value.copy_(previous)
+                state["step"].copy_(state["step"] / steps)
+        try:
+            yield
+        finally:
+            for value, previous, own in held:
+                for s in own if value.numel() > 1 else ():
+                    part = slice(s.first, s.first + s.length)
+                    previous.view(-1)[part] = value.view(-1)[part]
+                value.copy_(previous)
 
     def _count_steps(self, number: int, applied: Tensor) -> None:
         """Count the steps of the optimizer for all parameters of a group, those of other owners included."""
@@ -380,6 +392,13 @@ class QuantizedUpdate(Method):
             name = self.context.shards[0].name
             states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
         return states if self._bases is None else [*states, self._bases.whitening.state()]
+
+    def checkpoint_states(self, residual: str) -> list[State]:
+        states = {state.kind: state for state in self.states()}
+        if residual == "drop" and (counts := states.get("accumulated_steps")):  # the gradients are not saved either
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in counts.tensors.items()}
+            states[counts.kind] = replace(counts, tensors=zeros)
+        return list(states.values())
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         found = []

@@ -9,7 +9,7 @@ from topology.calls import CollectiveCall, replicas_of
 from topology.partition import chunk_limit
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
-from torchtitan_scape.core.workloads import LocalModel, Shape
+from torchtitan_scape.core.workloads import LocalModel, Shape, Shapes
 from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import (
@@ -19,7 +19,7 @@ from torchtitan_scape.methods.quantized.options import (
     has_basis,
     whitened_sides,
 )
-from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, divide
+from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
 from torchtitan_scape.methods.wire import EncodedSize
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
@@ -174,6 +174,10 @@ class QuantizedUpdateCost(GradientCost):
         share = 1.0 / self.options.interval
         each = 68.0 * share + 20.0 * (1.0 - share) + 110.0 * self.updated_share(model, replicas)
         return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
+
+    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
+        entries = [math.prod(shape) for shape in shapes]
+        return [[shapes[i] for i in group] for group in assign_groups(entries, self.options.interval)]
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return self.bases.basis_flops(model, replicas, received=1.0 / (replicas * self.options.interval))
