@@ -31,7 +31,7 @@ def test_displacements_without_a_state_here_are_migrated() -> None:
 
 
 def test_a_record_without_an_interval_is_of_an_exchange_in_every_step() -> None:
-    """Records of an older version. Another method's interval says nothing about them."""
+    """Records of an older version. The interval of another method is not compared."""
     assert compare({"interval": 1}, {}) == (True, {})
     same, different = compare({"interval": 2}, {})
     assert not same and different == {"interval": "1 -> 2"}

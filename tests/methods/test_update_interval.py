@@ -19,6 +19,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.update import one_for_several_steps
+from torchtitan_scape.planner.candidates import fastest, make_case
 from torchtitan_scape.planner.run import PlannedRun
 
 INTERVAL = 3
@@ -163,10 +164,10 @@ def test_bytes_fall_with_the_interval(interval: int) -> None:
 def test_the_number_of_steps_is_dropped_with_their_gradients() -> None:
     method = make(DryRunCollectives(replicas=2), interval=INTERVAL)
     method._accumulated += 1
-    saved = {s.kind: s.tensors for residual in ("drop", "exact") for s in method.checkpoint_states(residual)}
-    assert all(int(t.sum()) == INTERVAL for t in saved["accumulated_steps"].values())
     dropped = {s.kind: s.tensors for s in method.checkpoint_states("drop")}
     assert not any(bool(t.any()) for t in dropped["accumulated_steps"].values())
+    exact = {s.kind: s.tensors for s in method.checkpoint_states("exact")}
+    assert all(int(t.sum()) == INTERVAL for t in exact["accumulated_steps"].values())
 
 
 def test_optimizers_with_other_rates_are_refused() -> None:
@@ -185,6 +186,17 @@ def test_muon_orthogonalizes_a_part_of_the_matrices() -> None:
     for replicas, ratio in ((4, 2.0), (64, 2.0), (1024, 1.0)):
         one, other = (run.optimizer_flops(workload.shapes(), replicas, replicas) for run in runs)
         assert one / other == pytest.approx(ratio, rel=0.15), replicas
+
+
+@pytest.mark.parametrize(
+    ("replicas", "interval", "milliseconds"), [(16, 1, 670), (16, 4, 185), (64, 1, 817), (64, 4, 354)]
+)
+def test_the_exchange_times_on_the_page_are_those_of_the_planner(
+    replicas: int, interval: int, milliseconds: float
+) -> None:
+    case = make_case("vista", replicas, "llama_1_8b", network_bandwidth=1.0)
+    run = PlannedRun(QuantizedUpdateOptions(update_code="1bit_unbiased", interval=interval), "Muon")
+    assert 1e3 * fastest(case, [run]).prediction.exchange == pytest.approx(milliseconds, abs=0.6)
 
 
 def optimizers(rate: Tensor | float) -> list[tuple[nn.Parameter, torch.optim.Optimizer]]:

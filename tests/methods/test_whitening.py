@@ -20,7 +20,7 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions, has_basis, whitened_sides
-from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cosine_rotation, roots, short_products
+from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cosine_rotation, roots, tf32_products
 from torchtitan_scape.optimizers.cost import muon_flops
 from torchtitan_scape.optimizers.muon import orthogonalized
 from torchtitan_scape.planner.step import BF16_PER
@@ -280,13 +280,13 @@ def test_the_figures_of_the_page_are_those_of_llama_1_8b() -> None:
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_products_are_short_on_a_gpu_alone(device: str, before: str) -> None:
+def test_products_are_in_tf32_on_a_gpu_alone(device: str, before: str) -> None:
     """The precision of the user's own products is restored, also after an error."""
     products = torch.backends.cuda.matmul
     users = products.fp32_precision
     products.fp32_precision = before
     try:
-        with pytest.raises(RuntimeError), short_products(torch.device(device)):
+        with pytest.raises(RuntimeError), tf32_products(torch.device(device)):
             assert products.fp32_precision == ("tf32" if device == "cuda" else before)
             raise RuntimeError
         assert products.fp32_precision == before

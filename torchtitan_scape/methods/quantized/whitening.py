@@ -92,17 +92,17 @@ class MatrixBasis:
 
     def encode(self, matrix: Tensor) -> Tensor:
         """Return a gradient (n,) or (a, b) in the basis."""
-        with short_products(matrix.device):
+        with tf32_products(matrix.device):
             return along(self.right.forward, along(self.left.forward, matrix.view(self.shape), 0), 1)
 
     def decode(self, matrix: Tensor) -> Tensor:
         """Return the gradient (a, b) of (n,) or (a, b) in the basis."""
-        with short_products(matrix.device):
+        with tf32_products(matrix.device):
             return along(self.right.backward, along(self.left.backward, matrix.view(self.shape), 0), 1)
 
     def observe(self, gradient: Tensor, applied: Tensor) -> None:
         """Average the second moments with those of a synchronized gradient (a, b)."""
-        with short_products(gradient.device):
+        with tf32_products(gradient.device):
             if self.left.moment is not None:
                 self.left.observe(gradient @ gradient.T, applied)
             if self.right.moment is not None:
@@ -184,10 +184,11 @@ class WhiteningBases:
 
 
 @contextmanager
-def short_products(device: torch.device) -> Iterator[None]:
-    """Let products of FP32 matrices on an NVIDIA GPU round their factors to TF32, which is seven times as fast.
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """Compute products of FP32 matrices in TF32 on an NVIDIA GPU: nominally seven times as fast as FP32 on an H100.
 
-    Rounding to 11 significant bits is small next to a code of one to four bits. AMD's MI250X has no such format.
+    The rounding of the factors to 11 significant bits is small next to the error of a code of one to four bits. AMD's
+    MI250X does not have this format.
     """
     if device.type != "cuda":
         yield
