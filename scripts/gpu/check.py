@@ -52,15 +52,20 @@ PARTS = {
     "speed": (
         Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
         Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
-        Step("launches", 90, ("scripts.gpu.launches",)),
+        Step("methods", 90, ("scripts.gpu.method_steps",)),
+        Step("launches", 60, ("scripts.gpu.launches",)),
+        Step("traffic", 60, ("scripts.gpu.memory_traffic", "count")),
         Step("codes", 60, ("scripts.gpu.passes", "codes")),
     ),
     "training": (
         Step("throughput-adamw", 150, ("scripts.gpu.training", "throughput", "adamw")),  # compiles for the others too
         Step("throughput-adams", 80, ("scripts.gpu.training", "throughput", "adams")),
         Step("throughput-scape", 80, ("scripts.gpu.training", "throughput", "scape")),
-        Step("quality", 160, ("scripts.gpu.training", "quality")),
         Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
+    ),
+    "losses": (
+        Step("rates", 180, ("scripts.gpu.training", "rates")),
+        Step("quality", 290, ("scripts.gpu.training", "quality")),
     ),
     "ranks": (
         Step("stages", 40, ("scripts.gpu.ranks", "stages")),

@@ -52,17 +52,31 @@ class FirstOfMany(DryRunCollectives):
         if codec is None:
             tensor.mul_(1.0)
             return Handle()
-        assert error is not None and carried_error is None
-        rows = tensor.view(self.replicas, -1)
-        error.zero_()
-        arrived = codec.encode(rows, error.view(self.replicas, -1))
-        part = torch.empty_like(rows[0])
-        codec.decode_and_sum(arrived, part)
-        part.div_(divisor)
-        rounding = torch.empty_like(part)
-        message = codec.encode(part.view(1, -1), rounding.view(1, -1))
-        error.view(self.replicas, -1)[self.replica] += rounding * divisor
-        codec.decode(message.repeat(self.replicas, 1), rows)
+        rows, count = tensor.view(self.replicas, -1), tensor.numel() // self.replicas
+        sent = codec.encode(rows, None if error is None else error.view(self.replicas, -1))
+        rounding = tensor.new_empty(count) if carried_error is None and error is not None else carried_error
+        mean = codec.encode_mean(sent, count, divisor, rounding, carried_error is not None)
+        if error is not None and carried_error is None and rounding is not None:
+            error.view(self.replicas, -1)[self.replica] += rounding * divisor
+        codec.decode(mean.view(1, -1).repeat(self.replicas, 1), rows)
+        return Handle()
+
+    def _all_reduce_messages(
+        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
+    ) -> Handle:
+        """Compute the mean of this replica's slice; the others' messages are equal to it."""
+        means.copy_(codec.encode_mean(sent, count, float(self.replicas), error, adds_error).expand_as(means))
+        return Handle()
+
+    def _reduce_to_owners(
+        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
+    ) -> Handle:
+        if codec is not None:
+            sent = codec.encode(rows, error)
+            if self.replica in owners:
+                own = owners.index(self.replica)
+                codec.decode_and_sum(sent[own].repeat(self.replicas, 1), rows[own])
+                rows[own].div_(self.replicas)
         return Handle()
 
 

@@ -1,11 +1,13 @@
-"""The trainer on one GPU: tokens/s and MFU of Llama-500M, losses of a 50 M Llama with 8 simulated replicas.
+"""The trainer on one GPU: tokens/s and MFU of Llama-500M, losses of a 50 M Llama with 4 simulated replicas.
 
     python -m scripts.gpu.training throughput scape --result FILE    # or adamw, adams, offload
-    python -m scripts.gpu.training quality --result FILE
+    python -m scripts.gpu.training rates --result FILE
+    python -m scripts.gpu.training quality --steps 1600 --result FILE
     python -m scripts.gpu.training quality --smoke --result FILE     # the smallest flavors, anywhere
 
-Needs TorchTitan, but no network: text and tokenizer are in the repository. The tokenizer uses 4,096 of the 32,000
-entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
+Needs TorchTitan, but no network: the text for Llama-500M and the tokenizer are in the repository, and the text of the
+losses is prepared on any machine with `python -m scripts.study.prepare_text --larger`. The tokenizer uses 4,096 of the
+32,000 entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
 """
 
 import argparse
@@ -20,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
+from scripts.common import ALONE, EMBEDDED, OUTPUTS, ROOT, RunError, read, write
 from scripts.gpu.machine import python, run_step
 from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.data.manifest import MANIFEST
 
 LOGGED = re.compile(
     r"\bstep: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+).*?memory: +(?P<gib>[\d.]+)GiB.*?tps: (?P<tps>[\d,]+)"
@@ -43,13 +46,27 @@ TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "offload": ("scape", OFFLOADED),
 }
 BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 90, 30  # tokens/s include the time of writing a log line
-REPLICAS = 8
-# The defaults of [sync.scape], and a hundredth of the bytes of dense FP32.
+REPLICAS = 4
+TEXT = OUTPUTS / "at_size" / "larger"  # python -m scripts.study.prepare_text --larger
+MUON = ("--optimizer.name=Muon", "--optimizer.beta1=0.95")
+SPARTA = ("--sync.method=sparta", "--sync.sparta.interval=3", "--sync.sparta.code=1bit")
+# 1.2 % of the dense bytes, and dense training with the same optimizer.
 COMPARED: dict[str, tuple[str, ...]] = {
-    "dense AdamS": ("--sync.method=dense",),
-    "SCAPE, defaults": ("--sync.scape.density=0.1", "--sync.scape.wire=float32"),
-    "SCAPE, 1 % of the bytes": ("--sync.scape.bytes=0.01",),
+    "dense Muon": ("--sync.method=dense", *MUON),
+    "SPARTA, Muon": (*SPARTA, *MUON),
+    "dense AdamW": ("--sync.method=dense", "--optimizer.name=AdamW"),
+    "SCAPE": ("--sync.method=scape", "--optimizer.name=AdamS", "--sync.scape.density=0.05", "--sync.scape.wire=int4"),
+    "SPARTA, AdamW": (*SPARTA, "--optimizer.name=AdamW"),
 }
+# Learning rates of the runs `rates`, and their steps; then those of `quality`, chosen from them.
+TRIED: dict[str, tuple[float, ...]] = {
+    "dense Muon": (0.008, 0.016),
+    "SPARTA, Muon": (0.016, 0.032),
+    "dense AdamW": (0.002, 0.004),
+    "SCAPE": (0.001, 0.002),
+}
+CHOSEN: dict[str, float] = {"dense Muon": 0.016, "SPARTA, Muon": 0.032, "dense AdamW": 0.002, "SCAPE": 0.002}
+TRIED_STEPS, CHOSEN_STEPS = 200, 1600
 KEPT = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
 POLL = 1.0
 
@@ -164,7 +181,7 @@ def measured(points: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def compared(smoke: bool) -> list[str]:
+def compared(steps: int, smoke: bool) -> list[str]:
     """Return the trainer's arguments that all runs have in common."""
     common = [f"--job.config_file={EMBEDDED}", "--checkpoint.no-enable", "--sample.characters=0"]
     common += ["--metrics.no-enable-tensorboard", "--sync.consistency_interval=0"]
@@ -173,31 +190,52 @@ def compared(smoke: bool) -> list[str]:
         common += ["--training.steps=3", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
         common += ["--validation.steps=1", "--validation.seq_len=32", "--validation.freq=3"]
         return [*common, "--sync.scape.density_warmup_steps=2"]
-    common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=4", "--training.seq_len=512"]
-    common += ["--training.steps=300", "--metrics.log_freq=10", "--lr_scheduler.warmup_steps=30"]
-    common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--optimizer.lr=1e-3"]
-    common += ["--validation.freq=100", "--validation.seq_len=512", "--validation.steps=4"]
-    return [*common, "--sync.scape.density_warmup_steps=30"]
+    common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=16", "--training.seq_len=512"]
+    common += [f"--training.steps={steps}", "--metrics.log_freq=20", f"--lr_scheduler.warmup_steps={steps // 20}"]
+    common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
+    common += ["--training.dataset=prepared", f"--training.dataset_path={TEXT}"]
+    common += ["--validation.dataset=prepared", f"--validation.dataset_path={TEXT}", "--validation.seq_len=512"]
+    common += [f"--validation.freq={steps // 8}", "--validation.local_batch_size=16", "--validation.steps=32"]
+    return [*common, f"--sync.scape.density_warmup_steps={steps // 20}"]
 
 
 def quality(args: argparse.Namespace, scratch: Path) -> None:
-    """Run all at the same time: the steps of a small model wait for the host's launches."""
-    common = compared(args.smoke)
+    """Compare methods at the rates that `rates` found best. All runs share the GPU and begin at the same time.
+
+    The steps of one run of a small model wait for the host's launches; several together keep the device busy.
+    """
+    together({name: (name, rate) for name, rate in CHOSEN.items()}, args.steps or CHOSEN_STEPS, args, scratch)
+
+
+def rates(args: argparse.Namespace, scratch: Path) -> None:
+    """Try two learning rates for each method, in short runs."""
+    runs = {f"{name}, {rate:g}": (name, rate) for name, tried in TRIED.items() for rate in tried}
+    together(runs, args.steps or TRIED_STEPS, args, scratch)
+
+
+def together(chosen: dict[str, tuple[str, float]], steps: int, args: argparse.Namespace, scratch: Path) -> None:
+    """Train {name: (entry of COMPARED, learning rate)} at the same time. Raises RunError if one failed."""
+    common = compared(steps, args.smoke)
     runs: dict[str, Run] = {}
     found: dict[str, Any] = {"arguments": common, "replicas": 2 if args.smoke else REPLICAS, "runs": {}}
+    if not args.smoke:
+        found["text"] = read(TEXT / MANIFEST)
 
     def note() -> None:
         for name, run in runs.items():
-            curve, summary = [[p["step"], p["loss"]] for p in run.points()], run.summary()
-            own = {"options": COMPARED[name], "training": curve, "validation": run.validated()}
+            points, summary = run.points(), run.summary()
+            method, rate = chosen[name]
+            own = {"options": COMPARED[method], "learning_rate": rate, "validation": run.validated()}
+            own["training"] = [[p["step"], p["loss"]] for p in points]
+            own["tokens_per_second_beside_the_others"] = points[-1]["tps"] if points else None
             found["runs"][name] = own | {key: summary.get(key) for key in KEPT}
         write(args.result, found)
         last = {name: run["training"][-1] for name, run in found["runs"].items() if run["training"]}
         print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
 
     try:
-        for number, (name, options) in enumerate(COMPARED.items()):
-            runs[name] = Run([*common, *options], scratch / str(number))
+        for number, (name, (method, rate)) in enumerate(chosen.items()):
+            runs[name] = Run([*common, *COMPARED[method], f"--optimizer.lr={rate}"], scratch / str(number))
         follow(runs, note)
     finally:
         for run in runs.values():
@@ -209,8 +247,9 @@ def run(args: argparse.Namespace) -> None:
         WORK[args.what](args, Path(scratch))
 
 
-WORK = {"throughput": throughput, "quality": quality}
+WORK = {"throughput": throughput, "rates": rates, "quality": quality}
 
 if __name__ == "__main__":
     forms = dict(nargs="?", choices=[*TIMED], default="scape")
-    sys.exit(run_step(__doc__, run, {"what": dict(choices=[*WORK]), "form": forms}))
+    steps = dict(type=int, default=0, help="of the losses' runs")
+    sys.exit(run_step(__doc__, run, {"what": dict(choices=[*WORK]), "form": forms, "--steps": steps}))

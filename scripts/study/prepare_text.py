@@ -5,11 +5,13 @@ sources of PyTorch, SymPy and NumPy, without tests, there are 26 M, which are re
 versions of the packages: the manifest in results/at_size names them and contains its digest.
 
     python -m scripts.study.prepare_text
+    python -m scripts.study.prepare_text --larger    # 2 to 3 times as much, for 50 M parameters: scripts/gpu/training.py
 """
 
 import json
 import sys
 import sysconfig
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +23,14 @@ from torchtitan_scape.data.standard_library import read_sources
 
 PACKAGES = ("torch", "sympy", "numpy")
 PREPARED = OUTPUTS / "at_size" / "prepared"  # training.dataset_path of grids/at_size.toml
+LARGER = ("transformers", "pandas", "matplotlib", "fontTools", "pygments", "mypy", "networkx")  # of the extra `test`
+LARGER_PREPARED = OUTPUTS / "at_size" / "larger"
 
 
-def sources() -> dict[str, dict[str, str]]:
+def sources(packages: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return {package and version: {relative path: text}}. Raises ValueError if a package is not installed."""
     found = {f"Python {sys.version.split()[0]}": read_sources(Path(sysconfig.get_path("stdlib")))}
-    for name in PACKAGES:
+    for name in packages:
         spec = find_spec(name)
         if spec is None or spec.origin is None:
             raise ValueError(f"the package {name} is not installed: pip install {name}")
@@ -34,14 +38,17 @@ def sources() -> dict[str, dict[str, str]]:
     return found
 
 
-def run() -> int:
-    text, found = PREPARED.parent / "sources.jsonl", sources()
+def run(larger: bool) -> int:
+    prepared, found = (LARGER_PREPARED, sources(PACKAGES + LARGER)) if larger else (PREPARED, sources(PACKAGES))
+    text = prepared.parent / "sources.jsonl"
     write(text, "".join(json.dumps({"text": source}) + "\n" for files in found.values() for source in files.values()))
     tokenizer = ROOT / "torchtitan_scape" / "data" / "tokenizer"
-    arguments = [f"--path={text}", f"--tokenizer={tokenizer}", f"--output={PREPARED}", "--validation=0.01"]
+    arguments = [f"--path={text}", f"--tokenizer={tokenizer}", f"--output={prepared}", "--validation=0.01"]
     if code := prepare.main(arguments):
         return code
-    manifest = read(PREPARED / MANIFEST)
+    if larger:
+        return 0  # the results of the GPU check contain what describes it
+    manifest = read(prepared / MANIFEST)
     manifest["source"]["path"] = None  # differs between machines
     manifest["sources"] = {name: {"files": len(files)} for name, files in found.items()}
     write(RESULTS / "at_size" / MANIFEST, manifest)
@@ -50,5 +57,7 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    parser(__doc__).parse_args()
-    sys.exit(guarded(run))
+    arguments = parser(__doc__)
+    arguments.add_argument("--larger", action="store_true", help="the text for 50 M parameters")
+    larger = arguments.parse_args().larger
+    sys.exit(guarded(lambda: run(larger)))

@@ -1,0 +1,98 @@
+"""Time whole optimizer steps of several methods, against fused AdamW in the same process.
+
+    python -m scripts.gpu.method_steps --model llama_1_8b --result FILE
+    TRITON_INTERPRET=1 python -m scripts.gpu.method_steps --smoke --result FILE    # a tiny model, anywhere
+
+Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, clipping, the
+method and the update. Messages are encoded and decoded, and not sent.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from scripts.common import write
+from scripts.gpu.machine import run_step
+from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, draw, free
+from scripts.gpu.timing import Clock, copy_bandwidth, device_for, of
+from torchtitan_scape import replicate
+from torchtitan_scape.core.workloads import WORKLOADS, Shape
+
+REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
+# Options, by name in the report. `scape` is timed pass by pass in scripts/gpu/passes.py.
+TIMED: dict[str, dict[str, Any]] = {
+    "dense": {"method": "dense"},
+    "sparta": {"method": "sparta", "interval": 3, "code": "1bit", "warmup_steps": 0},
+    "sparta, unbiased bit": {"method": "sparta", "interval": 3, "code": "1bit_unbiased", "warmup_steps": 0},
+    "quantized, int4": {"method": "quantized", "code": "int4"},
+    "quantized, 2bit": {"method": "quantized", "code": "2bit"},
+    "quantized_update": {"method": "quantized_update"},
+    "topk": {"method": "topk", "density": 0.01, "start": 0},
+    "powersgd": {"method": "powersgd", "rank": 4, "start": 0},
+    "onebit_adam": {"method": "onebit_adam", "warmup_steps": 1},
+    "radius": {"method": "radius", "start": 0, "interval": 1000},
+    "diloco, a step without exchange": {"method": "diloco", "inner_steps": 1000},
+}
+
+
+def model_of(shapes: Sequence[Shape], device: torch.device) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes)
+
+
+def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
+    """Return figures of a method's step; "failed" if it does not fit in memory."""
+    model = model_of(shapes, clock.device)
+    entries = sum(p.numel() for p in model)
+    inner = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
+    kernels = "triton" if clock.cuda else "torch"
+    optimizer = replicate(
+        model, inner, options, FirstOfMany(replicas=REPLICAS), max_norm=1.0, total_steps=1000, kernels=kernels
+    )
+    parameters = list(model)
+    for _ in range(WARM_UP):
+        draw(parameters)
+        optimizer.step()
+    draw(parameters)
+    figures = of(clock(optimizer.step).figures(), ADAMW * entries, entries, bandwidth)
+    if clock.cuda:
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return figures
+
+
+def fused_adamw(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
+    model = model_of(shapes, clock.device)
+    draw(list(model))
+    entries = sum(p.numel() for p in model)
+    optimizer = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
+    return of(clock(optimizer.step).figures(), ADAMW * entries, entries, bandwidth)
+
+
+def run(args: argparse.Namespace) -> None:
+    clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
+    shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
+    bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
+    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}}
+    adamw = found["fused AdamW"] = fused_adamw(shapes, clock, bandwidth)
+    for name, options in TIMED.items():
+        free(clock)
+        if clock.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            figures = measure(options, shapes, clock, bandwidth)
+        except (RuntimeError, ValueError) as error:  # the other methods are measured nevertheless
+            found["methods"][name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
+            print(f"{name}: {found['methods'][name]['failed']}", flush=True)
+        else:
+            found["methods"][name] = figures
+            print(f"{name}: {figures['ms']:.3f} ms, {figures['ms'] / adamw['ms']:.2f} x fused AdamW", flush=True)
+        write(args.result, found)
+    if failed := [name for name, one in found["methods"].items() if "failed" in one]:
+        raise RuntimeError(f"not timed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_step(__doc__, run, {"--model": dict(choices=[*WORKLOADS], default="llama_1_8b")}))
