@@ -5,7 +5,7 @@ sources of PyTorch, SymPy and NumPy, without tests, there are 26 M, which are re
 versions of the packages: the manifest in results/at_size names them and contains its digest.
 
     python -m scripts.study.prepare_text
-    python -m scripts.study.prepare_text --larger    # 2 to 3 times as much, for 50 M parameters: scripts/gpu/training.py
+    python -m scripts.study.prepare_text --larger    # twice as much: scripts/gpu/training.py
 """
 
 import json
