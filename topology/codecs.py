@@ -73,7 +73,7 @@ class Bfloat16:
     ) -> Tensor:
         mean = torch.empty(count, dtype=torch.float32, device=messages.device)
         self.decode_and_sum(messages, mean)
-        mean.div_(divisor)
+        mean.div_(mean.new_full((), divisor))  # a Python number would be inverted first on a GPU
         if error is not None and adds_error:
             mean += error
         return self.encode(mean.view(1, -1), None if error is None else error.view(1, -1))

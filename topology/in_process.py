@@ -336,7 +336,8 @@ def _encoded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
 
 def _all_reduce_encoded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, codec: Codec) -> None:
     """Compute `topology.stages.all_reduce_encoded` on one level. each: (pair, carried error) of every replica."""
-    sums = _encoded_sums([pair for pair, _ in each], codec).div_(divisor)
+    sums = _encoded_sums([pair for pair, _ in each], codec)
+    sums.div_(sums.new_full((), divisor))  # as kernels divide; a Python number would be inverted first on a GPU
     for part, (_, carried_error) in zip(sums, each, strict=True):
         if carried_error is not None:
             part += carried_error

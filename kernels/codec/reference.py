@@ -105,7 +105,7 @@ def encode_mean(
     """Encode (sum of messages) / divisor, plus `error` if `adds_error`, as one message; see `BlockCode.encode_mean`."""
     mean = torch.empty(count, dtype=torch.float32, device=messages.device)
     decode_and_sum(messages, name, block, scale, mean)
-    mean.div_(divisor)
+    mean.div_(mean.new_full((), divisor))  # a tensor, see `scales_of`
     if error is not None and adds_error:
         mean += error
     return encode(mean.view(1, -1), name, block, scale, None if error is None else error.view(1, -1))

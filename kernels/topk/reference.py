@@ -93,7 +93,8 @@ def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None
         total.scatter_add_(1, own, added)
         if senders is not None:
             senders.scatter_add_(1, own, torch.ones_like(added))
-    total.div_(float(replicas) if senders is None else senders.clamp_(min=1.0))
+    # By a tensor: PyTorch replaces a division by a Python number on a GPU with a multiplication by its inverse.
+    total.div_(total.new_full((), float(replicas)) if senders is None else senders.clamp_(min=1.0))
     x.copy_(from_blocks(total, grid))
 
 
