@@ -37,7 +37,6 @@ def encode(
         name,
         block,
         (one,),
-        warps=4,
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         STOCHASTIC=key is not None,
@@ -84,7 +83,6 @@ def encode_mean(
         (divisor, rows, count // block, size // 16),
         name,
         block,
-        warps=4,
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         ADDS_ERROR=adds_error and error is not None,
@@ -124,7 +122,6 @@ def _launch(
     name: str,
     block: int,
     more: tuple[int, ...] = (),
-    warps: int | None = None,
     **constants: Any,
 ) -> None:
     """Launch one program per tile and row. sizes[-2]: blocks of a row. more: scalar arguments after the sizes."""
@@ -135,7 +132,7 @@ def _launch(
         *tensors,
         *sizes,
         *more,
-        warps=warps or min(4, _TILE * form.bits // 1024),  # every thread has a word
+        warps=4,
         FORM=name,
         BITS=form.bits,
         SCALES=form.scales,

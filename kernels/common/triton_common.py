@@ -92,9 +92,14 @@ def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the tile's bytes of a packed mask, int32 [ROWS, BYTES]: all ones unless `masked`; 0 beyond the tensor."""
+    """Load the tile's bytes of a packed mask, int32 [ROWS, BYTES]: all ones unless `masked`; 0 beyond the tensor.
+
+    Consecutive threads receive consecutive bytes. Scattered accesses to entries of the bytes have this layout too;
+    with several bytes per thread, Triton would convert between layouts in each of them, through shared memory.
+    """
     line = tl.arange(0, ROWS)[:, None]
-    byte = tl.arange(0, BYTES)[None, :]
+    none = tl.minimum(left, 0)  # 0, which the compiler does not know: so it cannot load several bytes per thread
+    byte = tl.arange(0, BYTES)[None, :] ^ none
     first = line * BLOCK + byte * 8
     inside = (byte < BLOCK // 8) & (first < left)
     at = mask + block.to(tl.int64) * (BLOCK // 8) + line * (BLOCK // 8) + byte

@@ -13,7 +13,7 @@ steps 8 to the second one. Values are bitwise those of the PyTorch operators of 
 import triton
 import triton.language as tl
 
-from kernels.codec.triton_kernels import codes_of, decoded, scales_of, store_codes
+from kernels.codec.triton_kernels import codes_of, decoded, joined, scales_of, store_codes
 
 # Columns of the table, int64.
 FIRST = tl.constexpr(0)  # address
@@ -175,10 +175,12 @@ def apply_kernel(
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
     at, inside = entries_of(table, number, row, count, block, offset, BLOCK, FULL, False)
-    mean = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    mean = joined(a, b, c, d)
     firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
-        sent = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        sent = joined(a, b, c, d)
         seconds = pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at
         first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)

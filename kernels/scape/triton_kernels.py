@@ -237,20 +237,16 @@ def mean_of_tensor(table, tensor, fresh_counts, max_staleness):
 
 
 @triton.jit
-def staleness(table, tensor, relative, mean, max_staleness, first, local, wanted, MIN_VISIT_RATE: tl.constexpr):
-    """Return the staleness of entries: the tensor's mean, divided by the relative visit rates of row and column.
+def visit_rates(table, tensor, relative, first):
+    """Return what `scaled` needs of a tile: the addresses of the visit rates of its first row and of the tensor's first
+    column, the length of a row, and the column of the tile's first entry.
 
-    first: first entry of the tile in the tensor, int64 (). local: indices of the entries relative to it. wanted: mask
-    of the entries whose staleness is used.
+    first: first entry of the tile in the tensor, int64 (). Outside loops, because these divisions are slow.
     """
     columns = cell(table, tensor, ROW)
-    column = (first % columns).to(tl.int32) + local
-    row = column // columns.to(tl.int32)
-    column -= row * columns.to(tl.int32)
     rows = relative + cell(table, tensor, VISITED_ROWS) + first // columns
-    frequency = tl.load(rows + row, mask=wanted, other=1.0)
-    frequency = frequency * tl.load(relative + cell(table, tensor, VISITED_COLUMNS) + column, mask=wanted, other=1.0)
-    return tl.minimum(tl.maximum(mean / tl.maximum(frequency, MIN_VISIT_RATE), 1.0), max_staleness)
+    of_columns = relative + cell(table, tensor, VISITED_COLUMNS)
+    return rows, of_columns, columns.to(tl.int32), (first % columns).to(tl.int32)
 
 
 @triton.jit
@@ -258,19 +254,27 @@ def scaled(
     step,
     moment,
     newly,
-    table,
-    tensor,
-    relative,
+    rows,
+    of_columns,
+    columns,
+    start,
     mean_staleness,
     max_staleness,
-    first,
     local,
     MOMENT_SHARE: tl.constexpr,
     MIN_VISIT_RATE: tl.constexpr,
 ):
-    """Return step and moment; where `newly`, multiplied by the staleness and by MOMENT_SHARE, respectively."""
-    factor = staleness(table, tensor, relative, mean_staleness, max_staleness, first, local, newly, MIN_VISIT_RATE)
-    step = tl.where(newly, step * factor, step)
+    """Return step and moment; where `newly`, multiplied by the staleness and by MOMENT_SHARE, respectively.
+
+    The staleness is the tensor's mean, divided by the relative visit rates of row and column. local: indices of the
+    entries in the tile. rows, of_columns, columns, start: of `visit_rates`.
+    """
+    column = start + local
+    row = column // columns
+    column -= row * columns
+    frequency = tl.load(rows + row, mask=newly, other=1.0) * tl.load(of_columns + column, mask=newly, other=1.0)
+    factor = mean_staleness / tl.maximum(frequency, MIN_VISIT_RATE)
+    step = tl.where(newly, step * tl.minimum(tl.maximum(factor, 1.0), max_staleness), step)
     if MOMENT_SHARE < 1:
         moment = tl.where(newly, moment * MOMENT_SHARE, moment)
     return step, moment
@@ -332,6 +336,7 @@ def update_kernel(
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
     to_gradient = 1.0 / gradient_rate
     mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
+    rows, of_columns, columns, start = visit_rates(table, tensor, relative, first)
     if COMPACT:
         if WRITES:
             tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
@@ -357,12 +362,12 @@ def update_kernel(
                     step,
                     moment,
                     newly,
-                    table,
-                    tensor,
-                    relative,
+                    rows,
+                    of_columns,
+                    columns,
+                    start,
                     mean_staleness,
                     max_staleness,
-                    first,
                     at,
                     MOMENT_SHARE,
                     MIN_VISIT_RATE,
@@ -388,12 +393,12 @@ def update_kernel(
                 step,
                 moment,
                 newly,
-                table,
-                tensor,
-                relative,
+                rows,
+                of_columns,
+                columns,
+                start,
                 mean_staleness,
                 max_staleness,
-                first,
                 local,
                 MOMENT_SHARE,
                 MIN_VISIT_RATE,

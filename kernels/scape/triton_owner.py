@@ -33,7 +33,7 @@ from kernels.common.triton_common import (
     spread,
     tile_of,
 )
-from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled
+from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled, visit_rates
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def owned_update_kernel(
     decay = rate(rates, tensor, DECAY)
     unbias1 = 1.0 / tl.load(corrections + 2 * tensor)
     unbias2 = 1.0 / tl.load(corrections + 2 * tensor + 1)
-    whole_first = first + cell(table, tensor, START)
+    rows, of_columns, columns, start = visit_rates(table, tensor, relative, first + cell(table, tensor, START))
     mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
     if HAS_MASTER:
         parameters = pointer(table, tensor, MASTER, tl.float32, ALIGNED_TILE) + first
@@ -179,12 +179,12 @@ def owned_update_kernel(
                     step,
                     moment,
                     newly,
-                    table,
-                    tensor,
-                    relative,
+                    rows,
+                    of_columns,
+                    columns,
+                    start,
                     mean_staleness,
                     max_staleness,
-                    whole_first,
                     at,
                     MOMENT_SHARE,
                     MIN_VISIT_RATE,
@@ -217,12 +217,12 @@ def owned_update_kernel(
                 step,
                 moment,
                 changed & ~was_held,
-                table,
-                tensor,
-                relative,
+                rows,
+                of_columns,
+                columns,
+                start,
                 mean_staleness,
                 max_staleness,
-                whole_first,
                 local,
                 MOMENT_SHARE,
                 MIN_VISIT_RATE,

@@ -63,10 +63,7 @@ PARTS = {
         Step("throughput-scape", 80, ("scripts.gpu.training", "throughput", "scape")),
         Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
     ),
-    "losses": (
-        Step("rates", 180, ("scripts.gpu.training", "rates")),
-        Step("quality", 290, ("scripts.gpu.training", "quality")),
-    ),
+    "losses": (Step("quality", 470, ("scripts.gpu.training", "quality")),),
     "ranks": (
         Step("stages", 40, ("scripts.gpu.ranks", "stages")),
         Step("lost-rank", 130, ("scripts.gpu.ranks", "lost")),

@@ -34,11 +34,14 @@ SANITIZED = (
     f"{TESTS}/test_gpu.py::test_block_codes_equal_the_reference[int4-128-scale0]",
 )
 SANITIZER_SECONDS = 120.0  # a case
+HANG_SECONDS = 60
 POLL = 0.5
 
 
 def command(*more: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *more]
+    # A test that hangs prints where.
+    hangs = f"faulthandler_timeout={HANG_SECONDS}"
+    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", hangs, *more]
 
 
 def environment(smoke: bool, **more: str) -> dict[str, str]:
@@ -61,7 +64,7 @@ def tests(args: argparse.Namespace) -> None:
     cores = os.cpu_count() or 1
     count = 1 if args.smoke else min(PROCESSES, cores)
     threads = str(max(1, cores // count))  # otherwise each process uses all cores for its work on the host
-    begin, before = time.monotonic(), -1
+    begin, before, shown = time.monotonic(), -1, [False] * count
     with tempfile.TemporaryDirectory() as scratch:
         logs = [Path(scratch, f"{i}.log") for i in range(count)]
         running = []
@@ -78,14 +81,18 @@ def tests(args: argparse.Namespace) -> None:
                 before = found["passed"] + len(found["failed"])
                 write(args.result, found)
                 print(f"{found['passed']} passed, {len(found['failed'])} failed", flush=True)
+            for i, (code, text) in enumerate(zip(codes, texts, strict=True)):  # at once: others may not end in time
+                if not shown[i] and (
+                    code or "Timeout (" in text
+                ):
+                    shown[i] = True
+                    print(text[-8000:], flush=True)
             if None not in codes:
                 break
             time.sleep(POLL)
-    wrong = [text for code, text in zip(codes, texts, strict=True) if code]
-    for text in wrong:
-        print(text[-8000:], flush=True)
+    wrong = sum(bool(code) for code in codes)
     if wrong or not found["passed"]:
-        raise RunError(f"{len(found['failed'])} tests failed, {len(wrong)} of {count} processes ended badly")
+        raise RunError(f"{len(found['failed'])} tests failed, {wrong} of {count} processes ended badly")
 
 
 def ended(command: list[str], env: dict[str, str], seconds: float) -> tuple[str, int]:

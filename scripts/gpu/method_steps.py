@@ -18,7 +18,7 @@ from torch import nn
 from scripts.common import write
 from scripts.gpu.machine import run_step
 from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, draw, free
-from scripts.gpu.timing import Clock, copy_bandwidth, device_for, of
+from scripts.gpu.timing import Clock, copy_bandwidth, counted_waits, device_for, of
 from torchtitan_scape import replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape
 
@@ -58,8 +58,16 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
         optimizer.step()
     draw(parameters)
     figures = of(clock(optimizer.step).figures(), ADAMW * entries, entries, bandwidth)
+    optimizer.timer.enabled = True
+    for _ in range(WARM_UP):
+        optimizer.step()
+    figures["phases_ms"] = {name: 1e3 * seconds / WARM_UP for name, seconds in optimizer.timer.take().items()}
+    optimizer.timer.enabled = False
+    waits = list[list[str]]()
+    with counted_waits(clock.device, waits):
+        optimizer.step()
     if clock.cuda:
-        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+        figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "waits": waits[0]}
     return figures
 
 

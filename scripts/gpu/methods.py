@@ -16,9 +16,7 @@ import os
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -36,6 +34,7 @@ from scripts.common import ROOT, RunError, read, write
 from scripts.faults.fault_runs import free_endpoint
 from scripts.gpu.machine import patience, python, run_step
 from scripts.gpu.ranks import own_host, start
+from scripts.gpu.timing import counted_waits
 from topology.groups import ReplicaGroups, build_groups, build_level_groups
 from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
@@ -241,26 +240,10 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-@contextmanager
-def counted_waits(device: torch.device, found: list[int]) -> Iterator[None]:
-    """Append the number of operations that waited for the device; nothing without a GPU."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    found.append(sum("synchronizing" in str(warning.message) for warning in caught))
-
-
 def train(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> dict[str, Any]:
     """Return digests of the parameters and of an output, and how often the warm steps waited for the device."""
     device, (model, optimizer) = groups.device, build(case, layout, hierarchical, groups)
-    generator, waits = torch.Generator().manual_seed(dist.get_rank()), list[int]()
+    generator, waits = torch.Generator().manual_seed(dist.get_rank()), list[list[str]]()
     for step in range(1, STEPS + 1):
         if step == STEPS:
             optimizer.request_full_exchange()
@@ -284,7 +267,8 @@ def train(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> dic
         "parameters": digest(parameters),
         "output": digest([output]),
         "finite": all(bool(p.isfinite().all()) for p in (*parameters, output)),
-        "waits": sum(waits[WARM:]) if waits else None,
+        "waits": sum(map(len, waits[WARM:])) if waits else None,
+        "where": sorted({line for lines in waits[WARM:] for line in lines}),
     }
 
 
@@ -299,7 +283,8 @@ def run_cases(args: argparse.Namespace) -> None:
             own = train(case, case.layout(per_node), hierarchical, groups)
             every: list[Any] = [None] * RANKS
             dist.all_gather_object(every, own)
-            row = {"layout": layout_name, "case": name, "waits": own["waits"], "may wait": case.may_wait()}
+            row = {"layout": layout_name, "case": name, "may wait": case.may_wait()}
+            row |= {key: own[key] for key in ("waits", "where")}
             row["equal"] = agree(every, case.shard)
             outputs[layout_name, name] = own["output"]
             if case.overlap:

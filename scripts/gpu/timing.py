@@ -7,8 +7,11 @@ issue the work.
 
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,6 +128,23 @@ class Clock:
             end.record()
             end.synchronize()
         return SPIN_CYCLES / start.elapsed_time(end)
+
+
+@contextmanager
+def counted_waits(device: torch.device, found: list[list[str]]) -> Iterator[None]:
+    """Append the lines of code that waited for the device, as "file:line"; nothing without a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    found.append([f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits])
 
 
 def copy_bandwidth(clock: Clock, gigabytes: float) -> float:

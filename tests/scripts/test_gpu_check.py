@@ -247,11 +247,12 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
-    for arguments in [timed(form, False) for form in TIMED] + [[*compared(False), *one] for one in COMPARED.values()]:
+    losses = [[*compared(700, False), *COMPARED[name]] for name in RATES]
+    for arguments in [timed(form, False) for form in TIMED] + losses:
         config = parse(arguments)
         check_config(config, "cpu")
         assert not config.checkpoint.enable and config.sync.consistency_interval == 0
-    assert config.model.flavor == "50M" and config.topology.simulate_replicas == 8
+    assert config.model.flavor == "50M" and config.topology.simulate_replicas == 4
 
 
 def test_stored_results_come_from_a_gpu() -> None:

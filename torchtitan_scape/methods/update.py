@@ -27,11 +27,18 @@ def norm_over_model(
     return collectives.sum_over_model(squares).sqrt()
 
 
-def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> Tensor:
-    """Scale the gradients in place so that their norm is at most `max_norm`, and return the factor, FP32 ()."""
+def clip(gradients: list[Tensor], norm: Tensor, max_norm: float, scale: float = 1.0) -> Tensor:
+    """Multiply the gradients by `scale`, and by a factor with which their norm is at most `max_norm`, in place.
+
+    Args:
+        norm: FP32 (), of the gradients times `scale`.
+
+    Returns:
+        The factor, FP32 ().
+    """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor * scale)
     return factor
 
 
