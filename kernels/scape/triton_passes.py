@@ -1,6 +1,7 @@
 """SCAPE passes on Triton kernels: a few launches for all tensors of a model, without synchronization."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from torch.nn.functional import pad
 
 from kernels.common import launching
 from kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, aligned, as_flag
+from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense.triton_passes import DTYPES, rates_row
 from kernels.scape import triton_kernels, triton_masks
@@ -31,6 +33,9 @@ _CODED = 512  # bytes of unary bits that one program decodes
 
 class TritonUpdates(Updates, Protocol):
     """`Updates` of this backend."""
+
+    fixed_columns: bool
+    """The columns and kinds depend on the tensors' pointers and dtypes and on the density only."""
 
     def columns(self, i: int) -> tuple[int, ...]:
         """Return the columns of a tensor in the pointer table, from OUTSIDE on."""
@@ -66,6 +71,8 @@ class TritonPasses(ScapePasses):
         self._own_block = self.first_run * self.layout.run_blocks
         self.all = tuple(self.stream.whole())
         self.own, self.others = self._split(self._own_block, self._own_block + self.runs * self.layout.run_blocks)
+        self._known: Any = None
+        self._known_rates: list[Rates] = []
         self._within: dict[tuple[PayloadChunk, tuple[Range, ...]], tuple[Range, ...]] = {}
 
     def _split(self, start: int, end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
@@ -97,16 +104,35 @@ class TritonPasses(ScapePasses):
             self.gradients = [g.float() for g in step.gradients]
         through_master = self.updater.updates_master and self.masters
         self.writable = Writable(step.parameters, self.masters if through_master else None)
-        layout, flat = self.layout, self.writable.flat
+        pointers = [
+            tuple(t.data_ptr() for t in each)
+            for each in zip(self.gradients, self.writable.flat, self.states, strict=True)
+        ]
+        dtypes = tuple(g.dtype for g in self.gradients)
+        known = pointers, dtypes, step.in_use.density, self.compact
+        if known != self._known or not self.updates.fixed_columns:  # as a rule, gradients are allocated where they were
+            self._set_table(pointers)
+            self._known = known
+        if step.rates != self._known_rates:
+            rows = {rates: (rates_row(rates), (rates.beta1, rates.beta2)) for rates in set(step.rates)}
+            self._rates.set([rows[rates][0] for rates in step.rates])
+            self._betas.set([rows[rates][1] for rates in step.rates])
+            self._known_rates = step.rates
+        self._corrections: Tensor | None = None
+        self.fresh.zero_()
+        self.tiles = self._wide if self.compact else self.stream
+        self._selection = self._allocate_selection(step.next_density)
+
+    def _set_table(self, pointers: Sequence[tuple[int, ...]]) -> None:
+        """Update the pointer table and the kinds of the tensors. pointers: of gradient, parameter and state of each."""
+        layout, step = self.layout, self.step
         k = layout.block_size if step.in_use.dense else entries_per_block(step.in_use.density, layout.block_size)
         rows = []
-        for i in range(len(self.sizes)):
+        for i, own in enumerate(pointers):
             sparse = i < self.sparsified
             rows.append(
                 table_row(
-                    self.gradients[i].data_ptr(),
-                    flat[i].data_ptr(),
-                    self.states[i].data_ptr(),
+                    *own,
                     self.sizes[i],
                     layout.first_block[i] if sparse else -1,
                     self.payload_layout.positions[i],
@@ -115,13 +141,8 @@ class TritonPasses(ScapePasses):
                 )
             )
         self._table.set(rows)
-        self._rates.set([rates_row(r) for r in step.rates])
-        self._betas.set([(r.beta1, r.beta2) for r in step.rates])
         self._gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
         self.parameter_kinds = self.updates.kinds()
-        self.fresh.zero_()
-        self.tiles = self._wide if self.compact else self.stream
-        self._selection = self._allocate_selection(step.next_density)
 
     def release(self) -> None:
         super().release()
@@ -212,7 +233,9 @@ class TritonPasses(ScapePasses):
 
     def corrections(self) -> Tensor:
         """Return the bias corrections 1 - beta^t of both moments, FP32 (tensors, 2)."""
-        return (1.0 - self._betas.values**self.step.steps).float()
+        if self._corrections is None:
+            self._corrections = (1.0 - self._betas.values**self.step.steps).float()
+        return self._corrections
 
     def pack_blocks(self, ranges: tuple[Range, ...], select: bool = False, common: bool = False) -> None:
         """Launch the pack kernel over ranges of blocks.

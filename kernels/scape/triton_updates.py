@@ -75,6 +75,8 @@ class _TritonUpdates:
 class TritonReplicated(_TritonUpdates):
     """Passes of `ReplicatedUpdate`: every replica updates all entries."""
 
+    fixed_columns = True
+
     def __init__(self, passes: TritonPasses) -> None:
         super().__init__(passes)
         self._payload_tiles: dict[PayloadChunk, tuple[Tensor, Tensor]] = {}
@@ -121,6 +123,8 @@ class TritonReplicated(_TritonUpdates):
 
 class TritonOwner(_TritonUpdates):
     """Passes of `ShardedUpdate`: each entry's owner updates it for all replicas."""
+
+    fixed_columns = False  # they contain addresses of the common buffer and of the masters
 
     def __init__(self, passes: TritonPasses, owner: ShardedUpdate) -> None:
         super().__init__(passes)

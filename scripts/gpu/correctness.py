@@ -82,9 +82,7 @@ def tests(args: argparse.Namespace) -> None:
                 write(args.result, found)
                 print(f"{found['passed']} passed, {len(found['failed'])} failed", flush=True)
             for i, (code, text) in enumerate(zip(codes, texts, strict=True)):  # at once: others may not end in time
-                if not shown[i] and (
-                    code or "Timeout (" in text
-                ):
+                if not shown[i] and (code or "Timeout (" in text):
                     shown[i] = True
                     print(text[-8000:], flush=True)
             if None not in codes:

@@ -269,7 +269,7 @@ def check_update(
         bound = 3 * ULP * theta.abs()
         expected[on] -= r.lr * u
         bound[on] += r.lr * u_error + 2 * ULP * (r.lr * u.abs())
-        # A BF16 parameter is rounded when it has decayed, relative to theta, and once more on A. The interpreter truncates.
+        # A BF16 parameter is rounded when it has decayed, and once more on A; the interpreter truncates.
         if case.parameter_dtype == torch.bfloat16:
             bound += 2.0**-7 * (theta.abs() + expected.abs())
         if case.writes:

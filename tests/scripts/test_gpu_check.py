@@ -19,7 +19,7 @@ from scripts.gpu.correctness import ended, outcomes
 from scripts.gpu.launches import STEPS, gaps
 from scripts.gpu.report import write_report
 from scripts.gpu.timing import of
-from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
+from scripts.gpu.training import COMPARED, LOGGED, RATES, TIMED, VALIDATED, compared, measured, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
 

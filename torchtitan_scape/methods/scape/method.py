@@ -67,7 +67,10 @@ class ScapeMethod(ScapeComponents):
 
     def _inputs(self, gradients: list[Tensor], info: StepInfo) -> PassInputs:
         parameters, options = self.slice_tensors([stored(shard.parameter) for shard in self.ordered]), self.options
-        rates = [self._rates(self.shard_of(i)) for i in range(len(self.slices))]
+        shards = [self.shard_of(i) for i in range(len(self.slices))]
+        kinds = {(shard.group, shard.counted): shard for shard in shards}  # most tensors share their rates
+        by_kind = {kind: self._rates(shard) for kind, shard in kinds.items()}
+        rates = [by_kind[shard.group, shard.counted] for shard in shards]
         if self.attempted_steps == 0:
             # Not in `__init__`, because weights may be loaded into the parameters before the first step.
             self.passes.start_master(parameters)
