@@ -192,7 +192,7 @@ def compared(steps: int, smoke: bool) -> list[str]:
     common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
     common += ["--training.dataset=prepared", f"--training.dataset_path={TEXT}"]
     common += ["--validation.dataset=prepared", f"--validation.dataset_path={TEXT}", "--validation.seq_len=512"]
-    common += [f"--validation.freq={steps // 8}", "--validation.local_batch_size=32", "--validation.steps=-1"]
+    common += [f"--validation.freq={steps // 4}", "--validation.local_batch_size=32", "--validation.steps=-1"]
     return [*common, f"--sync.scape.density_warmup_steps={steps // 20}"]
 
 
