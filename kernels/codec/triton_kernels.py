@@ -97,7 +97,8 @@ def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constex
             high = low
         else:
             large = magnitudes > (mean * _SPLIT)[:, None]
-            count = tl.sum(large.to(tl.int32), 1)
+            # In the shape of x: Triton 3.6 reduces a reshaped axis over the wrong threads if those of a row are apart.
+            count = tl.sum(tl.sum((tl.abs(x) > (mean * _SPLIT)[:, None, None]).to(tl.int32), 2), 1)
             below = sum_pairs(tl.where(large, 0.0, magnitudes), ROWS, BLOCK)
             above = sum_pairs(tl.where(large, magnitudes, 0.0), ROWS, BLOCK)
             # Not `BLOCK - count`: the interpreter of Triton 3.8 cannot subtract a tensor from a constexpr.

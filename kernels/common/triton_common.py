@@ -92,14 +92,15 @@ def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the tile's bytes of a packed mask, int32 [ROWS, BYTES]: all ones unless `masked`; 0 beyond the tensor.
+    """Load the tile's bytes of a packed mask, int32 [ROWS * BYTES]: all ones unless `masked`; 0 beyond the tensor.
 
-    Consecutive threads receive consecutive bytes. Scattered accesses to entries of the bytes have this layout too;
-    with several bytes per thread, Triton would convert between layouts in each of them, through shared memory.
+    They are a vector with one byte per thread, the layout of scattered accesses to entries of the bytes: Triton would
+    convert between two layouts in each of those, through shared memory. That the bytes follow each other is hidden by a
+    zero that the compiler does not know; otherwise it would load several in one thread.
     """
-    line = tl.arange(0, ROWS)[:, None]
-    none = tl.minimum(left, 0)  # 0, which the compiler does not know: so it cannot load several bytes per thread
-    byte = tl.arange(0, BYTES)[None, :] ^ none
+    number = tl.arange(0, ROWS * BYTES) ^ tl.minimum(left, 0)
+    line = number // BYTES
+    byte = number % BYTES
     first = line * BLOCK + byte * 8
     inside = (byte < BLOCK // 8) & (first < left)
     at = mask + block.to(tl.int64) * (BLOCK // 8) + line * (BLOCK // 8) + byte
@@ -109,9 +110,16 @@ def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexp
 
 
 @triton.jit
-def spread(bits):
-    """Unpack bytes, int32 [ROWS, BYTES], to bool [ROWS, BYTES, 8]."""
-    return ((bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0
+def first_entries(ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first entry of every byte of `mask_bytes`, relative to the tile, int32 [ROWS * BYTES]."""
+    number = tl.arange(0, ROWS * BYTES)
+    return number // BYTES * BLOCK + number % BYTES * 8
+
+
+@triton.jit
+def spread(bits, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Unpack the bytes of `mask_bytes` to bool [ROWS, BYTES, 8]."""
+    return ((tl.reshape(bits, (ROWS, BYTES))[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0
 
 
 @triton.jit
@@ -132,16 +140,14 @@ def lowest(bits):
 
 
 @triton.jit
-def payload_positions(table, tensor, row, used, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the position of the tile in the payload, int64 (), and the relative one of each byte, int32 [ROWS, BYTES].
+def payload_positions(table, tensor, row, used):
+    """Return the position of the tile in the payload, int64 (), and the relative one of each byte, int32 like `used`.
 
-    Every block has PER_BLOCK entries in the payload.
+    Every block has PER_BLOCK entries in the payload, except the last one of a tensor.
     """
-    per_block = cell(table, tensor, PER_BLOCK)
-    base = cell(table, tensor, PAYLOAD) + row * per_block
-    before = tl.arange(0, ROWS)[:, None] * per_block.to(tl.int32)
+    base = cell(table, tensor, PAYLOAD) + row * cell(table, tensor, PER_BLOCK)
     counts = count_bits(used)
-    return base, before + (tl.cumsum(counts, 1) - counts)
+    return base, tl.cumsum(counts, 0) - counts
 
 
 @triton.jit

@@ -66,11 +66,11 @@ def masked_kernel(
         return
     bits = mask_bytes(pointer(table, tensor, PARAMETER, tl.uint8, False), row, left, True, ROWS, BYTES, BLOCK)
     counts = count_bits(bits)
-    before = base + tl.cumsum(counts, 1) - counts
+    before = base + tl.cumsum(counts, 0) - counts
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
-    used = spread(bits)
+    used = spread(bits, ROWS, BYTES)
     ones = used.to(tl.int32)
-    at = before[:, :, None] + tl.cumsum(ones, 2) - ones
+    at = tl.reshape(before, (ROWS, BYTES))[:, :, None] + tl.cumsum(ones, 2) - ones
     belongs_at = tl.minimum(at, last)
     inside = inside & (belongs_at >= 0) & (belongs_at < chunk_entries)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local

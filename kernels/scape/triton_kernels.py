@@ -32,6 +32,7 @@ from kernels.common.triton_common import (
     cell,
     count_bits,
     entries,
+    first_entries,
     lowest,
     mask_bytes,
     payload_positions,
@@ -50,6 +51,38 @@ def masks_of_tile(table, tensor, row):
     return first + row, first >= 0
 
 
+@triton.jit
+def add_errors(
+    gradients,
+    errors,
+    table,
+    tensor,
+    row,
+    bits,
+    gradient_rate,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the quantization errors of the last payload to a tile: g += error / ((1 - beta1) * scale), FP32.
+
+    bits: the entries of that payload, P.
+    """
+    base, position = payload_positions(table, tensor, row, bits)
+    errors += base
+    at_byte = first_entries(ROWS, BYTES, BLOCK)
+    left_over = tl.max(count_bits(bits))
+    while left_over > 0:
+        left_over -= 1
+        some = bits != 0
+        at = at_byte + lowest(bits)
+        error = tl.load(errors + position, mask=some, other=0.0)
+        gradient = tl.load(gradients + at, mask=some, other=0.0)
+        tl.store(gradients + at, gradient + error / gradient_rate, mask=some)
+        bits = bits & (bits - 1)
+        position += 1
+
+
 @triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "k", "own_block"])
 def pack_kernel(
     tiles,
@@ -66,6 +99,7 @@ def pack_kernel(
     k,
     own_block,
     applied,
+    errors,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,13 +110,14 @@ def pack_kernel(
     SELECT: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_COMMON: tl.constexpr,
+    CARRIES: tl.constexpr,
 ):
     """Compute the new moment, payload, moment of the last step, residual, and the selection, in one pass.
 
     COMPACT: write mt on A to `payload`, and m of the last step on A to `last`; otherwise mt replaces the gradient.
     SKIP_NEW: newly entered entries count as zero in the selection. SELECT: "none", "bitmap" (uint8, bits of the own
     run) or "offsets" (int16 (owned blocks, k)), written to `selection`. HAS_LAST: `last` exists. HAS_COMMON: there is a
-    common buffer; it is added to mt for the selection, and updated off A.
+    common buffer; it is added to mt for the selection, and updated off A. CARRIES: add `errors` to the gradients first.
     """
     if tl.load(applied) == 0:
         return
@@ -95,16 +130,19 @@ def pack_kernel(
     gradients = pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first
     states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, GRADIENT_RATE)
+    if CARRIES:
+        add_errors(gradients, errors, table, tensor, row, held, gradient_rate, ROWS, BYTES, BLOCK)
+        tl.debug_barrier()  # other threads read the gradients below
     gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
     state = tl.load(states + local, mask=inside, other=0.0)
 
     if sparse:
         tl.atomic_add(fresh_counts + tensor, tl.sum(count_bits(used & ~held)), sem="relaxed")
     if COMPACT:
-        base, to = payload_positions(table, tensor, row, used, ROWS, BLOCK)
+        base, to = payload_positions(table, tensor, row, used)
         payload += base
         last += base
-        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        at_byte = first_entries(ROWS, BYTES, BLOCK)
         bits, left_over = used, tl.max(count_bits(used))
         while left_over > 0:
             left_over -= 1
@@ -121,23 +159,23 @@ def pack_kernel(
             to += 1
         tl.debug_barrier()  # other threads write the state below
 
-    was_held = spread(held)
+    was_held = spread(held, ROWS, BYTES)
     moment = gradient * gradient_rate + tl.where(was_held, state * beta1, state)
     kept = tl.where(was_held, state, 0.0)
-    tl.store(states + local, tl.where(spread(used), kept, moment), mask=inside)
+    tl.store(states + local, tl.where(spread(used, ROWS, BYTES), kept, moment), mask=inside)
     if not COMPACT:
         tl.store(gradients + local, moment.to(DTYPE), mask=inside)
     if HAS_COMMON:
         commons = pointer(table, tensor, COMMON, tl.float32, ALIGNED_TILE) + first
         common = tl.load(commons + local, mask=inside, other=0.0)
         common_part = tl.where(was_held, common * beta1, common)
-        tl.store(commons + local, tl.where(spread(used), common, common_part), mask=inside)
+        tl.store(commons + local, tl.where(spread(used, ROWS, BYTES), common, common_part), mask=inside)
         moment += common_part
     if SKIP_NEW:
-        moment = tl.where(spread(used & ~held), 0.0, moment)
+        moment = tl.where(spread(used & ~held, ROWS, BYTES), 0.0, moment)
     if SELECT != "none":
         keys = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-        bits = to_bytes(select_in_blocks(tl.reshape(keys, (ROWS, BYTES * 8)), k), ROWS, BYTES)
+        bits = to_bytes(select_in_blocks(keys, k, DEEP=True))
         if SELECT == "bitmap":
             store_bitmap(selection, bits, block - own_block, left, ROWS, BYTES, BLOCK)
         else:
@@ -156,26 +194,13 @@ def carry_kernel(
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the quantization errors of the last payload: g += error / ((1 - beta1) * scale) on P, FP32."""
+    """Add the quantization errors of the last payload to the gradients, as a pass of its own."""
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     block, sparse = masks_of_tile(table, tensor, row)
-    masked = sparse & (previous_masked != 0)
-    bits = mask_bytes(previous, block, left, masked, ROWS, BYTES, BLOCK)
-    base, position = payload_positions(table, tensor, row, bits, ROWS, BLOCK)
+    bits = mask_bytes(previous, block, left, sparse & (previous_masked != 0), ROWS, BYTES, BLOCK)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first
-    errors += base
     gradient_rate = rate(rates, tensor, GRADIENT_RATE)
-    at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
-    left_over = tl.max(count_bits(bits))
-    while left_over > 0:
-        left_over -= 1
-        some = bits != 0
-        at = at_byte + lowest(bits)
-        error = tl.load(errors + position, mask=some, other=0.0)
-        gradient = tl.load(gradients + at, mask=some, other=0.0)
-        tl.store(gradients + at, gradient + error / gradient_rate, mask=some)
-        bits = bits & (bits - 1)
-        position += 1
+    add_errors(gradients, errors, table, tensor, row, bits, gradient_rate, ROWS, BYTES, BLOCK)
 
 
 @triton.jit
@@ -222,7 +247,8 @@ def squares_in_place_kernel(
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, False)
     block, sparse = masks_of_tile(table, tensor, row)
-    used = spread(mask_bytes(in_use, block, left, sparse & (in_use_masked != 0), ROWS, BYTES, BLOCK))
+    used = mask_bytes(in_use, block, left, sparse & (in_use_masked != 0), ROWS, BYTES, BLOCK)
+    used = spread(used, ROWS, BYTES)
     mean = tl.load(pointer(table, tensor, GRADIENT, tl.float32, False) + first + local, mask=inside, other=0.0)
     before = tl.load(pointer(table, tensor, STATE, tl.float32, False) + first + local, mask=inside, other=0.0)
     gh = (mean - before * rate(rates, tensor, BETA1)) / rate(rates, tensor, ONE_MINUS_BETA1)
@@ -341,10 +367,10 @@ def update_kernel(
         if WRITES:
             tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
             tl.debug_barrier()  # other threads write the entries of the mask below
-        base, at_payload = payload_positions(table, tensor, row, used, ROWS, BLOCK)
+        base, at_payload = payload_positions(table, tensor, row, used)
         payload += base
         last += base
-        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        at_byte = first_entries(ROWS, BYTES, BLOCK)
         bits, left_over = used, tl.max(count_bits(used))
         while left_over > 0:
             left_over -= 1
@@ -386,9 +412,9 @@ def update_kernel(
         moment, step = adams(
             state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
         )
-        changed = spread(used)
+        changed = spread(used, ROWS, BYTES)
         if SCALED:
-            newly = changed & ~spread(held)
+            newly = changed & ~spread(held, ROWS, BYTES)
             step, moment = scaled(
                 step,
                 moment,

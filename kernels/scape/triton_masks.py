@@ -152,14 +152,14 @@ def move_kernel(
     block, masked = cell(table, tensor, FIRST_BLOCK), in_use_masked != 0
     masked = masked & (block >= 0)
     bits = mask_bytes(in_use, block + row, left, masked, ROWS, BYTES, BLOCK)
-    base, to = payload_positions(table, tensor, row, bits, ROWS, BLOCK)
+    base, to = payload_positions(table, tensor, row, bits)
     base -= chunk_first
     if (base >= chunk_entries) | (base + tl.max(to + count_bits(bits)) <= 0):
         return
     local, _ = entries(left, ROWS, BYTES, BLOCK, False)
-    used = spread(bits)
+    used = spread(bits, ROWS, BYTES)
     ones = used.to(tl.int32)
-    at = base + to[:, :, None] + tl.cumsum(ones, 2) - ones
+    at = base + tl.reshape(to, (ROWS, BYTES))[:, :, None] + tl.cumsum(ones, 2) - ones
     moved = used & (at >= 0) & (at < chunk_entries)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first + local
     if TO_CHUNK:

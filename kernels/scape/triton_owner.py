@@ -25,6 +25,7 @@ from kernels.common.triton_common import (
     cell,
     count_bits,
     entries,
+    first_entries,
     lowest,
     mask_bytes,
     payload_positions,
@@ -71,11 +72,11 @@ def owned_gradient_kernel(
     to_gradient = 1.0 / rate(rates, tensor, ONE_MINUS_BETA1)
     counted = rate(rates, tensor, COUNTED)
     if COMPACT:
-        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used)
         payload += base
-        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        at_byte = first_entries(ROWS, BYTES, BLOCK)
         bits, left_over = used, tl.max(count_bits(used))
-        squares = tl.zeros((ROWS, BYTES), dtype=tl.float32)
+        squares = tl.zeros((ROWS * BYTES,), dtype=tl.float32)
         while left_over > 0:
             left_over -= 1
             some = bits != 0
@@ -92,8 +93,9 @@ def owned_gradient_kernel(
         means = pointer(table, tensor, GRADIENT, tl.float32, False) + first
         common = tl.load(commons + local, mask=inside, other=0.0)
         mean = tl.load(means + local, mask=inside, other=0.0)
-        gh = tl.where(spread(used), _synchronized_gradient(common, spread(held), mean, to_gradient), 0.0)
-        tl.store(means + local, gh, mask=inside & spread(used))
+        changed, was_held = spread(used, ROWS, BYTES), spread(held, ROWS, BYTES)
+        gh = tl.where(changed, _synchronized_gradient(common, was_held, mean, to_gradient), 0.0)
+        tl.store(means + local, gh, mask=inside & changed)
         tl.store(partial + tl.program_id(0), tl.sum(gh * gh) * counted)
 
 
@@ -159,9 +161,9 @@ def owned_update_kernel(
         parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     copies = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     if COMPACT:
-        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used)
         payload += base
-        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        at_byte = first_entries(ROWS, BYTES, BLOCK)
         bits, left_over = used, tl.max(count_bits(used))
         while left_over > 0:
             left_over -= 1
@@ -207,7 +209,7 @@ def owned_update_kernel(
         gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
         gh = tl.load(gradients + local, mask=inside, other=0.0)
         common = tl.load(commons + local, mask=inside, other=0.0)
-        was_held, changed = spread(held), spread(used)
+        was_held, changed = spread(held, ROWS, BYTES), spread(used, ROWS, BYTES)
         before = tl.where(was_held, common, 0.0)
         moment, step = adams(
             before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
@@ -282,14 +284,14 @@ def write_kernel(
             parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
             decayed = (parameter - parameter * decay).to(DTYPE)
             if ROUNDED:
-                tl.store(parameters + local, decayed, mask=inside & ~spread(used))
+                tl.store(parameters + local, decayed, mask=inside & ~spread(used, ROWS, BYTES))
             else:
                 # Whole tiles: a mask of single entries would split the stores into words.
                 tl.store(parameters + local, decayed, mask=inside)
                 tl.debug_barrier()  # other threads write the entries of the mask below
-        base, position = payload_positions(table, tensor, row, used, ROWS, BLOCK)
+        base, position = payload_positions(table, tensor, row, used)
         wire += base
-        at_byte = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BYTES)[None, :] * 8
+        at_byte = first_entries(ROWS, BYTES, BLOCK)
         bits, left_over = used, tl.max(count_bits(used))
         while left_over > 0:
             left_over -= 1
@@ -305,7 +307,7 @@ def write_kernel(
             bits = bits & (bits - 1)
             position += 1
     else:
-        changed = spread(used)
+        changed = spread(used, ROWS, BYTES)
         gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
         parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(gradients + local, mask=inside, other=0.0)

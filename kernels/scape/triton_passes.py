@@ -237,11 +237,15 @@ class TritonPasses(ScapePasses):
             self._corrections = (1.0 - self._betas.values**self.step.steps).float()
         return self._corrections
 
-    def pack_blocks(self, ranges: tuple[Range, ...], select: bool = False, common: bool = False) -> None:
+    def pack_blocks(
+        self, ranges: tuple[Range, ...], select: bool = False, common: bool = False, carries: bool = False
+    ) -> None:
         """Launch the pack kernel over ranges of blocks.
 
-        select: also select the next mask in these blocks. common: the common buffer is part of mt.
+        select: also select the next mask in these blocks. common: the common buffer is part of mt. carries: also do the
+        work of `carry`, in one pass over the gradients.
         """
+        carries = carries and self.compact and self.carrying
         form, k, tiles, selection = "none", 0, self.tiles, self.fresh
         if select and self._selection is not None:
             form = "offsets" if self._selection.dtype == torch.int16 else "bitmap"
@@ -258,6 +262,7 @@ class TritonPasses(ScapePasses):
                 k,
                 self._own_block,
                 as_flag(self.step.applied),
+                self.wire_residual if carries else self.fresh,
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
@@ -265,6 +270,7 @@ class TritonPasses(ScapePasses):
                 SELECT=form,
                 HAS_LAST=self.moment_on_mask.numel() > 0,
                 HAS_COMMON=common,
+                CARRIES=carries,
             )
 
     def carry(self, part: PayloadChunk) -> None:

@@ -7,18 +7,42 @@ from kernels.common.triton_common import count_bits, lowest
 
 
 @triton.jit
-def select_in_blocks(keys, k):
-    """Return bool [ROWS, COLUMNS]: true for the k largest keys of each row; ties go to the lower index.
+def row_sum(x, DEEP: tl.constexpr):
+    """Sum [ROWS, COLUMNS] to [ROWS]; with DEEP, [ROWS, BYTES, 8].
 
-    keys: int32, the bits of |value|; -1 for missing entries, which are never selected. A row with fewer than k entries
-    selects all of them.
+    A tensor with three axes is not reshaped to two: Triton 3.6 reduces a reshaped axis over the wrong threads if those
+    of a row are apart.
+    """
+    if DEEP:
+        x = tl.sum(x, 2)
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def by_row(x, DEEP: tl.constexpr):
+    """Expand [ROWS] to the number of axes of the keys."""
+    x = x[:, None]
+    if DEEP:
+        x = x[:, :, None]
+    return x
+
+
+@triton.jit
+def select_in_blocks(keys, k, DEEP: tl.constexpr = False):
+    """Return bool of the shape of `keys`: true for the k largest keys of each row; ties go to the lower index.
+
+    keys: int32 [ROWS, COLUMNS], or with DEEP [ROWS, BYTES, 8], the bits of |value|; -1 for missing entries, which are
+    never selected. A row with fewer than k entries selects all of them.
 
     Bisection for a threshold: at least `wanted` keys are >= `low`, and fewer are >= `high`. It ends when exactly
     `wanted` keys are >= `low`, or when `low` and `high` are neighbors: keys equal to `low` are then ties.
     """
-    entries = tl.sum((keys >= 0).to(tl.int32), 1)
+    entries = row_sum((keys >= 0).to(tl.int32), DEEP)
     wanted = tl.minimum(entries, k)
-    high = tl.max(keys, 1) + 1
+    largest = keys
+    if DEEP:
+        largest = tl.max(keys, 2)
+    high = tl.max(largest, 1) + 1
     low = tl.zeros_like(high)
     reached = entries
     above = tl.zeros_like(high)
@@ -26,7 +50,7 @@ def select_in_blocks(keys, k):
     middle = tl.maximum(high - (1 << 24), 0)
     unfinished = (high - low > 1) & (reached != wanted)
     while tl.max(unfinished.to(tl.int32)) > 0:
-        count = tl.sum((keys >= middle[:, None]).to(tl.int32), 1)
+        count = row_sum((keys >= by_row(middle, DEEP)).to(tl.int32), DEEP)
         enough = count >= wanted
         low = tl.where(unfinished & enough, middle, low)
         reached = tl.where(unfinished & enough, count, reached)
@@ -34,16 +58,20 @@ def select_in_blocks(keys, k):
         above = tl.where(unfinished & ~enough, count, above)
         middle = low + (high - low) // 2
         unfinished = (high - low > 1) & (reached != wanted)
-    sure = keys >= high[:, None]
-    ties = (keys >= low[:, None]) & ~sure
-    order = tl.cumsum(ties.to(tl.int32), 1)
-    return sure | (ties & (order <= (wanted - above)[:, None]))
+    sure = keys >= by_row(high, DEEP)
+    ties = (keys >= by_row(low, DEEP)) & ~sure
+    if DEEP:
+        counts = tl.sum(ties.to(tl.int32), 2)
+        order = tl.cumsum(ties.to(tl.int32), 2) + (tl.cumsum(counts, 1) - counts)[:, :, None]
+    else:
+        order = tl.cumsum(ties.to(tl.int32), 1)
+    return sure | (ties & (order <= by_row(wanted - above, DEEP)))
 
 
 @triton.jit
-def to_bytes(bits, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Pack bool [ROWS, 8 * BYTES] into the bytes of a mask, int32 [ROWS, BYTES]."""
-    return tl.sum(tl.reshape(bits.to(tl.int32), (ROWS, BYTES, 8)) << tl.arange(0, 8)[None, None, :], 2)
+def to_bytes(bits):
+    """Pack bool [ROWS, BYTES, 8] into the bytes of a mask, int32 [ROWS, BYTES]."""
+    return tl.sum(bits.to(tl.int32) << tl.arange(0, 8)[None, None, :], 2)
 
 
 @triton.jit

@@ -93,9 +93,8 @@ class TritonReplicated(_TritonUpdates):
 
     def pack(self, part: PayloadChunk) -> None:
         p = self._passes
-        p.carry(part)
-        p.pack_blocks(p.within(part, p.own), select=True)
-        p.pack_blocks(p.within(part, p.others))
+        p.pack_blocks(p.within(part, p.own), select=True, carries=True)
+        p.pack_blocks(p.within(part, p.others), carries=True)
 
     def squares(self, part: PayloadChunk) -> list[Tensor]:
         p = self._passes

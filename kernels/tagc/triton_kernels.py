@@ -30,13 +30,13 @@ def bits_at(bits, entry, inside):
 @triton.jit(do_not_specialize=["n", "blocks", "k"])
 def select_kernel(x, bits, n, blocks, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Store the bitmap of the k largest |x| of each block."""
-    block, offset = tile_of(ROWS, BLOCK)
-    entry = block * BLOCK + offset
+    block, byte = tile_of(ROWS, BLOCK // 8)
+    byte += block * (BLOCK // 8)
+    entry = byte[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     values = tl.load(x + entry, mask=entry < n, other=0.0)
     # The bits of magnitudes are ordered as the numbers. The largest key is excluded, as the search needs one above all.
     keys = tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
-    packed = to_bytes(select_in_blocks(keys, k), ROWS, BLOCK // 8)
-    byte = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    packed = to_bytes(select_in_blocks(keys, k, DEEP=True))
     tl.store(bits + byte, packed.to(tl.uint8), mask=block < blocks)
 
 

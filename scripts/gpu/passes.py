@@ -127,7 +127,7 @@ class Passes:
     def times(self, clock: Clock, method: ScapeOptions, shapes: Sequence[Shape], bandwidth: float) -> dict[str, Any]:
         """Return figures by pass.
 
-        carry and exchange: additional work with a code, the first as part of packing. select: additional time of
+        exchange: additional work with a code; packing also adds the last quantization error. select: additional time of
         packing. entering: part of update, counts the entries that enter each row and column of a mask.
         """
         model = LocalModel.of_shapes(shapes)
@@ -143,7 +143,6 @@ class Passes:
         coding = least.get("coding", 0.0)
         carry_bytes = method.cost().carry_bytes(model) if coding else 0.0
         if coding:
-            take("carry", lambda: [p.carry(part) for part in p.parts], carry_bytes)  # type: ignore[attr-defined]
             take("exchange", self._exchange, coding - carry_bytes)
         take("pack", lambda: pack_all(p), least["pack"] + carry_bytes)
         take("squares", lambda: squares_all(p), least["squares"])

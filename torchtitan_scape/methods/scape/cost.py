@@ -170,7 +170,8 @@ class ScapeCost:
         return self._carry_bytes(shapes, payload_entries(shapes, self.options.density, self.options.block_size))
 
     def _carry_bytes(self, shapes: Shapes, sent: float) -> float:
-        return 4 * sent + 2 * self._scattered(shapes)
+        # A pass of its own over the gradients only in a sharded update; otherwise part of packing, which reads them.
+        return 4 * sent + (2 * self._scattered(shapes) if self.sharded else 0.0)
 
     def _coding_bytes(self, shapes: Shapes, sent: float, replicas: int) -> dict[str, float]:
         """Return the memory traffic of encoding and decoding in bytes.
