@@ -5,12 +5,14 @@
     python -m scripts.gpu.check correctness --smoke    # tiny sizes, on a CPU too
 
 Each step is a process with its own time limit, at most the rest of the part's; steps receive the time that others do
-not use. A failed step does not stop the next one. Results are stored in OUTPUT/DEVICE/PART.json while steps run, their
-output in PART.log, and tables of both in report.md. The exit code is 1 if a step failed or was cut off.
+not use. A failed step does not stop the next one. Results are stored in OUTPUT/DEVICE/results.json while steps run,
+their output in PART.log, and tables in report.md. Parts may run at the same time, if no time is measured. The exit code
+is 1 if a step failed or was cut off.
 """
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
 from scripts.gpu.machine import clocks, folder_of, patience, python, sources
-from scripts.gpu.report import write_report
+from scripts.gpu.report import RESULTS_FILE, write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
 END_SECONDS = 10.0  # for a step to end its processes after its limit
@@ -120,6 +122,17 @@ def _end(process: "subprocess.Popen[str]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Exclude other parts that store their results in the same file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def machine() -> dict[str, Any]:
     """Return `scripts.gpu.machine.facts` from another process, which then releases the device."""
     command = [python(), "-m", "scripts.gpu.machine"]
@@ -145,8 +158,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(facts["device"])
     folder.mkdir(parents=True, exist_ok=True)
-    stored, log = folder / f"{args.part}.json", folder / f"{args.part}.log"
-    before = read(stored) if args.only else None  # results of other steps are kept
+    log = folder / f"{args.part}.log"
+    before = (read(folder / RESULTS_FILE) or {}).get(args.part) if args.only else None  # other steps are kept
     log.write_text("")
     measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
@@ -154,11 +167,12 @@ def run(args: argparse.Namespace) -> int:
 
     def keep(name: str, record: dict[str, Any]) -> None:
         found["steps"][name] = record | {"commit": measured}
-        write(stored, found)
-        try:
-            write_report(folder)
-        except Exception as error:  # it can be made later; the remaining steps cannot
-            print(f"no report: {error!r}", flush=True)
+        with locked(folder):
+            write(folder / RESULTS_FILE, (read(folder / RESULTS_FILE) or {}) | {args.part: found})
+            try:
+                write_report(folder)
+            except Exception as error:  # it can be made later; the remaining steps cannot
+                print(f"no report: {error!r}", flush=True)
 
     together = min(PART_SECONDS, sum(step.seconds for step in PARTS[args.part]) + 2 * END_SECONDS)
     for number, step in enumerate(steps, 1):
@@ -178,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
         record = take(step, limit, args.smoke, log, note)
         keep(step.name, record)
         print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
-    print(f"results: {stored}, {folder / 'report.md'}", flush=True)
+    print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
     return 1 if any(found["steps"][step.name]["status"] != "passed" for step in steps) else 0
 
 

@@ -275,7 +275,7 @@ def train(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> dic
 def run_cases(args: argparse.Namespace) -> None:
     """Run all cases on this rank; rank 0 writes the result."""
     groups = Groups(*start(args, SECONDS))
-    found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": RANKS, "cases": []}
+    found: dict[str, Any] = {"error": "", "backend": dist.get_backend(), "ranks": RANKS, "cases": []}
     outputs: dict[tuple[str, str], str] = {}
     for layout_name, (per_node, hierarchical) in LAYOUTS.items():
         for name, case in CASES.items():
@@ -335,10 +335,9 @@ def run_ranks(result: Path, smoke: bool) -> str:
 
 def run_all(args: argparse.Namespace) -> None:
     """Run the cases on all ranks. Raises RunError if one failed."""
-    part = args.result.with_suffix(".part-result")
-    error = run_ranks(part, args.smoke)
-    found = read(part) or {"cases": []}
-    write(args.result, {"error": error, **found})
+    error = run_ranks(args.result, args.smoke)
+    found = (read(args.result) or {"cases": []}) | {"error": error}
+    write(args.result, found)
     wrong = [f"{row['layout']}, {row['case']}: {why}" for row in found["cases"] if (why := verdict(row))]
     if missing := len(LAYOUTS) * len(CASES) - len(found["cases"]):
         wrong.append(f"{missing} cases did not run")

@@ -10,16 +10,18 @@ from typing import Any
 
 from scripts.common import markdown, number, read, run_command, write
 
+RESULTS_FILE = "results.json"
 # Goals on an H100 or H200.
-TARGETS = {"AdamW": 1.0, "share": 0.85, "host": 1.0, "mfu": 45.0, "tokens": 0.98}
+TARGETS = {"AdamW": 1.0, "method": 1.5, "share": 0.85, "host": 1.0, "mfu": 45.0, "tokens": 0.98}
 Row = dict[str, Any]
 
 
 def write_report(folder: Path) -> Path:
     """Write report.md of the stored parts. Raises ValueError if there is none."""
-    found = {part: stored for part in SECTIONS if (stored := read(folder / f"{part}.json")) is not None}
+    stored = read(folder / RESULTS_FILE) or {}
+    found = {part: stored[part] for part in SECTIONS if part in stored}
     if not found:
-        raise ValueError(f"{folder} has none of {', '.join(f'{part}.json' for part in SECTIONS)}")
+        raise ValueError(f"{folder / RESULTS_FILE} has none of {', '.join(SECTIONS)}")
     texts = [_head(found)]
     for part, stored in found.items():
         results = {name: step["result"] for name, step in stored["steps"].items() if step.get("result")}
@@ -146,8 +148,53 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
         rows = [{"code": code} | timed(n, one) for code, passes in codes["codes"].items() for n, one in passes.items()]
         yield f"Block codes of 128 entries with BF16 scales, {codes['entries']:,} entries."
         yield markdown(rows)
+    if steps := results.get("methods"):
+        yield (
+            f"Whole steps of {steps['model']} with fused AdamW, one of 8 replicas; messages are not sent. Phases, ms: "
+            "check for non-finite gradients, clipping, exchange and update."
+        )
+        yield markdown(method_rows(steps))
+    if counted := results.get("traffic", {}).get("counted"):
+        least = results["traffic"].get("least", {})
+        yield "Bytes through device memory as the hardware counts them, and those that a pass must move:"
+        yield markdown(traffic_rows(counted, least))
     if "launches" in results:
         yield from launch_texts(results["launches"])
+
+
+def method_rows(steps: dict[str, Any]) -> list[Row]:
+    adamw, rows = steps["fused AdamW"]["ms"], []
+    for name, one in {"fused AdamW alone": steps["fused AdamW"], **steps["methods"]}.items():
+        if "failed" in one:
+            rows.append({"method": name, "step, ms": f"failed: {one['failed'][:80]}"})
+            continue
+        phases = one.get("phases_ms", {})
+        rows.append(
+            {
+                "method": name,
+                "step, ms": f"{one['ms']:.1f}" + ("" if one["ahead"] else " (with the host's)"),
+                f"against fused AdamW (at most {TARGETS['method']:g})": f"{one['ms'] / adamw:.2f}",
+                "host, ms": f"{one['host_ms']:.1f}",
+            }
+            | {key: number(phases.get(key), ".1f") for key in ("check", "clip", "exchange", "update")}
+            | {"waits for the device at": ", ".join(one.get("waits", ())) or "-"}
+        )
+    return rows
+
+
+def traffic_rows(counted: dict[str, Any], least: dict[str, float]) -> list[Row]:
+    return [
+        {
+            "pass": name,
+            "launches": str(one["launches"]),
+            "read, GB": number(one["read"], ".2f", 1e-9),
+            "written, GB": number(one["written"], ".2f", 1e-9),
+            "of the least bytes": number(
+                (one["read"] + one["written"]) / least[name] if name in least else None, ".2f"
+            ),
+        }
+        for name, one in counted.items()
+    ]
 
 
 def launch_texts(launches: dict[str, Any]) -> Iterator[str]:
@@ -218,9 +265,27 @@ def training(results: dict[str, Any]) -> Iterator[str]:
             f"{one['batch']} sequences of {one['sequence']} tokens a step, on one GPU: a replica alone codes nothing."
         )
         yield markdown(rows)
+
+
+def losses(results: dict[str, Any]) -> Iterator[str]:
     if quality := results.get("quality"):
-        yield f"{quality['replicas']} simulated replicas:"
+        yield f"{quality['replicas']} simulated replicas; all runs together on one GPU. Arguments of all runs:"
+        yield f"`{' '.join(quality.get('arguments', ()))}`"
         yield markdown(quality_rows(quality))
+        yield "Training loss by step:"
+        yield markdown(curve_rows(quality))
+
+
+def curve_rows(quality: dict[str, Any], points: int = 8) -> list[Row]:
+    """Return the training losses at up to `points` steps that at least two runs have reached."""
+    curves = {name: dict(run["training"]) for name, run in quality["runs"].items()}
+    steps = sorted({step for curve in curves.values() for step in curve})
+    steps = [step for step in steps if sum(step in curve for curve in curves.values()) > 1]
+    kept = steps[:: max(1, -(-len(steps) // points))]
+    return [
+        {"run": name, **{f"{step:.0f}": number(curve.get(step), ".3f") for step in kept}}
+        for name, curve in curves.items()
+    ]
 
 
 def ranks(results: dict[str, Any]) -> Iterator[str]:
@@ -243,6 +308,7 @@ def methods(results: dict[str, Any]) -> Iterator[str]:
                 "case": row["case"],
                 "replicas equal": "yes" if row["equal"] else "NO",
                 "waits for the device": number(row["waits"], ".0f") + ("" if row["may wait"] else " (at most 0)"),
+                "at": ", ".join(row.get("where", ())) or "-",
                 "s": number(row["seconds"]),
             }
             for row in found["cases"]
@@ -250,7 +316,14 @@ def methods(results: dict[str, Any]) -> Iterator[str]:
         yield markdown(rows)
 
 
-SECTIONS = {"correctness": correctness, "speed": speed, "training": training, "ranks": ranks, "methods": methods}
+SECTIONS = {
+    "correctness": correctness,
+    "speed": speed,
+    "training": training,
+    "losses": losses,
+    "ranks": ranks,
+    "methods": methods,
+}
 
 
 if __name__ == "__main__":

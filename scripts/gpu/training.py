@@ -190,8 +190,8 @@ def compared(steps: int, smoke: bool) -> list[str]:
     common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=8", "--training.seq_len=512"]
     common += [f"--training.steps={steps}", "--metrics.log_freq=20", f"--lr_scheduler.warmup_steps={steps // 20}"]
     common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
-    common += ["--training.dataset=prepared", f"--training.dataset_path={TEXT}"]
-    common += ["--validation.dataset=prepared", f"--validation.dataset_path={TEXT}", "--validation.seq_len=512"]
+    common += ["--training.dataset=prepared", f"--training.dataset_path={TEXT.relative_to(ROOT)}"]
+    common += ["--validation.dataset=prepared", f"--validation.dataset_path={TEXT.relative_to(ROOT)}", "--validation.seq_len=512"]
     common += [f"--validation.freq={steps // 4}", "--validation.local_batch_size=32", "--validation.steps=-1"]
     return [*common, f"--sync.scape.density_warmup_steps={steps // 20}"]
 
@@ -212,6 +212,7 @@ def together(chosen: dict[str, tuple[str, float]], steps: int, args: argparse.Na
     found: dict[str, Any] = {"arguments": common, "replicas": 2 if args.smoke else REPLICAS, "runs": {}}
     if not args.smoke:
         found["text"] = read(TEXT / MANIFEST)
+        found["text"]["source"].pop("path", None)  # differs between machines
 
     def note() -> None:
         for name, run in runs.items():

@@ -27,7 +27,7 @@ VISTA = get_machine("vista")
 
 
 def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **changes: Any) -> dict[str, Any]:
-    """speed.json: AdamW moves 2.8 TB/s, AdamS 2 TB/s, SCAPE packs at 1 TB/s and does the rest at 0.5 TB/s."""
+    """results.json: AdamW moves 2.8 TB/s, AdamS 2 TB/s, SCAPE packs at 1 TB/s and does the rest at 0.5 TB/s."""
     settings = []
     for density, wire in ((0.1, "float32"), (0.05, "int4")):
         least = ScapeOptions(density=density, wire=wire).cost().pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
@@ -43,12 +43,12 @@ def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **chang
     result = {"model": "llama_1_8b", "copy_bandwidth": 1.6e12, "dense": dense, "settings": settings}
     machine = {"device": device, "runtime": "CUDA 13.0", "nominal_bandwidth": nominal}
     steps = {"passes-1.8b": {"status": "passed", "result": result}, "codes": {"status": "cut off", "result": None}}
-    return {"smoke": False, "machine": machine, "steps": steps} | changes
+    return {"speed": {"smoke": False, "machine": machine, "steps": steps} | changes}
 
 
 def written(folder: Path, content: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "speed.json"
+    path = folder / "results.json"
     path.write_text(json.dumps(content))
     return path
 
@@ -100,7 +100,7 @@ def test_measurements_of_the_same_device_have_precedence(nothing_stored: Path) -
     written(nothing_stored / "nvidia-gh200", stored("NVIDIA GH200 480GB"))
     found = for_device(VISTA.device, links)
     assert found is not None and found.factor == 1.0 and "GH200" in found.device
-    assert found.source == "results/gpu/nvidia-gh200/speed.json"
+    assert found.source == "results/gpu/nvidia-gh200/results.json"
     assert for_device(get_machine("frontier").device, links) is None
     assert for_device(get_machine("local").device, links) is None
 
@@ -123,7 +123,7 @@ def test_the_planner_states_which_measurement_it_used(nothing_stored: Path, caps
     written(nothing_stored / "nvidia-h100", stored())
     assert main(["--nodes", "64"]) == 0
     said = capsys.readouterr().out
-    assert "The optimizer's passes: measured on NVIDIA H100 80GB HBM3 (results/gpu/nvidia-h100/speed.json)" in said
+    assert "The optimizer's passes: measured on NVIDIA H100 80GB HBM3 (results/gpu/nvidia-h100/results.json)" in said
     assert "memory bandwidth in the optimizer" not in said
     assert main(["--nodes", "64", "--json", "--kernels", str(nothing_stored)]) == 0
     assert json.loads(capsys.readouterr().out)["assumptions"]["passes"]["device"] == "NVIDIA H100 80GB HBM3"

@@ -56,12 +56,12 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "failed": ["tests/gpu/x.py::test_a[b c]"],
         "seconds": 99,
     }
-    write(tmp_path / "correctness.json", part("correctness", tests=tests, sanitizer={"note": "is not installed"}))
+    parts = {"correctness": part("correctness", tests=tests, sanitizer={"note": "is not installed"})}
     passes = {"pack": figures(8.0), "pack + select": figures(10.0), "select": {"ms": 2.0}}
     setting = {"density": 0.05, "wire": "int4", "passes": passes, "step": figures(20.0)}
     dense = {"fused AdamW": figures(25.0), "dense AdamS": figures(18.0, ahead=False)}
     speed = {"model": "llama_1_8b", "copy_bandwidth": 3e12, "dense": dense, "settings": [setting]}
-    write(tmp_path / "speed.json", part("speed", **{"passes-1.8b": speed}))
+    parts["speed"] = part("speed", **{"passes-1.8b": speed})
     points = [{"step": 20.0 * i, "loss": 9.0 - i, "gib": 40.0, "tps": 100_000.0 + i, "mfu": 46.0} for i in (1, 2, 3, 4)]
     form = {"batch": 8, "sequence": 4096, "points": points, **measured(points)}
     bytes_sent = {"planned_bytes_per_step_and_rank": 5.0, "dense_bytes_per_step_and_rank": 400.0}
@@ -71,10 +71,11 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "SCAPE": {"training": [], "validation": [], **bytes_sent},
     }
     forms = {f"throughput-{name}": form | {"form": name} for name in ("adamw", "scape")}
-    write(tmp_path / "training.json", part("training", **forms, quality={"replicas": 8, "runs": runs}))
+    parts["training"] = part("training", **forms)
+    parts["losses"] = part("losses", quality={"replicas": 4, "runs": runs})
     whole = part("ranks", stages={"backend": "nccl", "stages": {"reduce": True, "gather": False}})
     whole["steps"]["lost-rank"] = {"status": "no time left", "commit": COMMIT, "result": None}
-    write(tmp_path / "ranks.json", whole)
+    write(tmp_path / "results.json", parts | {"ranks": whole})
 
     text = write_report(tmp_path).read_text()
     for said in (
@@ -104,19 +105,19 @@ def test_the_report_of_the_methods_contains_failures_and_clocks(tmp_path: Path) 
     cases = [
         row | {"case": "dense", "waits": 0},
         row | {"case": "topk", "waits": 3},
-        row | {"case": "diloco", "waits": 3, "may wait": True},
+        row | {"case": "diloco", "waits": 3, "may wait": True, "where": ["update.py:42"]},
         row | {"case": "demo", "waits": None, "equal": False},
     ]
     whole = part("methods", methods={"error": "", "backend": "nccl", "ranks": 4, "cases": cases})
     samples = [{"seconds": 0.0, "sm_mhz": 345.0, "most_sm_mhz": 1980.0}, {"seconds": 10.0, "sm_mhz": 1755.0}]
     whole["steps"]["methods"]["clocks"] = samples
-    write(tmp_path / "methods.json", whole)
+    write(tmp_path / "results.json", {"methods": whole})
     text = write_report(tmp_path).read_text()
     for said in (
         "| methods | passed | 12.3 | 60 | now | 345 to 1755 of 1980 | aaaaaaaaaaaa |",
-        "| 2x2 | dense | yes | 0 (at most 0) | 1.5 |",
-        "| 2x2 | diloco | yes | 3 | 1.5 |",
-        "| 2x2 | demo | NO | - (at most 0) | 1.5 |",
+        "| 2x2 | dense | yes | 0 (at most 0) | - | 1.5 |",
+        "| 2x2 | diloco | yes | 3 | update.py:42 | 1.5 |",
+        "| 2x2 | demo | NO | - (at most 0) | - | 1.5 |",
     ):
         assert said in text, said
     assert [methods.verdict(case) for case in cases] == ["", "waits for the device", "", "different bits"]
@@ -257,8 +258,8 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
 
 def test_stored_results_come_from_a_gpu() -> None:
     for path in (RESULTS / "gpu").glob("*/*.json"):
-        stored = read(path)
-        assert not stored["smoke"] and stored["machine"]["device"] != "CPU", path
+        for part in read(path).values():
+            assert not part["smoke"] and part["machine"]["device"] != "CPU", path
 
 
 def test_a_hanging_case_keeps_its_output_and_leaves_no_process() -> None:
@@ -294,7 +295,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     monkeypatch.setattr(check, "machine", lambda: H100 | {"device": "CPU"})
     monkeypatch.setattr("sys.argv", ["check", "correctness", "--smoke", f"--output={tmp_path / 'out'}"])
     assert check.main() == 1
-    stored = read(tmp_path / "out" / "cpu" / "correctness.json")
+    stored = read(tmp_path / "out" / "cpu" / "results.json")["correctness"]
     ends = {name: (step["status"], (step["result"] or {}).get("note")) for name, step in stored["steps"].items()}
     assert ends == {
         "good": ("passed", "fine"),
@@ -309,7 +310,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     monkeypatch.setattr(check, "PART_SECONDS", 0.0)
     monkeypatch.setattr("sys.argv", ["check", "correctness", "--smoke", "--only=last", f"--output={tmp_path / 'out'}"])
     assert check.main() == 1
-    steps = read(tmp_path / "out" / "cpu" / "correctness.json")["steps"]
+    steps = read(tmp_path / "out" / "cpu" / "results.json")["correctness"]["steps"]
     assert steps["last"]["status"] == "no time left" and steps["bad"]["status"] == "failed"
 
     monkeypatch.setattr("sys.argv", ["check", "correctness", f"--output={tmp_path / 'other'}"])
@@ -325,19 +326,20 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     [
         # Triton's interpreter needs new processes.
         ("correctness", "", ""),
-        ("speed", "passes-500m,launches,codes", ""),
+        ("speed", "passes-500m,methods,launches,traffic,codes", ""),
         ("training", "", "PYTHON"),
+        ("losses", "", "PYTHON"),
         ("ranks", "stages", "PYTHON"),
         ("ranks", "lost-rank", "PYTHON_EXEC"),  # only ranks: the test looks for its launchers
         ("methods", "", "PYTHON"),
     ],
-    ids=["correctness", "speed", "training", "ranks", "lost rank", "methods"],
+    ids=["correctness", "speed", "training", "losses", "ranks", "lost rank", "methods"],
 )
 def test_every_part_of_the_gpu_check_runs_on_a_cpu(part: str, only: str, forked: str, tmp_path: Path) -> None:
     command = [str(ROOT / "scripts" / "gpu_check.sh"), part, "--smoke", f"--output={tmp_path}", f"--only={only}"]
     environment = {**os.environ, "PYTHON": sys.executable} | ({forked: server.python()} if forked else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    stored = read(tmp_path / "cpu" / f"{part}.json")
+    stored = read(tmp_path / "cpu" / "results.json")[part]
     assert all(step["status"] == "passed" and step["result"] for step in stored["steps"].values())
     assert f"## {part.capitalize()}" in (tmp_path / "cpu" / "report.md").read_text()

@@ -1,6 +1,6 @@
 """Small operations on tensors that several methods share."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -29,6 +29,15 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of squares, FP64 (), with temporaries of at most `PART` entries."""
     parts = [part.double().square().sum() for part in values.reshape(-1).split(PART)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def add_to_each_(counters: Sequence[Tensor], value: Tensor) -> None:
+    """Add `value`, (), to all counters, () on its device and of one dtype, without waiting for the device.
+
+    `torch._foreach_add_` with a single tensor reads its value on the host.
+    """
+    value = value.to(counters[0].dtype)
+    torch._foreach_add_(list(counters), [value] * len(counters))
 
 
 def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:

@@ -15,6 +15,7 @@ from kernels import adams_step, choose_backend
 from kernels.common.rates import Rates
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, local
+from torchtitan_scape.core.tensors import add_to_each_
 
 
 class AdamS(Optimizer):
@@ -101,7 +102,7 @@ class AdamS(Optimizer):
             if self.found_inf is not None:
                 applied = self.found_inf.to(device) == 0
             states = [self.state[shard.parameter] for shard in shards]
-            torch._foreach_add_([state["step"] for state in states], applied.double())
+            add_to_each_([state["step"] for state in states], applied)
             self._passes[device].step(
                 [local(shard.parameter).detach() for shard in shards],
                 [flat_gradient(shard) for shard in shards],

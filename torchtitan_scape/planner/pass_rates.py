@@ -90,9 +90,11 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
         ValueError: `path` contains no measurement.
     """
     given = path or STORED
-    found = [r for file in ([given] if given.is_file() else sorted(given.glob("**/speed.json"))) if (r := _read(file))]
+    found = [
+        r for file in ([given] if given.is_file() else sorted(given.glob("**/results.json"))) if (r := _read(file))
+    ]
     if path is not None and not found:
-        raise ValueError(f"--kernels {path}: there is no speed.json of a GPU with times of AdamS and SCAPE; {AGAIN}")
+        raise ValueError(f"--kernels {path}: there is no results.json of a GPU with times of AdamS and SCAPE; {AGAIN}")
     found = [rates for rates in found if rates.runtime == device.runtime]
     same = [rates for rates in found if device.name.split()[0] in rates.device]
     if same:
@@ -111,7 +113,7 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
 def _read(path: Path) -> PassRates | None:
     """Return the rates in a file; None for any other file, a smoke test, or a run without dense AdamS and SCAPE."""
     try:
-        stored = parse_json(path.read_text())
+        stored = parse_json(path.read_text())["speed"]
         machine, results = stored["machine"], [step.get("result") for step in stored["steps"].values()]
         passes = [result for result in results if result and result.get("settings") and result.get("dense")]
         if stored["smoke"] or not passes:

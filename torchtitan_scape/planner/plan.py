@@ -319,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab", type=int, default=0, help="of that Llama; 32000 by default")
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
     add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
-    add("--kernels", type=Path, help="speed.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
+    add("--kernels", type=Path, help="results.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
     add("--network-bandwidth", type=float, default=0.0, help="measured GB/s of a rank between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the model's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)

@@ -22,7 +22,7 @@ from topology.codecs import Codec
 from topology.partition import Slice
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, local, store_gradient, stored
-from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.tensors import add_to_each_, masked_copy_
 from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
@@ -290,7 +290,7 @@ class QuantizedUpdate(Method):
         counters = [state["step"] for state in states if "step" in state]
         for device in {counter.device for counter in counters}:
             steps = applied.to(device, torch.float64) * self._steps_of(number)
-            torch._foreach_add_([counter for counter in counters if counter.device == device], steps)
+            add_to_each_([counter for counter in counters if counter.device == device], steps)
 
     def _tensors_of_state(self, number: int) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state of a shard, local ones, by kind."""
