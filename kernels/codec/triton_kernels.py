@@ -219,22 +219,21 @@ def decoded(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decode a tile of a message to four tensors FP32 [words of the tile, EACH // 4]: every fourth entry of each word.
+    """Decode a tile of a message to four vectors, FP32 [entries of the tile / 4]: every fourth entry, from the i-th on.
 
     A thread decodes four entries that follow each other, and loads their word and scales itself: the other threads of
     the word load them from the same cache line. One load for each word would be followed by an exchange between
-    threads through shared memory. That the words follow each other is hidden from the compiler by a zero that it does
-    not know; it would let consecutive threads load consecutive words.
+    threads through shared memory. The order of the words is hidden by a zero that the compiler does not know; otherwise
+    it would load several in one thread.
     """
     EACH: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = ROWS * BLOCK // EACH
-    none = tl.minimum(blocks, 0)
-    word, four = tl.arange(0, WORDS)[:, None] ^ none, tl.arange(0, EACH // 4)[None, :]
-    inside = (word < (blocks - first) * (BLOCK // EACH)) & (four >= 0)
-    packed = tl.load(words + message * size * 4 + first * (BLOCK // EACH) + word + four * none, mask=inside, other=0)
-    packed = packed >> (four * (4 * BITS))
+    four = tl.arange(0, ROWS * BLOCK // 4) ^ tl.minimum(blocks, 0)
+    word = four // (EACH // 4)
+    inside = word < (blocks - first) * (BLOCK // EACH)
+    packed = tl.load(words + message * size * 4 + first * (BLOCK // EACH) + word, mask=inside, other=0)
+    packed = packed >> (four % (EACH // 4) * (4 * BITS))
     at = scales_at(scales, message, first, blocks, size, BLOCK, BITS, SCALES)
-    at = at + word // (BLOCK // EACH) * SCALES + four * none
+    at = at + word // (BLOCK // EACH) * SCALES
     low = load_scale(at, inside)
     high = low
     if SCALES == 2:
@@ -249,9 +248,9 @@ def decoded(
 
 
 @triton.jit
-def joined(a, b, c, d):
+def joined(a, b, c, d, EACH: tl.constexpr):
     """Return the entries of `decoded` in their order, [WORDS, EACH]."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], a.shape[1] * 4))
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0] * 4 // EACH, EACH))
 
 
 @triton.jit
@@ -288,13 +287,13 @@ def decoded_sum(
     ROWS: tl.constexpr,
 ):
     """Return the sum of a tile of `messages` messages from `message` on, every `step`-th, in their order."""
-    a = tl.zeros((ROWS * BLOCK * BITS // 32, 8 // BITS), tl.float32)
+    a = tl.zeros((ROWS * BLOCK // 4,), tl.float32)
     b, c, d = a, a, a
     for i in range(messages):
         at = message + i * step
         e, f, g, h = decoded(words, scales, at, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
         a, b, c, d = a + e, b + f, c + g, d + h
-    return joined(a, b, c, d)
+    return joined(a, b, c, d, 32 // BITS)
 
 
 @triton.jit
@@ -403,7 +402,7 @@ def decode_kernel(
     """Decode messages of `blocks` blocks and `size` * 16 bytes to rows of `out`."""
     message, first = tile_of(blocks, ROWS)
     a, b, c, d = decoded(words, scales, message, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-    store_values(out, message, first, blocks, joined(a, b, c, d), BLOCK, ROWS)
+    store_values(out, message, first, blocks, joined(a, b, c, d, 32 // BITS), BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["messages", "sums", "blocks", "size"])

@@ -176,11 +176,11 @@ def apply_kernel(
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
     at, inside = entries_of(table, number, row, count, block, offset, BLOCK, FULL, False)
     a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-    mean = joined(a, b, c, d)
+    mean = joined(a, b, c, d, EACH)
     firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
         a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-        sent = joined(a, b, c, d)
+        sent = joined(a, b, c, d, EACH)
         seconds = pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at
         first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)

@@ -110,14 +110,15 @@ def pack_kernel(
     SELECT: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_COMMON: tl.constexpr,
-    CARRIES: tl.constexpr,
+    ADDS_ERRORS: tl.constexpr,
 ):
     """Compute the new moment, payload, moment of the last step, residual, and the selection, in one pass.
 
     COMPACT: write mt on A to `payload`, and m of the last step on A to `last`; otherwise mt replaces the gradient.
     SKIP_NEW: newly entered entries count as zero in the selection. SELECT: "none", "bitmap" (uint8, bits of the own
     run) or "offsets" (int16 (owned blocks, k)), written to `selection`. HAS_LAST: `last` exists. HAS_COMMON: there is a
-    common buffer; it is added to mt for the selection, and updated off A. CARRIES: add `errors` to the gradients first.
+    common buffer; it is added to mt for the selection, and updated off A. ADDS_ERRORS: first add `errors` to the
+    gradients.
     """
     if tl.load(applied) == 0:
         return
@@ -130,7 +131,7 @@ def pack_kernel(
     gradients = pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first
     states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, GRADIENT_RATE)
-    if CARRIES:
+    if ADDS_ERRORS:
         add_errors(gradients, errors, table, tensor, row, held, gradient_rate, ROWS, BYTES, BLOCK)
         tl.debug_barrier()  # other threads read the gradients below
     gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)

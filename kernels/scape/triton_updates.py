@@ -93,8 +93,8 @@ class TritonReplicated(_TritonUpdates):
 
     def pack(self, part: PayloadChunk) -> None:
         p = self._passes
-        p.pack_blocks(p.within(part, p.own), select=True, carries=True)
-        p.pack_blocks(p.within(part, p.others), carries=True)
+        p.pack_blocks(p.within(part, p.own), select=True, adds_errors=True)
+        p.pack_blocks(p.within(part, p.others), adds_errors=True)
 
     def squares(self, part: PayloadChunk) -> list[Tensor]:
         p = self._passes

@@ -19,6 +19,18 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("scape.owned_update_kernel", 32768, "cuda:90"): 8,
     ("topk.components_kernel", 0, "cuda:90"): 16,
 }
+# Barriers in the code of blocks of 128 and 1024 entries in aligned storage. More of them are conversions between layouts
+# through shared memory, in a loop or for every tile.
+BARRIER_LIMITS = {
+    "codec.decode_kernel": 0,
+    "codec.decode_and_sum_kernel": 0,
+    "exchange.apply_kernel": 8,
+    "scape.update_kernel": 8,
+    "scape.carry_kernel": 8,
+    "scape.owned_gradient_kernel": 8,
+    "scape.owned_update_kernel": 8,
+    "scape.write_kernel": 8,
+}
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.\w+|::\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 _PTX_ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]*")
 _AMD_ACCESS = re.compile(r"\b(?:global|flat|buffer)_(load|store)_(dwordx\d|dword|\w*short|\w*byte)\w*")
@@ -48,6 +60,7 @@ def nvidia_report(ptx: str, arch: int) -> dict[str, Any]:
         "load_bits": widths["ld"],
         "store_bits": widths["st"],
         "atomics": sorted(set(_PTX_ATOMIC.findall(ptx))),
+        "barriers": ptx.count("bar.sync"),
     }
 
 
@@ -69,7 +82,7 @@ def amd_report(text: str) -> dict[str, Any]:
 
 
 def regressions(row: dict[str, Any]) -> list[str]:
-    """Return the faults of a compiled kernel: a compare-and-swap loop, or a spill above `SPILL_LIMITS`."""
+    """Return the faults of a compiled kernel: a compare-and-swap loop, and what exceeds the limits above."""
     found = []
     if loops := [name for name in row["atomics"] if "cmpswap" in name or ".cas" in name]:
         found.append(f"atomic operation as a compare-and-swap loop ({', '.join(loops)})")
@@ -77,4 +90,8 @@ def regressions(row: dict[str, Any]) -> list[str]:
     limit = SPILL_LIMITS.get((name, row["constants"].get("BLOCK", 0), row["target"]), 0)
     if row["spilled_bytes"] > limit:
         found.append(f"{row['spilled_bytes']} bytes of registers spilled, limit {limit}")
+    constants = row["constants"]
+    usual = constants.get("ALIGNED_TILE", constants.get("FULL", True)) and constants.get("BLOCK") in (128, 1024)
+    if usual and row.get("barriers", 0) > BARRIER_LIMITS.get(name, 1000):
+        found.append(f"{row['barriers']} barriers, limit {BARRIER_LIMITS[name]}")
     return found

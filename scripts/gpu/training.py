@@ -190,9 +190,10 @@ def compared(steps: int, smoke: bool) -> list[str]:
     common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=8", "--training.seq_len=512"]
     common += [f"--training.steps={steps}", "--metrics.log_freq=20", f"--lr_scheduler.warmup_steps={steps // 20}"]
     common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
-    common += ["--training.dataset=prepared", f"--training.dataset_path={TEXT.relative_to(ROOT)}"]
-    common += ["--validation.dataset=prepared", f"--validation.dataset_path={TEXT.relative_to(ROOT)}", "--validation.seq_len=512"]
-    common += [f"--validation.freq={steps // 4}", "--validation.local_batch_size=32", "--validation.steps=-1"]
+    for section in ("training", "validation"):
+        common += [f"--{section}.dataset=prepared", f"--{section}.dataset_path={TEXT.relative_to(ROOT)}"]
+    common += ["--validation.seq_len=512", "--validation.local_batch_size=32", "--validation.steps=-1"]
+    common += [f"--validation.freq={steps // 4}"]
     return [*common, f"--sync.scape.density_warmup_steps={steps // 20}"]
 
 

@@ -14,6 +14,7 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.planner import pass_rates
 from torchtitan_scape.planner.candidates import (
     CODED,
     COMPARED,
@@ -257,7 +258,11 @@ def test_paper_mode_stores_what_it_prints(tmp_path: Path, capsys: pytest.Capture
     )  # else: python -m torchtitan_scape.planner.plan --paper --output results/paper_fit
 
 
-def test_measured_links_replace_presets(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_measured_links_replace_presets(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without measured times of the optimizer's passes."""
+    monkeypatch.setattr(pass_rates, "STORED", tmp_path / "none")
     links = {
         "schema": "topology.preflight/1",
         "memory_bandwidth": 1e12,
