@@ -14,13 +14,13 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("scape.pack_kernel", 32768, "cuda:90"): 4500,
     ("scape.pack_kernel", 32768, "hip:gfx90a"): 512,
     ("scape.pack_kernel", 8, "cuda:90"): 16,
-    ("scape.update_kernel", 32768, "cuda:90"): 120,
+    ("scape.update_kernel", 32768, "cuda:90"): 304,
     ("scape.write_kernel", 32768, "cuda:90"): 16,
-    ("scape.owned_update_kernel", 32768, "cuda:90"): 8,
+    ("scape.owned_update_kernel", 32768, "cuda:90"): 32,
     ("topk.components_kernel", 0, "cuda:90"): 16,
 }
-# Barriers in the code of blocks of 128 and 1024 entries in aligned storage. More of them are conversions between layouts
-# through shared memory, in a loop or for every tile.
+# Barriers in the code for blocks of 128 and 1024 entries in aligned storage. More of them are conversions between
+# layouts through shared memory, in a loop or for every tile.
 BARRIER_LIMITS = {
     "codec.decode_kernel": 0,
     "codec.decode_and_sum_kernel": 0,
