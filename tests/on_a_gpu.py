@@ -45,6 +45,8 @@ class AsOnAGpu(TorchFunctionMode):
             return not self.asking
         if self.asking:
             assert func not in WAITS, f"{func.__name__} waits for the device"
+            if func in (torch._foreach_add, torch._foreach_add_):  # seen on an H100 with torch 2.11
+                assert not isinstance(args[1], Tensor), f"{func.__name__} reads a single tensor on the host"
             if func in (Tensor.__getitem__, Tensor.__setitem__):
                 places = [i for i in (args[1] if isinstance(args[1], tuple) else (args[1],)) if isinstance(i, Tensor)]
                 assert all(i.dtype not in (torch.bool, torch.uint8) for i in places), "the host counts what is set"

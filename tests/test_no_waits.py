@@ -55,7 +55,9 @@ def test_copies_that_wait_are_detected() -> None:
         total = torch.tensor(0)
         total += (labels != 2).sum()
         copies = [total.to(device), labels.to(device), inputs["input"].to(device)]
-        for wait in (lambda: torch.ones(2).to(device), lambda: torch.ones(2).to(device=device), copies[0].item):
+        waits = [lambda: torch.ones(2).to(device), lambda: torch.ones(2).to(device=device), copies[0].item]
+        waits.append(lambda: torch._foreach_add_(copies[:1], copies[0]))
+        for wait in waits:
             with pytest.raises(AssertionError):
                 wait()
     assert [type(copy) for copy in copies] == [torch.Tensor] * 3 and copies[0].item() == 3
