@@ -19,7 +19,7 @@ from scripts.gpu.correctness import ended, outcomes
 from scripts.gpu.launches import STEPS, gaps
 from scripts.gpu.report import write_report
 from scripts.gpu.timing import of
-from scripts.gpu.training import COMPARED, LOGGED, RATES, TIMED, VALIDATED, compared, measured, timed
+from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
 
@@ -248,7 +248,7 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
-    losses = [[*compared(700, False), *COMPARED[name]] for name in RATES]
+    losses = [[*compared(700, False), *options] for options in COMPARED.values()]
     for arguments in [timed(form, False) for form in TIMED] + losses:
         config = parse(arguments)
         check_config(config, "cpu")
