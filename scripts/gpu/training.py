@@ -50,8 +50,8 @@ TEXT = OUTPUTS / "at_size" / "larger"  # python -m scripts.study.prepare_text --
 MUON = ("--optimizer.name=Muon", "--optimizer.beta1=0.95")
 SCAPE = ("--sync.method=scape", "--sync.scape.density=0.05", "--sync.scape.wire=int4")
 SPARTA = ("--sync.method=sparta", "--sync.sparta.interval=3", "--sync.sparta.code=1bit")
-# 1.2 % of the dense bytes, and dense training with the same optimizer. On an H100, twice the rates of AdamW and SCAPE had
-# higher losses after 60 steps (docs/benchmarks/gpu.md).
+# 1.2 % of the dense bytes, and dense training with the same optimizer. On an H100, AdamW and SCAPE had higher
+# losses at step 60 with twice these rates (docs/benchmarks/gpu.md).
 COMPARED: dict[str, tuple[str, ...]] = {
     "dense Muon": ("--sync.method=dense", *MUON, "--optimizer.lr=0.016"),
     "SPARTA, Muon": (*SPARTA, *MUON, "--optimizer.lr=0.032"),
