@@ -223,8 +223,7 @@ def decoded(
 
     A thread decodes four entries that follow each other, and loads their word and scales itself: the other threads of
     the word load them from the same cache line. One load for each word would be followed by an exchange between
-    threads through shared memory. The order of the words is hidden by a zero that the compiler does not know; otherwise
-    it would load several in one thread.
+    threads through shared memory. An exclusive or with zero at run time prevents loads of several words in one thread.
     """
     EACH: tl.constexpr = 32 // BITS
     four = tl.arange(0, ROWS * BLOCK // 4) ^ tl.minimum(blocks, 0)

@@ -95,8 +95,8 @@ def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexp
     """Load the tile's bytes of a packed mask, int32 [ROWS * BYTES]: all ones unless `masked`; 0 beyond the tensor.
 
     They are a vector with one byte per thread, the layout of scattered accesses to entries of the bytes: Triton would
-    convert between two layouts in each of those, through shared memory. That the bytes follow each other is hidden by a
-    zero that the compiler does not know; otherwise it would load several in one thread.
+    convert between two layouts in each of those, through shared memory. An exclusive or with zero at run time prevents
+    loads of several bytes in one thread.
     """
     number = tl.arange(0, ROWS * BYTES) ^ tl.minimum(left, 0)
     line = number // BYTES

@@ -137,7 +137,8 @@ def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: floa
         indices: Positions of P, int64 (nnz(P),); None for all.
         errors: FP32 (nnz(P),), in units of mt.
     """
-    added = errors / ((1.0 - beta1) * scale)
+    # By a tensor: PyTorch replaces a division by a Python number on a GPU with a multiplication by its inverse.
+    added = errors / errors.new_full((), (1.0 - beta1) * scale)
     if indices is None:
         gradient.add_(added)
     else:

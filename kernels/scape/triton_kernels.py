@@ -78,7 +78,8 @@ def add_errors(
         at = at_byte + lowest(bits)
         error = tl.load(errors + position, mask=some, other=0.0)
         gradient = tl.load(gradients + at, mask=some, other=0.0)
-        tl.store(gradients + at, gradient + error / gradient_rate, mask=some)
+        added = tl.div_rn(error, tl.zeros_like(error) + gradient_rate)
+        tl.store(gradients + at, gradient + added, mask=some)
         bits = bits & (bits - 1)
         position += 1
 

@@ -109,7 +109,7 @@ class TritonPasses(ScapePasses):
             tuple(t.data_ptr() for t in each)
             for each in zip(self.gradients, self.writable.flat, self.states, strict=True)
         ]
-        dtypes = tuple(g.dtype for g in self.gradients)
+        dtypes = [t.dtype for tensors in (self.gradients, self.writable.flat) for t in tensors]
         known = pointers, dtypes, step.in_use.density, self.compact
         if known != self._known or not self.updates.fixed_columns:  # as a rule, gradients are allocated where they were
             self._set_table(pointers)
@@ -118,7 +118,7 @@ class TritonPasses(ScapePasses):
             rows = {rates: (rates_row(rates), (rates.beta1, rates.beta2)) for rates in set(step.rates)}
             self._rates.set([rows[rates][0] for rates in step.rates])
             self._betas.set([rows[rates][1] for rates in step.rates])
-            self._known_rates = step.rates
+            self._known_rates = list(step.rates)
         self._corrections: Tensor | None = None
         self.fresh.zero_()
         self.tiles = self._wide if self.compact else self.stream

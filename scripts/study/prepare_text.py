@@ -47,7 +47,7 @@ def run(larger: bool) -> int:
     if code := prepare.main(arguments):
         return code
     if larger:
-        return 0  # the results of the GPU check contain what describes it
+        return 0  # the results of the GPU check contain its manifest
     manifest = read(prepared / MANIFEST)
     manifest["source"]["path"] = None  # differs between machines
     manifest["sources"] = {name: {"files": len(files)} for name, files in found.items()}

@@ -57,10 +57,19 @@ def test_a_step_equals_the_pytorch_reference(
         check_step(replace(case, replica=replica))
 
 
-@pytest.mark.parametrize("block_size", [8, 24, 64, 256, 4096, 32768])
+@pytest.mark.parametrize("block_size", [8, 24, 64, 128, 256, 384, 512, 4096, 32768])
 def test_other_block_sizes_equal_the_pytorch_reference(block_size: int) -> None:
     check_step(replace(BASE, block_size=block_size))
     check_step(replace(BASE, block_size=block_size, columns=None, keeps=1.0))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("block_size", [128, 1024])
+def test_quantization_errors_are_added_as_in_the_reference(block_size: int, offset: int) -> None:
+    """In the packing pass, whose threads then read the gradients of other threads."""
+    for density in (0.05, 0.3):
+        case = replace(BASE, block_size=block_size, keeps_wire_error=True, offset=offset, parameter_offset=offset)
+        check_step(replace(case, density=density, in_use=density, previous=density, next=density))
 
 
 def test_ties_are_selected_as_in_the_reference() -> None:

@@ -28,13 +28,13 @@ def norm_over_model(
 
 
 def clip(gradients: list[Tensor], norm: Tensor, max_norm: float, scale: float = 1.0) -> Tensor:
-    """Multiply the gradients by `scale`, and by a factor with which their norm is at most `max_norm`, in place.
+    """Multiply the gradients by `scale`, and clip their norm to `max_norm`, in place.
 
     Args:
         norm: FP32 (), of the gradients times `scale`.
 
     Returns:
-        The factor, FP32 ().
+        The factor of the clipping, FP32 ().
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:

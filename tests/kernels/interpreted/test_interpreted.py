@@ -335,3 +335,31 @@ def launch_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(*arguments, **constants)
 
     monkeypatch.setattr(launching, "launch", one_at_a_time)
+
+
+@pytest.mark.parametrize("tensor_rate", [False, True], ids=["number", "tensor"])
+def test_changed_rates_and_addresses_are_used(tensor_rate: bool) -> None:
+    """Tables are computed again for other learning rates, also if a tensor is changed in place, and other gradients."""
+
+    def work(kernels: str) -> list[Tensor]:
+        parameters = [torch.nn.Parameter(p) for p in draw(0, SHAPES)]
+        rate = torch.tensor(1e-2) if tensor_rate else 1e-2
+        named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+        optimizer = make_scape(named, lr=rate, density=0.3, block_size=16, kernels=kernels)
+        held: list[Any] = []  # so that the next gradients have other addresses
+        for step in range(5):
+            for p, g in zip(parameters, gradient(step, 0, SHAPES), strict=True):
+                held.append(p.grad)
+                p.grad = g.clone()
+            if step == 3:
+                optimizer.request_full_exchange()
+            optimizer.step()
+            group = optimizer.param_groups[0]
+            if tensor_rate:
+                group["lr"].mul_(0.5)
+            else:
+                group["lr"] *= 0.5
+        return [p.detach() for p in parameters]
+
+    for ours, theirs in zip(work("triton"), work("torch"), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -122,7 +122,9 @@ class ScapeMethod(ScapeComponents):
 
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
-        lr, (beta1, beta2), eps, weight_decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        # Numbers, also if a learning rate is a tensor that a scheduler changes in place.
+        lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
         if self.options.update == "sharded" and self.bf16_weights and lr * weight_decay > 0.5:
             raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
         return Rates(lr, beta1, beta2, eps, weight_decay, self.context.gradient_scale, shard.counted)
