@@ -266,8 +266,8 @@ def mean_of_tensor(table, tensor, fresh_counts, max_staleness):
 
 @triton.jit
 def visit_rates(table, tensor, relative, first):
-    """Return what `scaled` needs of a tile: the addresses of the visit rates of its first row and of the tensor's first
-    column, the length of a row, and the column of the tile's first entry.
+    """Return the arguments of `scaled` for a tile: the addresses of the visit rates of its first row and of the first
+    column of the tensor, the length of a row, and the column of the tile's first entry.
 
     first: first entry of the tile in the tensor, int64 (). Outside loops, because these divisions are slow.
     """

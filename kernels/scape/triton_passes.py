@@ -21,9 +21,9 @@ from kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
 # Entries per tile and per warp. Many entries per thread amortize the fixed cost of a program if only the entries of the
-# mask are processed, and cause register spills if all are. On an H100, tiles of 2048 entries took 3 to 6 % less time
-# than tiles of 4096 (results/gpu). Selection is fastest with few warps per block, because its reductions synchronize
-# them.
+# mask are processed, and cause register spills if all are. On an H100, tiles of 2048 entries took 2 to 3 % less time
+# than tiles of 4096 in the update, and the same in packing (results/gpu). Selection is fastest with few warps per
+# block, because its reductions synchronize them.
 COMPACT_TILE, COMPACT_WARP = 2048, 512
 STREAM_TILE, STREAM_WARP = 2048, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024

@@ -54,15 +54,15 @@ PARTS = {
     "speed": (
         Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
         Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
-        Step("methods", 90, ("scripts.gpu.method_steps",)),
+        Step("methods", 150, ("scripts.gpu.method_steps",)),
         Step("launches", 60, ("scripts.gpu.launches",)),
-        Step("traffic", 60, ("scripts.gpu.memory_traffic", "count")),
+        Step("traffic", 95, ("scripts.gpu.memory_traffic", "count")),
         Step("codes", 60, ("scripts.gpu.passes", "codes")),
     ),
     "training": (
         Step("throughput-adamw", 150, ("scripts.gpu.training", "throughput", "adamw")),  # compiles for the others too
+        Step("throughput-scape", 100, ("scripts.gpu.training", "throughput", "scape")),
         Step("throughput-adams", 80, ("scripts.gpu.training", "throughput", "adams")),
-        Step("throughput-scape", 80, ("scripts.gpu.training", "throughput", "scape")),
         Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
     ),
     "losses": (Step("quality", 470, ("scripts.gpu.training", "quality")),),
@@ -70,7 +70,7 @@ PARTS = {
         Step("stages", 40, ("scripts.gpu.ranks", "stages")),
         Step("lost-rank", 130, ("scripts.gpu.ranks", "lost")),
     ),
-    "methods": (Step("methods", 340, ("scripts.gpu.methods", "all")),),
+    "methods": (Step("methods", 440, ("scripts.gpu.methods", "all")),),
 }
 
 
@@ -159,16 +159,17 @@ def run(args: argparse.Namespace) -> int:
     folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(facts["device"])
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{args.part}.log"
-    before = (read(folder / RESULTS_FILE) or {}).get(args.part) if args.only else None  # other steps are kept
     log.write_text("")
     measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
     found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
-    found["steps"] = (before or found)["steps"]
 
     def keep(name: str, record: dict[str, Any]) -> None:
         found["steps"][name] = record | {"commit": measured}
         with locked(folder):
-            write(folder / RESULTS_FILE, (read(folder / RESULTS_FILE) or {}) | {args.part: found})
+            stored = read(folder / RESULTS_FILE) or {}
+            if args.only:  # another process may have run other steps of the part meanwhile
+                found["steps"] = stored.get(args.part, found)["steps"] | {name: found["steps"][name]}
+            write(folder / RESULTS_FILE, stored | {args.part: found})
             try:
                 write_report(folder)
             except Exception as error:  # it can be made later; the remaining steps cannot

@@ -26,7 +26,7 @@ from scripts.gpu.timing import device_for
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
-MODEL, DENSITY, WIRE, SECONDS = "llama_500m", 0.05, "int4", 120.0
+MODEL, DENSITY, WIRE, SECONDS = "llama_500m", 0.05, "int4", 80.0
 MARKER = "spin"  # of the kernel that separates passes
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "nanoseconds": "gpu__time_duration.sum"}
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "ns": 1.0, "us": 1e3, "ms": 1e6, "nsecond": 1.0}

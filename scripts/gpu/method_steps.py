@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
             torch.cuda.reset_peak_memory_stats()
         try:
             figures = measure(options, shapes, clock, bandwidth)
-        except (RuntimeError, ValueError) as error:  # the other methods are measured nevertheless
+        except Exception as error:  # of torch, Triton or the method; the other methods are measured nevertheless
             found["methods"][name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
             print(f"{name}: {found['methods'][name]['failed']}", flush=True)
         else:

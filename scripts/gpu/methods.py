@@ -53,8 +53,8 @@ from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 
 RANKS = 4
-LAYOUTS = {"flat": (1, False), "2x2": (2, True)}  # ranks per node; whether exchanges go level by level
-SECONDS = 240.0  # until all ranks have ended
+LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exchanges go level by level
+SECONDS = 420.0  # until all ranks have ended
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -154,6 +154,7 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
             "check for non-finite gradients, clipping, exchange and update."
         )
         yield markdown(method_rows(steps))
+    yield results.get("traffic", {}).get("note", "")
     if counted := results.get("traffic", {}).get("counted"):
         least = results["traffic"].get("least", {})
         yield "Bytes through device memory as the hardware counts them, and those that a pass must move:"

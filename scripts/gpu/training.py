@@ -102,9 +102,13 @@ class Run:
 
 def follow(runs: dict[str, Run], note: Callable[[], None]) -> None:
     """Wait until all have ended, and call `note` when their logs have grown. Raises RunError if one failed."""
-    before = 0
+    before, shown = 0, set[str]()
     while True:
         ended = all(run.process.poll() is not None for run in runs.values())
+        for name, run in runs.items():
+            if run.process.poll() and name not in shown:  # at once: the step may be cut off before the others end
+                shown.add(name)
+                print(f"{name} ended with exit code {run.process.returncode}:\n{run.text()[-3000:]}", flush=True)
         points = sum(len(run.points()) for run in runs.values())
         if points != before or ended:
             before = points
@@ -114,7 +118,7 @@ def follow(runs: dict[str, Run], note: Callable[[], None]) -> None:
         time.sleep(POLL)
     for name, run in runs.items():
         if code := run.process.returncode:
-            raise RunError(f"{name} ended with exit code {code}:\n{run.text()[-3000:]}")
+            raise RunError(f"{name} ended with exit code {code}; the end of its log is above")
 
 
 def timed(form: str, smoke: bool) -> list[str]:

@@ -115,5 +115,5 @@ class AdamS(Optimizer):
 
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
-        beta1, beta2 = group["betas"]
-        return Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        # Numbers, also if a learning rate is a tensor that a scheduler changes in place.
+        return Rates(*(float(x) for x in (group["lr"], *group["betas"], group["eps"], group["weight_decay"])))
