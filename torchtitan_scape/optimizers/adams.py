@@ -116,4 +116,6 @@ class AdamS(Optimizer):
     def _rates(self, shard: Shard) -> Rates:
         group = self.param_groups[shard.group]
         # Numbers, also if a learning rate is a tensor that a scheduler changes in place.
-        return Rates(*(float(x) for x in (group["lr"], *group["betas"], group["eps"], group["weight_decay"])))
+        lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        return Rates(lr, beta1, beta2, eps, weight_decay)
