@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.codec import triton_kernels
+from kernels.codec import triton_decode, triton_kernels
 from kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
 from kernels.codec.rounding import row_keys
 from kernels.codec.triton_hadamard import hadamard_kernel
@@ -50,7 +50,7 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
     assert out.is_contiguous()
     rows, m = out.shape
     sizes = m // block, messages.shape[1] // 16
-    _launch(triton_kernels.decode_kernel, rows, (*message_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_decode.decode_kernel, rows, (*message_parts(messages, scale), out), sizes, name, block)
 
 
 def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
@@ -58,7 +58,7 @@ def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, 
     assert out.is_contiguous()
     rows, sums, size = messages.shape if messages.ndim > 2 else (len(messages), 1, messages.shape[1])
     sizes = rows, sums, out.numel() // sums // block, size // 16
-    _launch(triton_kernels.decode_and_sum_kernel, sums, (*message_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_decode.decode_and_sum_kernel, sums, (*message_parts(messages, scale), out), sizes, name, block)
 
 
 def encode_mean(
@@ -77,7 +77,7 @@ def encode_mean(
     out = torch.empty(1, size, dtype=torch.uint8, device=messages.device)
     parts, out_parts = message_parts(messages, scale), message_parts(out, scale)
     _launch(
-        triton_kernels.encode_mean_kernel,
+        triton_decode.encode_mean_kernel,
         1,
         (*parts, *out_parts, out_parts[0] if error is None else error),
         (divisor, rows, count // block, size // 16),

@@ -13,7 +13,8 @@ steps 8 to the second one. Values are bitwise those of the PyTorch operators of 
 import triton
 import triton.language as tl
 
-from kernels.codec.triton_kernels import codes_of, decoded, joined, scales_of, store_codes
+from kernels.codec.triton_decode import decoded, joined
+from kernels.codec.triton_kernels import codes_of, scales_of, store_codes
 
 # Columns of the table, int64.
 FIRST = tl.constexpr(0)  # address

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion as Version
 
 from kernels import choose_backend
-from kernels.codec import triton_hadamard
+from kernels.codec import triton_decode, triton_hadamard
 from kernels.codec import triton_kernels as codec_kernels
 from kernels.common import launching
 from kernels.common.rates import Rates
@@ -80,6 +80,7 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
     rows = json.loads((tmp_path / "compiled.json").read_text())[triton.__version__]
     device_code = [
         codec_kernels,
+        triton_decode,
         dense_kernels,
         exchange_kernels,
         tagc_kernels,

@@ -1,0 +1,190 @@
+"""Decoding of block codes as Triton kernels, bitwise equal to `reference.py`; see `triton_kernels.py`."""
+
+import triton
+import triton.language as tl
+
+from kernels.codec.triton_kernels import (
+    codes_of,
+    inside_of,
+    scales_at,
+    scales_of,
+    store_codes,
+    store_padding,
+    tile_of,
+    values_of,
+)
+
+
+@triton.jit
+def load_scale(at, inside):
+    bits = tl.load(at, mask=inside, other=0)
+    if at.dtype.element_ty == tl.int16:
+        bits = bits.to(tl.int32) << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decoded(
+    words,
+    scales,
+    message,
+    first,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode a tile of a message to four vectors, FP32 [entries of the tile / 4]: every fourth entry, from the i-th on.
+
+    A thread decodes four entries that follow each other, and loads their word and scales itself: the other threads of
+    the word load them from the same cache line. One load for each word would be followed by an exchange between
+    threads through shared memory. An exclusive or with zero at run time prevents loads of several words in one thread.
+    """
+    EACH: tl.constexpr = 32 // BITS
+    four = tl.arange(0, ROWS * BLOCK // 4) ^ tl.minimum(blocks, 0)
+    word = four // (EACH // 4)
+    inside = word < (blocks - first) * (BLOCK // EACH)
+    packed = tl.load(words + message * size * 4 + first * (BLOCK // EACH) + word, mask=inside, other=0)
+    packed = packed >> (four % (EACH // 4) * (4 * BITS))
+    at = scales_at(scales, message, first, blocks, size, BLOCK, BITS, SCALES)
+    at = at + word // (BLOCK // EACH) * SCALES
+    low = load_scale(at, inside)
+    high = low
+    if SCALES == 2:
+        high = load_scale(at + 1, inside)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    return (
+        values_of(packed & MASK, low, high, FORM, BITS),
+        values_of((packed >> BITS) & MASK, low, high, FORM, BITS),
+        values_of((packed >> (2 * BITS)) & MASK, low, high, FORM, BITS),
+        values_of((packed >> (3 * BITS)) & MASK, low, high, FORM, BITS),
+    )
+
+
+@triton.jit
+def joined(a, b, c, d, EACH: tl.constexpr):
+    """Return the entries of `decoded` in their order, [WORDS, EACH]."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0] * 4 // EACH, EACH))
+
+
+@triton.jit
+def store_values(out, message, first, blocks, values, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Store [WORDS, EACH] to the tile of a row of `out`."""
+    WORDS: tl.constexpr = values.shape[0]
+    EACH: tl.constexpr = values.shape[1]
+    word, inside = inside_of(first, blocks, BLOCK // EACH, WORDS)
+    at = out + (message * blocks + first) * BLOCK + word[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    tl.store(at, values, mask=inside[:, None])
+
+
+@triton.jit
+def decoded_sum(
+    words,
+    scales,
+    message,
+    step,
+    messages,
+    first,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return the sum of a tile of `messages` messages from `message` on, every `step`-th, in their order."""
+    a = tl.zeros((ROWS * BLOCK // 4,), tl.float32)
+    b, c, d = a, a, a
+    for i in range(messages):
+        at = message + i * step
+        e, f, g, h = decoded(words, scales, at, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        a, b, c, d = a + e, b + f, c + g, d + h
+    return joined(a, b, c, d, 32 // BITS)
+
+
+@triton.jit(do_not_specialize=["blocks", "size"])
+def decode_kernel(
+    words,
+    scales,
+    out,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode messages of `blocks` blocks and `size` * 16 bytes to rows of `out`."""
+    message, first = tile_of(blocks, ROWS)
+    a, b, c, d = decoded(words, scales, message, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    store_values(out, message, first, blocks, joined(a, b, c, d, 32 // BITS), BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=["messages", "sums", "blocks", "size"])
+def decode_and_sum_kernel(
+    words,
+    scales,
+    out,
+    messages,
+    sums,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode `messages` messages of every sum and add them in their order, in registers; `out` is written once."""
+    message, first = tile_of(blocks, ROWS)
+    total = decoded_sum(words, scales, message, sums, messages, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    store_values(out, message, first, blocks, total, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=["divisor", "messages", "blocks", "size"])
+def encode_mean_kernel(
+    words,
+    scales,
+    out_words,
+    out_scales,
+    error,
+    divisor,
+    messages,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+    ADDS_ERROR: tl.constexpr,
+):
+    """Sum messages in their order, divide by `divisor`, and encode the result as one message, all in registers.
+
+    HAS_ERROR: write the quantization error. ADDS_ERROR: add its value before to the result.
+    """
+    EACH: tl.constexpr = 32 // BITS
+    message, first = tile_of(blocks, ROWS)
+    total = decoded_sum(words, scales, message, 1, messages, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    value = tl.reshape(total, (ROWS, BLOCK // EACH, EACH))
+    block, inside = inside_of(first, blocks, 1, ROWS)
+    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
+    entry = first * BLOCK + word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    if ADDS_ERROR:
+        value += tl.load(error + entry, mask=inside[:, None, None], other=0.0)
+    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
+    codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
+    if HAS_ERROR:
+        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        tl.store(error + entry, difference, mask=inside[:, None, None])
+    store_codes(out_words, out_scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
+    if first + ROWS >= blocks:
+        store_padding(out_scales, message, blocks, size, BLOCK, BITS, SCALES)
