@@ -108,8 +108,9 @@ class Case:
         return plan_layout(RANKS, ranks_per_node=per_node, machine=machine, replicate=RANKS // shard, shard=shard)
 
     def may_wait(self) -> bool:
-        """Return whether a step may wait for the device: exchanges of local updates, Radius's masks, Muon."""
-        return METHODS[self.method].method.per_replica_weights or self.method == "radius" or self.optimizer == "Muon"
+        """Return whether a step may wait for the device: local updates, Radius, Muon, TAGC after a full exchange."""
+        waits = METHODS[self.method].method.per_replica_weights or self.method == "radius" or self.optimizer == "Muon"
+        return waits or "tagc" in self.sharding
 
 
 SPARSE = TagcShardingOptions(min_entries=1024)
