@@ -19,7 +19,7 @@ from kernels.codec.formats import FORMATS, Format, message_bytes
 from kernels.codec.rounding import hadamard_ as hadamard_
 from kernels.codec.rounding import row_keys, uniform, uniform_by_row
 from kernels.common.launching import to_device
-from kernels.common.ordered import add_in_order_
+from kernels.common.ordered import add_in_order_, divisor_of
 
 # Blocks with a smaller largest magnitude are decoded as (signed) zeros: the inverse of their scale would overflow.
 MIN_SCALE = 2.0**-100
@@ -105,7 +105,7 @@ def encode_mean(
     """Encode (sum of messages) / divisor, plus `error` if `adds_error`, as one message; see `BlockCode.encode_mean`."""
     mean = torch.empty(count, dtype=torch.float32, device=messages.device)
     decode_and_sum(messages, name, block, scale, mean)
-    mean.div_(mean.new_full((), divisor))  # a tensor, see `scales_of`
+    mean.div_(divisor_of(mean, divisor))
     if error is not None and adds_error:
         mean += error
     return encode(mean.view(1, -1), name, block, scale, None if error is None else error.view(1, -1))
@@ -141,9 +141,8 @@ def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     magnitudes = blocks.abs()
     largest = magnitudes.amax(1, keepdim=True)
     if form.largest is not None:
-        # Rounded up, so that no entry exceeds the largest code. The divisor is a tensor, because PyTorch replaces a
-        # division by a Python number on a GPU with a multiplication by its inverse.
-        scales = round_up(largest / largest.new_full((), form.largest), dtype)
+        # Rounded up, so that no entry exceeds the largest code.
+        scales = round_up(largest / divisor_of(largest, form.largest), dtype)
     elif form.scales == 1:
         scales = (sum_pairs(magnitudes) / blocks.shape[1] * form.gain).to(dtype).float()
     else:

@@ -1,7 +1,15 @@
-"""Sums in a specified order, in few launches."""
+"""Sums in a specified order, in few launches, and divisions with one rounding."""
 
 import torch
 from torch import Tensor
+
+
+def divisor_of(x: Tensor, value: float) -> Tensor:
+    """Return `value` as a tensor, (), to divide x by.
+
+    PyTorch replaces a division by a Python number on a GPU with a multiplication by its inverse, which rounds twice.
+    """
+    return x.new_full((), value)
 
 
 def add_in_order_(total: Tensor, rows: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.gating import decay_, gated, known_false
+from kernels.common.ordered import divisor_of
 from kernels.scape.visits import MIN_VISIT_RATE
 
 # --------------------------------------------------------------------------------------------- mask codec
@@ -137,8 +138,7 @@ def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: floa
         indices: Positions of P, int64 (nnz(P),); None for all.
         errors: FP32 (nnz(P),), in units of mt.
     """
-    # By a tensor: PyTorch replaces a division by a Python number on a GPU with a multiplication by its inverse.
-    added = errors / errors.new_full((), (1.0 - beta1) * scale)
+    added = errors / divisor_of(errors, (1.0 - beta1) * scale)
     if indices is None:
         gradient.add_(added)
     else:

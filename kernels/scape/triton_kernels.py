@@ -177,7 +177,7 @@ def pack_kernel(
         moment = tl.where(spread(used & ~held, ROWS, BYTES), 0.0, moment)
     if SELECT != "none":
         keys = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-        bits = to_bytes(select_in_blocks(keys, k, DEEP=True))
+        bits = to_bytes(select_in_blocks(keys, k))
         if SELECT == "bitmap":
             store_bitmap(selection, bits, block - own_block, left, ROWS, BYTES, BLOCK)
         else:

@@ -7,40 +7,40 @@ from kernels.common.triton_common import count_bits, lowest
 
 
 @triton.jit
-def row_sum(x, DEEP: tl.constexpr):
-    """Sum [ROWS, COLUMNS] to [ROWS]; with DEEP, [ROWS, BYTES, 8].
+def row_sum(x):
+    """Sum [ROWS, COLUMNS] or [ROWS, BYTES, 8] to [ROWS].
 
-    A tensor with three axes is not reshaped to two: Triton 3.6 reduces a reshaped axis over the wrong threads if those
-    of a row are apart.
+    Three axes are not reshaped to two: Triton 3.6 reduces a reshaped axis over the wrong threads if those of a row are
+    not contiguous.
     """
-    if DEEP:
+    if len(x.shape) == 3:
         x = tl.sum(x, 2)
     return tl.sum(x, 1)
 
 
 @triton.jit
-def by_row(x, DEEP: tl.constexpr):
-    """Expand [ROWS] to the number of axes of the keys."""
+def by_row(x, keys):
+    """Expand [ROWS] to the number of axes of `keys`."""
     x = x[:, None]
-    if DEEP:
+    if len(keys.shape) == 3:
         x = x[:, :, None]
     return x
 
 
 @triton.jit
-def select_in_blocks(keys, k, DEEP: tl.constexpr = False):
+def select_in_blocks(keys, k):
     """Return bool of the shape of `keys`: true for the k largest keys of each row; ties go to the lower index.
 
-    keys: int32 [ROWS, COLUMNS], or with DEEP [ROWS, BYTES, 8], the bits of |value|; -1 for missing entries, which are
-    never selected. A row with fewer than k entries selects all of them.
+    keys: int32 [ROWS, COLUMNS] or [ROWS, BYTES, 8], the bits of |value|; -1 for missing entries, which are never
+    selected. A row with fewer than k entries selects all of them.
 
     Bisection for a threshold: at least `wanted` keys are >= `low`, and fewer are >= `high`. It ends when exactly
     `wanted` keys are >= `low`, or when `low` and `high` are neighbors: keys equal to `low` are then ties.
     """
-    entries = row_sum((keys >= 0).to(tl.int32), DEEP)
+    entries = row_sum((keys >= 0).to(tl.int32))
     wanted = tl.minimum(entries, k)
     largest = keys
-    if DEEP:
+    if len(keys.shape) == 3:
         largest = tl.max(keys, 2)
     high = tl.max(largest, 1) + 1
     low = tl.zeros_like(high)
@@ -50,7 +50,7 @@ def select_in_blocks(keys, k, DEEP: tl.constexpr = False):
     middle = tl.maximum(high - (1 << 24), 0)
     unfinished = (high - low > 1) & (reached != wanted)
     while tl.max(unfinished.to(tl.int32)) > 0:
-        count = row_sum((keys >= by_row(middle, DEEP)).to(tl.int32), DEEP)
+        count = row_sum((keys >= by_row(middle, keys)).to(tl.int32))
         enough = count >= wanted
         low = tl.where(unfinished & enough, middle, low)
         reached = tl.where(unfinished & enough, count, reached)
@@ -58,14 +58,14 @@ def select_in_blocks(keys, k, DEEP: tl.constexpr = False):
         above = tl.where(unfinished & ~enough, count, above)
         middle = low + (high - low) // 2
         unfinished = (high - low > 1) & (reached != wanted)
-    sure = keys >= by_row(high, DEEP)
-    ties = (keys >= by_row(low, DEEP)) & ~sure
-    if DEEP:
+    sure = keys >= by_row(high, keys)
+    ties = (keys >= by_row(low, keys)) & ~sure
+    if len(keys.shape) == 3:
         counts = tl.sum(ties.to(tl.int32), 2)
         order = tl.cumsum(ties.to(tl.int32), 2) + (tl.cumsum(counts, 1) - counts)[:, :, None]
     else:
         order = tl.cumsum(ties.to(tl.int32), 1)
-    return sure | (ties & (order <= by_row(wanted - above, DEEP)))
+    return sure | (ties & (order <= by_row(wanted - above, keys)))
 
 
 @triton.jit

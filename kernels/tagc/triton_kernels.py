@@ -36,7 +36,7 @@ def select_kernel(x, bits, n, blocks, k, ROWS: tl.constexpr, BLOCK: tl.constexpr
     values = tl.load(x + entry, mask=entry < n, other=0.0)
     # The bits of magnitudes are ordered as the numbers. The largest key is excluded, as the search needs one above all.
     keys = tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
-    packed = to_bytes(select_in_blocks(keys, k, DEEP=True))
+    packed = to_bytes(select_in_blocks(keys, k))
     tl.store(bits + byte, packed.to(tl.uint8), mask=block < blocks)
 
 

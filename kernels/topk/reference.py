@@ -6,6 +6,7 @@ from torch.nn.functional import pad
 
 from kernels.codec.formats import FORMATS
 from kernels.codec.reference import unpack
+from kernels.common.ordered import divisor_of
 from kernels.scape.mask_code import decode_offsets
 from kernels.scape.mask_code import encode_offsets as encode_offsets
 from kernels.scape.reference import select_rows, unpack_bits
@@ -93,8 +94,7 @@ def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None
         total.scatter_add_(1, own, added)
         if senders is not None:
             senders.scatter_add_(1, own, torch.ones_like(added))
-    # By a tensor: PyTorch replaces a division by a Python number on a GPU with a multiplication by its inverse.
-    total.div_(total.new_full((), float(replicas)) if senders is None else senders.clamp_(min=1.0))
+    total.div_(divisor_of(total, replicas) if senders is None else senders.clamp_(min=1.0))
     x.copy_(from_blocks(total, grid))
 
 

@@ -301,17 +301,24 @@ def _tagc_step() -> None:
     passes.unfold(cells, bits, sketch, True, x)
 
 
+def compiled(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
+) -> Any:
+    """Return Triton's compiled kernel of a launch. Raises the compiler's errors."""
+    numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, ordered, numbers, attributes)
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+
+
 def compile_one(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
 ) -> dict[str, Any]:
     """Return registers, spills, atomics, access widths and shared memory of a kernel. Raises the compiler's errors."""
-    numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    ordered = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, ordered, numbers, attributes)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
-    asm, nvidia = compiled.asm, target.backend == "cuda"
+    result = compiled(kernel, signature, constants, attributes, warps, target)
+    asm, nvidia = result.asm, target.backend == "cuda"
     report = nvidia_report(asm["ptx"], target.arch) if nvidia else amd_report(asm["amdgcn"])
-    return {**report, "shared_bytes": compiled.metadata.shared}
+    return {**report, "shared_bytes": result.metadata.shared}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

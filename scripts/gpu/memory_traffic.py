@@ -39,7 +39,7 @@ SAMPLE = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","g
 
 
 def run_passes(args: argparse.Namespace) -> None:
-    """Run each pass once, with a spin before it; ncu counts what lies between the start and the stop."""
+    """Run each pass once, after a spin kernel. ncu profiles the kernels between `start` and `stop`."""
     shapes = WORKLOADS[MODEL].shapes()
     device = device_for(args.smoke)
     optimizer = scape(parameters_of(shapes, device), DENSITY, WIRE)

@@ -17,7 +17,7 @@ from torch import nn
 
 from scripts.common import write
 from scripts.gpu.machine import run_step
-from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, draw, free
+from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
 from scripts.gpu.timing import Clock, copy_bandwidth, counted_waits, device_for, of
 from torchtitan_scape import replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape
@@ -39,13 +39,9 @@ TIMED: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(shapes: Sequence[Shape], device: torch.device) -> nn.ParameterList:
-    return nn.ParameterList(nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes)
-
-
 def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
     """Return figures of a method's step; "failed" if it does not fit in memory."""
-    model = model_of(shapes, clock.device)
+    model = nn.ParameterList(parameters_of(shapes, clock.device))
     entries = sum(p.numel() for p in model)
     inner = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
     kernels = "triton" if clock.cuda else "torch"
@@ -71,20 +67,12 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
     return figures
 
 
-def fused_adamw(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
-    model = model_of(shapes, clock.device)
-    draw(list(model))
-    entries = sum(p.numel() for p in model)
-    optimizer = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
-    return of(clock(optimizer.step).figures(), ADAMW * entries, entries, bandwidth)
-
-
 def run(args: argparse.Namespace) -> None:
     clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
     bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
     found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}}
-    adamw = found["fused AdamW"] = fused_adamw(shapes, clock, bandwidth)
+    adamw = found["fused AdamW"] = dense_step("fused AdamW", parameters_of(shapes, clock.device), clock, bandwidth)
     for name, options in TIMED.items():
         free(clock)
         if clock.cuda:

@@ -181,19 +181,22 @@ def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock, ba
     }
 
 
+def dense_step(name: str, parameters: Sequence[torch.nn.Parameter], clock: Clock, bandwidth: float) -> dict[str, Any]:
+    """Return figures of a step of "fused AdamW" or "dense AdamS"."""
+    draw(parameters)
+    if name == "fused AdamW":
+        optimizer, least = torch.optim.AdamW(parameters, **RATES, fused=True), ADAMW
+    else:
+        optimizer, least = AdamS(parameters, **RATES, kernels="triton"), ADAMS
+    entries = sum(p.numel() for p in parameters)
+    return of(clock(optimizer.step).figures(), least * entries, entries, bandwidth)
+
+
 def dense(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
     """Return figures of the steps of dense optimizers."""
-    found, entries = {}, sum(map(_size, shapes))
-    parameters = parameters_of(shapes, clock.device)
-    draw(parameters)
-    kinds: dict[str, tuple[Callable[[], torch.optim.Optimizer], float]] = {
-        "fused AdamW": (lambda: torch.optim.AdamW(parameters, **RATES, fused=True), ADAMW),
-        "dense AdamS": (lambda: AdamS(parameters, **RATES, kernels="triton"), ADAMS),
-    }
-    for name, (make, least) in kinds.items():
-        optimizer = make()
-        found[name] = of(clock(optimizer.step).figures(), least * entries, entries, bandwidth)
-        del optimizer
+    found, parameters = {}, parameters_of(shapes, clock.device)
+    for name in ("fused AdamW", "dense AdamS"):
+        found[name] = dense_step(name, parameters, clock, bandwidth)
         free(clock)
     return found
 

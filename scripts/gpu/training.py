@@ -21,8 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ALONE, EMBEDDED, OUTPUTS, ROOT, RunError, read, write
+from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
 from scripts.gpu.machine import python, run_step
+from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.data.manifest import MANIFEST
 
@@ -46,7 +47,6 @@ TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 40, 10  # tokens/s include the time of writing a log line
 REPLICAS = 4
-TEXT = OUTPUTS / "at_size" / "larger"  # python -m scripts.study.prepare_text --larger
 MUON = ("--optimizer.name=Muon", "--optimizer.beta1=0.95")
 SCAPE = ("--sync.method=scape", "--sync.scape.density=0.05", "--sync.scape.wire=int4")
 SPARTA = ("--sync.method=sparta", "--sync.sparta.interval=3", "--sync.sparta.code=1bit")

@@ -1,12 +1,12 @@
-"""Triton 3.6 reduces an axis over the wrong threads if the lanes of a warp along it are apart (fixed in 3.7)."""
+"""Triton 3.6 reduces an axis over the wrong threads if its lanes in a warp are not contiguous (fixed in 3.7)."""
 
 import json
 import re
-from typing import Any
+from itertools import product
 
 import pytest
+import torch
 import triton
-from triton.compiler import ASTSource
 
 from scripts.benchmarks import compile_kernels
 
@@ -29,8 +29,8 @@ def lanes(encoding: str, layouts: dict[str, str]) -> list[list[int]] | None:
     return json.loads(found[1])
 
 
-def apart(text: str) -> list[str]:
-    """Return the reductions in TTGIR whose lanes along the axis do not follow each other."""
+def separate_lanes(text: str) -> list[str]:
+    """Return the reductions in TTGIR whose lanes along the axis are not contiguous."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", text, re.M))
     wrong = []
     for reduction in REDUCTION.finditer(text):
@@ -41,30 +41,27 @@ def apart(text: str) -> list[str]:
     return wrong
 
 
-def test_lanes_that_are_apart_are_found() -> None:
+def test_separate_lanes_are_found() -> None:
     text = """#linear = #ttg.linear<{register = [], lane = [[0, 4], [1, 0], [0, 8]], warp = [], block = []}>
 %0 = "tt.reduce"(%1) <{axis = 1 : i32}> ({
 }) : (tensor<2x16xi32, #linear>) -> tensor<2xi32, #ttg.slice<{dim = 1, parent = #linear}>>
 """
-    assert apart(text) == ["axis 1 of #linear"]
-    assert apart(text.replace("[1, 0], [0, 8]", "[0, 8], [1, 0]")) == []
+    assert separate_lanes(text) == ["axis 1 of #linear"]
+    assert separate_lanes(text.replace("[1, 0], [0, 8]", "[0, 8], [1, 0]")) == []
 
 
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6), reason="this Triton reduces every layout correctly"
 )
-def test_no_kernel_reduces_lanes_that_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_reduces_lanes_that_are_separate_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(quick: bool) -> None:
         for block in BLOCKS:
             compile_kernels._scape_step(block=block, density=0.1, in_use=0.1)
-            if block in (64, 128, 512, 1024):
-                for name in ("1bit", "2bit", "int4"):
-                    compile_kernels._codec_step(name, block, compile_kernels.torch.float32)
+        for block, name in product((64, 128, 512, 1024), ("1bit", "2bit", "int4")):
+            compile_kernels._codec_step(name, block, torch.float32)
 
     monkeypatch.setattr(compile_kernels, "_take_steps", steps)
     target = compile_kernels.TARGETS["cuda:90"]
     for kernel, signature, constants, attributes, warps in compile_kernels.launches(False):
-        numbers: dict[Any, Any] = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, numbers, attributes)
-        compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
-        assert not apart(compiled.asm["ttgir"]), (kernel.fn.__name__, constants)
+        compiled = compile_kernels.compiled(kernel, signature, constants, attributes, warps, target)
+        assert not separate_lanes(compiled.asm["ttgir"]), (kernel.fn.__name__, constants)
