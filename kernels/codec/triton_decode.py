@@ -3,16 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.codec.triton_kernels import (
-    codes_of,
-    inside_of,
-    scales_at,
-    scales_of,
-    store_codes,
-    store_padding,
-    tile_of,
-    values_of,
-)
+from kernels.codec.triton_kernels import encode_tile, inside_of, scales_at, tile_of, values_of
 
 
 @triton.jit
@@ -180,11 +171,22 @@ def encode_mean_kernel(
     entry = first * BLOCK + word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
     if ADDS_ERROR:
         value += tl.load(error + entry, mask=inside[:, None, None], other=0.0)
-    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
-    codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
-    if HAS_ERROR:
-        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
-        tl.store(error + entry, difference, mask=inside[:, None, None])
-    store_codes(out_words, out_scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
-    if first + ROWS >= blocks:
-        store_padding(out_scales, message, blocks, size, BLOCK, BITS, SCALES)
+    encode_tile(
+        value,
+        None,
+        error + entry,
+        out_words,
+        out_scales,
+        message,
+        first,
+        blocks,
+        size,
+        inside,
+        FORM,
+        BITS,
+        SCALES,
+        LARGEST,
+        BLOCK,
+        ROWS,
+        HAS_ERROR,
+    )

@@ -245,6 +245,40 @@ def store_codes(
         store_scale(at + block * SCALES + 1, high, inside)
 
 
+@triton.jit
+def encode_tile(
+    value,
+    shift,
+    errors,
+    words,
+    scales,
+    message,
+    first,
+    blocks,
+    size,
+    inside,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
+):
+    """Encode FP32 [ROWS, WORDS, EACH], the blocks of a message that are `inside`, and store codes and scales.
+
+    shift: see `codes_of`. errors: pointers, for the quantization errors if HAS_ERROR.
+    """
+    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
+    codes = codes_of(value, low, high, shift, FORM, BITS, LARGEST)
+    if HAS_ERROR:
+        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        tl.store(errors, difference, mask=inside[:, None, None])
+    store_codes(words, scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
+    if first + ROWS >= blocks:
+        store_padding(scales, message, blocks, size, BLOCK, BITS, SCALES)
+
+
 @triton.jit(do_not_specialize=["blocks", "size", "key"])
 def encode_kernel(
     x,
@@ -277,18 +311,28 @@ def encode_kernel(
     entry = word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
     start = (message * blocks + first) * BLOCK
     value = tl.load(x + start + entry, mask=inside[:, None, None], other=0.0)
-    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
     shift = None
     if STOCHASTIC:
         if ROW_KEYS:
             shift = uniform(tl.load(keys + message), first * BLOCK, ROWS, BLOCK // EACH, EACH)
         else:
             shift = uniform(key, start, ROWS, BLOCK // EACH, EACH)
-    codes = codes_of(value, low, high, shift, FORM, BITS, LARGEST)
-    if HAS_ERROR:
-        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
-        tl.store(error + start + entry, difference, mask=inside[:, None, None])
-
-    store_codes(words, scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
-    if first + ROWS >= blocks:
-        store_padding(scales, message, blocks, size, BLOCK, BITS, SCALES)
+    encode_tile(
+        value,
+        shift,
+        error + start + entry,
+        words,
+        scales,
+        message,
+        first,
+        blocks,
+        size,
+        inside,
+        FORM,
+        BITS,
+        SCALES,
+        LARGEST,
+        BLOCK,
+        ROWS,
+        HAS_ERROR,
+    )
