@@ -16,6 +16,12 @@ from topology.partition import ALIGNED, chunk_limit
 Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 
 
+def in_place(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the only part if a collective can use its memory: FP32, contiguous and aligned to 16 bytes."""
+    fits = len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() % 16 == 0
+    return parts[0] if fits and parts[0].dtype == torch.float32 else None
+
+
 class Source(Protocol):
     """FP32 entries in any storage, which are copied to and from contiguous chunks."""
 
@@ -46,10 +52,8 @@ class ConcatSource:
         torch._foreach_copy_(parts, list(chunk.split([part.numel() for part in parts])))
 
     def view(self, first: int, length: int) -> Tensor | None:
-        """Return entries [first, first + length) if they can be exchanged in place: one part, aligned to 16 bytes."""
-        parts = self._parts(first, length)
-        fits = len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() % 16 == 0
-        return parts[0] if fits and parts[0].dtype == torch.float32 else None
+        """Return entries [first, first + length) if they can be exchanged in place, otherwise None."""
+        return in_place(self._parts(first, length))
 
     def slices(self, first: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield (number of a tensor, slice of it) for entries [first, first + length)."""

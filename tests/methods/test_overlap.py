@@ -96,6 +96,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         overlap=overlap,
     )
     begun: list[int] = []
+    unchecked: list[Tensor] = []
 
     def micro_batch(step: int, number: int) -> None:
         generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
@@ -120,6 +121,9 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
             micro_batch(step, number)
         if isinstance(optimizers._overlap, BackwardOverlap):
             begun.append(len(optimizers._overlap._in_flight))
+            for chunk in optimizers._overlap._in_flight:
+                chunk.handle.wait()
+        unchecked += [local(p.grad).reshape(-1).clone() for p in model.parameters() if p.grad is not None]
         optimizers.step()
     optimizers.finish_previous_step()
     kept = [t for state in optimizers.methods[0].states() for t in state.tensors.values()]
@@ -127,6 +131,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         "parameters": torch.cat([local(p).detach().reshape(-1) for p in model.parameters()]),
         "kept": torch.cat([t.reshape(-1) for t in kept]) if kept else torch.empty(0),
         "skipped": optimizers.guard.skipped,
+        "unchecked": torch.cat(unchecked),
         "chunks": len(optimizers.methods[0].chunks),  # type: ignore[attr-defined]
         "begun": begun,
         "residual": optimizers.metrics().get("residual_norm"),
@@ -151,6 +156,7 @@ def test_overlap_does_not_change_a_bit(world: int, shard: int, request: pytest.F
     for rank in ranks:
         for after, during in rank:
             assert torch.equal(after["parameters"], during["parameters"]) and torch.equal(after["kept"], during["kept"])
+            torch.testing.assert_close(after["unchecked"], during["unchecked"], rtol=0, atol=0, equal_nan=True)
             assert after["skipped"] == during["skipped"] == 1 and after["begun"] == []
             assert len(during["begun"]) == STEPS and during["chunks"] > 4
     for method in range(2):

@@ -42,6 +42,13 @@ def test_sparta_moves_at_most_1_3_times_the_minimum(replicas: int, owner: float)
     assert per_parameter(count_step("sparta", MODEL, replicas)) <= 1.3 * (24 + owner) / 3
 
 
+def test_dense_exchanges_large_tensors_in_place() -> None:
+    """Reading and writing in the exchange and in the division are 16 bytes, a copy into and out of a buffer 16 more."""
+    model = get_workload("llama_1_8b").local(1)
+    counted = count_step("dense", model, 4)
+    assert counted.bytes <= 22 * model.entries and counted.operators <= 3 * counted.collectives
+
+
 @pytest.mark.parametrize("density", [0.4, 0.1])
 def test_radius_moves_at_most_1_3_times_the_minimum(density: float) -> None:
     """Gradient and residual are read and written; the payload is written, divided and read."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from topology.chunks import double_buffered
+from topology.chunks import double_buffered, in_place
 from topology.codecs import Codec
 from topology.comm_stream import Handle
 from topology.partition import Chunk, Slice, chunks_of
@@ -70,21 +70,21 @@ class ChunkedMethod(GradientMethod):
     def start_chunk(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> ChunkInFlight:
         """Start the exchange of a chunk. Collective.
 
+        A chunk that is a part of one gradient and needs no padding is exchanged in the gradient's memory, unless it
+        starts during the backward pass: the check for non-finite gradients comes later.
+
         Args:
             gradients: the arguments of `synchronize` by number; only those of the chunk are read.
         """
         chunk = self.chunks[number]
         parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
-        values = torch.empty(
-            self.collectives.padded_size(chunk.entries, self.codec), dtype=torch.float32, device=parts[0].device
-        )
-        views, end = [], 0
-        for s in chunk.slices:
-            values[end : s.at].zero_()
-            end = s.at + s.length
-            views.append(values[s.at : end])
-        values[end:].zero_()
-        torch._foreach_copy_(views, parts)
+        size = self.collectives.padded_size(chunk.entries, self.codec)
+        checked = self.overlap is None or not self.overlap.active
+        values = in_place(parts) if checked and parts[0].numel() == size else None
+        views: list[Tensor] = []
+        if values is None:
+            values = torch.empty(size, dtype=torch.float32, device=parts[0].device)
+            views = _fill(values, chunk, parts)
         handle, finish_exchange = self.send(chunk, values)
 
         def finish(info: StepInfo) -> None:
@@ -92,7 +92,8 @@ class ChunkedMethod(GradientMethod):
             if values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
                 values.record_stream(torch.cuda.current_stream(values.device))
             finish_exchange(info)
-            torch._foreach_copy_(parts, views)
+            if views:
+                torch._foreach_copy_(parts, views)
 
         return ChunkInFlight(handle, finish)
 
@@ -119,6 +120,20 @@ class ChunkedMethod(GradientMethod):
             return gradients
 
         return finish
+
+
+def _fill(values: Tensor, chunk: Chunk, parts: list[Tensor]) -> list[Tensor]:
+    """Copy the chunk's slices into `values`, with zeros in the gaps. Return the views of the slices."""
+    views, end = [], 0
+    for s in chunk.slices:
+        if end < s.at:
+            values[end : s.at].zero_()
+        end = s.at + s.length
+        views.append(values[s.at : end])
+    if end < values.numel():
+        values[end:].zero_()
+    torch._foreach_copy_(views, parts)
+    return views
 
 
 def fill_last_block(buffer: Tensor, s: Slice, block: int) -> None:
