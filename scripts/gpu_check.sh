@@ -2,7 +2,7 @@
 # Checks on a GPU, in six parts of at most eight minutes each, without a network:
 #
 #   scripts/gpu_check.sh correctness      # kernels against the PyTorch reference, no waiting, memory; torch, triton, numpy, pytest
-#   scripts/gpu_check.sh speed            # passes, codes, launches; the same packages
+#   scripts/gpu_check.sh speed            # passes, methods, codes; the same packages
 #   scripts/gpu_check.sh training         # the trainer; packages: docs/how_to/measure_on_a_gpu.md
 #   scripts/gpu_check.sh losses           # 50 M parameters, four replicas; the same packages, and a prepared text
 #   scripts/gpu_check.sh ranks            # stages of a rank on NCCL, and a rank that is lost; the same packages

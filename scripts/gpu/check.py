@@ -54,8 +54,7 @@ PARTS = {
     "speed": (
         Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
         Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
-        Step("methods", 150, ("scripts.gpu.method_steps",)),
-        Step("launches", 60, ("scripts.gpu.launches",)),
+        Step("methods", 180, ("scripts.gpu.method_steps",)),
         Step("traffic", 95, ("scripts.gpu.memory_traffic", "count")),
         Step("codes", 60, ("scripts.gpu.passes", "codes")),
     ),

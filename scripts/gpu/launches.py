@@ -1,15 +1,10 @@
-"""Kernel launches of an optimizer step, and the gaps between them.
-
-    python -m scripts.gpu.launches --result FILE
-    TRITON_INTERPRET=1 python -m scripts.gpu.launches --smoke --result FILE    # a tiny model, anywhere
+"""Kernel launches of an optimizer step, the gaps between them, and the time of each kernel.
 
 Kernels are those in the profiler's trace of the device. The host issues each step while the device is still busy, first
 with a spin and then with the previous step: gaps belong to the device if its steps take longer than the host's, as with
 a large model. Without a GPU the trace has no kernels.
 """
 
-import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +12,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.common import write
-from scripts.gpu.machine import run_step
-from scripts.gpu.passes import RATES, SMOKE, free, parameters_of, scape
-from scripts.gpu.timing import Clock, device_for
-from torchtitan_scape.core.workloads import WORKLOADS
+from scripts.gpu.timing import Clock
 
-STEPS, BUSY_MS = 3, 60.0  # longer than the host needs for a step
-DENSITY, WIRE = 0.05, "int4"
+STEPS, BUSY_MS = 3, 150.0  # longer than the host needs for a step
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 
@@ -67,24 +57,3 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
         "longest_gap_ms": longest / 1e3,
         "ms_by_kernel": {name: us / 1e3 / STEPS for name, us in largest},
     }
-
-
-def run(args: argparse.Namespace) -> None:
-    clock = Clock(device_for(args.smoke), 1)
-    shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
-    found: dict[str, Any] = {"model": args.model, "density": DENSITY, "wire": WIRE}
-    parameters = parameters_of(shapes, clock.device)
-    optimizer = scape(parameters, DENSITY, WIRE)
-    found["SCAPE"] = gaps(kernels_of(clock, optimizer.step))
-    write(args.result, found)
-    print(
-        f"SCAPE: {found['SCAPE']['launches']:.0f} launches a step, gaps {found['SCAPE']['gaps_ms']:.3f} ms", flush=True
-    )
-    del optimizer
-    free(clock)
-    found["fused AdamW"] = gaps(kernels_of(clock, torch.optim.AdamW(parameters, **RATES, fused=True).step))
-    write(args.result, found)
-
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, run, {"--model": dict(choices=[*WORKLOADS], default="llama_1_8b")}))

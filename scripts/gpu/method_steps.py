@@ -4,7 +4,8 @@
     TRITON_INTERPRET=1 python -m scripts.gpu.method_steps --smoke --result FILE    # a tiny model, anywhere
 
 Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, clipping, the
-method and the update. Messages are encoded and decoded, and not sent.
+method and the update. Messages are encoded and decoded, and not sent. Afterwards the profiler records the launches of
+further steps.
 """
 
 import argparse
@@ -16,15 +17,18 @@ import torch
 from torch import nn
 
 from scripts.common import write
+from scripts.gpu.launches import gaps, kernels_of
 from scripts.gpu.machine import run_step
 from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
 from scripts.gpu.timing import Clock, copy_bandwidth, counted_waits, device_for, of
-from torchtitan_scape import replicate
+from torchtitan_scape import AdamS, replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape
+from torchtitan_scape.methods.registry import METHODS
 
 REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
-# Options, by name in the report. `scape` is timed pass by pass in scripts/gpu/passes.py.
+# Options, by name in the report. scripts/gpu/passes.py times the passes of SCAPE.
 TIMED: dict[str, dict[str, Any]] = {
+    "SCAPE, density 0.05, int4": {"method": "scape", "density": 0.05, "wire": "int4"},
     "dense": {"method": "dense"},
     "sparta": {"method": "sparta", "interval": 3, "code": "1bit", "warmup_steps": 0},
     "sparta, unbiased bit": {"method": "sparta", "interval": 3, "code": "1bit_unbiased", "warmup_steps": 0},
@@ -43,10 +47,13 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
     """Return figures of a method's step; "failed" if it does not fit in memory."""
     model = nn.ParameterList(parameters_of(shapes, clock.device))
     entries = sum(p.numel() for p in model)
-    inner = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
-    kernels = "triton" if clock.cuda else "torch"
+    inner: torch.optim.Optimizer
+    if METHODS[options["method"]].method.holds_optimizer_state:
+        inner = AdamS(list(model.named_parameters()), **RATES, allocate_state=False)
+    else:
+        inner = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
     optimizer = replicate(
-        model, inner, options, FirstOfMany(replicas=REPLICAS), max_norm=1.0, total_steps=1000, kernels=kernels
+        model, inner, options, FirstOfMany(replicas=REPLICAS), max_norm=1.0, total_steps=1000, kernels="triton"
     )
     parameters = list(model)
     for _ in range(WARM_UP):
@@ -64,14 +71,14 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
         optimizer.step()
     if clock.cuda:
         figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "waits": waits[0]}
-    return figures
+    return figures | {"profile": gaps(kernels_of(clock, optimizer.step))}
 
 
 def run(args: argparse.Namespace) -> None:
     clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
     bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
-    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}}
+    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}, "profiles": {}}
     adamw = found["fused AdamW"] = dense_step("fused AdamW", parameters_of(shapes, clock.device), clock, bandwidth)
     for name, options in TIMED.items():
         free(clock)
@@ -83,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
             found["methods"][name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
             print(f"{name}: {found['methods'][name]['failed']}", flush=True)
         else:
+            found["profiles"][name] = figures.pop("profile")
             found["methods"][name] = figures
             print(f"{name}: {figures['ms']:.3f} ms, {figures['ms'] / adamw['ms']:.2f} x fused AdamW", flush=True)
         write(args.result, found)

@@ -154,13 +154,13 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
             "check for non-finite gradients, clipping, exchange and update."
         )
         yield markdown(method_rows(steps))
+        yield "Launches of such a step, as the profiler saw them, with the kernels that take longest:"
+        yield markdown(launch_rows(steps["profiles"]))
     yield results.get("traffic", {}).get("note", "")
     if counted := results.get("traffic", {}).get("counted"):
         least = results["traffic"].get("least", {})
         yield "Bytes through device memory as the hardware counts them, and those that a pass must move:"
         yield markdown(traffic_rows(counted, least))
-    if "launches" in results:
-        yield from launch_texts(results["launches"])
 
 
 def method_rows(steps: dict[str, Any]) -> list[Row]:
@@ -198,15 +198,22 @@ def traffic_rows(counted: dict[str, Any], least: dict[str, float]) -> list[Row]:
     ]
 
 
-def launch_texts(launches: dict[str, Any]) -> Iterator[str]:
-    kinds = [name for name in ("SCAPE", "fused AdamW") if name in launches]
-    formats = {"launches": ".0f", "busy_ms": ".3f", "gaps_ms": ".3f", "longest_gap_ms": ".3f"}
-    yield f"Launches of a step, {launches['model']}, as the profiler saw them:"
-    yield markdown(
-        [{"step": k} | {key: format(launches[k][key], form) for key, form in formats.items()} for k in kinds]
-    )
-    kernels = launches["SCAPE"]["ms_by_kernel"].items()
-    yield markdown([{"kernel": f"`{name}`", "ms": f"{ms:.3f}"} for name, ms in kernels])
+def launch_rows(profiles: dict[str, Any], kernels: int = 5) -> list[Row]:
+    """Return launches, gaps and the kernels that take longest."""
+    return [
+        {
+            "step": name,
+            "launches": f"{found['launches']:.0f}",
+            "busy, ms": f"{found['busy_ms']:.1f}",
+            "gaps, ms": f"{found['gaps_ms']:.2f}",
+            "longest gap, ms": f"{found['longest_gap_ms']:.3f}",
+            "kernels, ms": ", ".join(
+                f"`{kernel}` {ms:.2f}" for kernel, ms in [*found["ms_by_kernel"].items()][:kernels]
+            )
+            or "-",
+        }
+        for name, found in profiles.items()
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- training

@@ -61,7 +61,15 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
     setting = {"density": 0.05, "wire": "int4", "passes": passes, "step": figures(20.0)}
     dense = {"fused AdamW": figures(25.0), "dense AdamS": figures(18.0, ahead=False)}
     speed = {"model": "llama_1_8b", "copy_bandwidth": 3e12, "dense": dense, "settings": [setting]}
-    parts["speed"] = part("speed", **{"passes-1.8b": speed})
+    profile = {"launches": 155.0, "busy_ms": 30.5, "gaps_ms": 0.2, "longest_gap_ms": 0.01}
+    steps = {
+        "model": "llama_1_8b",
+        "copy_bandwidth": 3e12,
+        "fused AdamW": dense["fused AdamW"],
+        "methods": {"topk": figures(50.0, waits=["update.py:51"]), "dense": {"failed": "out of memory"}},
+        "profiles": {"topk": profile | {"ms_by_kernel": {f"kernel_{i}": 9.0 - i for i in range(7)}}},
+    }
+    parts["speed"] = part("speed", **{"passes-1.8b": speed, "methods": steps})
     points = [{"step": 20.0 * i, "loss": 9.0 - i, "gib": 40.0, "tps": 100_000.0 + i, "mfu": 46.0} for i in (1, 2, 3, 4)]
     form = {"batch": 8, "sequence": 4096, "points": points, **measured(points)}
     bytes_sent = {"planned_bytes_per_step_and_rank": 5.0, "dense_bytes_per_step_and_rank": 400.0}
@@ -85,10 +93,13 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| tests | passed | 12.3 | 60 | now | - | aaaaaaaaaaaa |",
         "119 passed, 1 failed, 1 skipped, 99 s.\n- failed: `tests/gpu/x.py::test_a[b c]`",
         "is not installed",
-        "A copy on the device, read and written: passes-1.8b 3000 GB/s.",
+        "A copy on the device, read and written: passes-1.8b 3000 GB/s; methods 3000 GB/s.",
         "| llama_1_8b | 0.05, int4 | 20.000 | 25.000 | 0.80 | 18.000 | 0.250 | 10.0 |",
         "| llama_1_8b | 0.05, int4 | pack | 8.000 | 7.200 to 8.800 | 0.250 | 28.00 | 3500 | 88 |",
         "| llama_1_8b | dense | dense AdamS | 18.000 (with the host's) |",
+        "| topk | 50.0 | 2.00 | 0.2 | - | - | - | - | update.py:51 |",
+        "| dense | failed: out of memory |",
+        "| topk | 155 | 30.5 | 0.20 | 0.010 | `kernel_0` 9.00, `kernel_1` 8.00,",
         "| scape | 100,004 | 100,003 to 100,004 | 1.000 | 46.0 | 39.0 | 40.0 | 5.000 |",
         "| dense AdamS | 10 | 5.0000 | - | - | 20 | - |",
         "| cut off | 10 | 5.5000 | - | - | 10 | - |",
@@ -326,7 +337,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     [
         # Triton's interpreter needs new processes.
         ("correctness", "", ""),
-        ("speed", "passes-500m,methods,launches,traffic,codes", ""),
+        ("speed", "passes-500m,methods,traffic,codes", ""),
         ("training", "", "PYTHON"),
         ("losses", "", "PYTHON"),
         ("ranks", "stages", "PYTHON"),
