@@ -24,7 +24,7 @@ class BlockSlices:
         replicas, replica: Number of replicas, and the index of this one, which owns slice `replica` of the chunk.
         owner_error: Errors of the owner of an entry (FP32), if they are a separate state.
         steps: FP32, receives the sum of the results; None for slices without one.
-        repeats: A vector shorter than a block is repeated in it; otherwise zeros follow.
+        repeats: The entries of a shorter last block are repeated in it; otherwise zeros follow.
         plan: Lists of tiles of the Triton passes.
     """
 

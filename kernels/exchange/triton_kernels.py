@@ -71,8 +71,9 @@ def entries_of(
         length = tl.load(table + number * COLUMNS + LENGTH)
         inside = (block < count) & ((row + block) * BLOCK + offset < length)
         if REPEATS:
+            present = tl.minimum(length - (row + block) * BLOCK, BLOCK)
             inside = (block < count) & (offset >= 0)
-            offset = tl.where(length < BLOCK, offset % tl.minimum(length, BLOCK).to(tl.int32), offset)
+            offset = offset % tl.maximum(present, 1).to(tl.int32)
     return (row + block) * stride + offset, inside
 
 
@@ -190,14 +191,14 @@ def apply_kernel(
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
         if SUBTRACTS:
             value = first - second
-            if HAS_OWNER_ERROR:
-                errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
-                value += tl.where(owned, 0.0, tl.load(errors, mask=inside, other=0.0))
-                tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=inside)
             mean_of_first = first - mean
         else:
             value = first * factor + second
             mean_of_first = mean
+        if HAS_OWNER_ERROR:
+            errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
+            value += tl.where(owned, 0.0, tl.load(errors, mask=inside, other=0.0))
+            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=inside & everywhere(is_applied, at))
         error = value - sent
         if not HAS_OWNER_ERROR:
             error = tl.where(owned, error + rounding, error)

@@ -119,7 +119,14 @@ def quantized(backend: str, replicas: int, **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("replicas", "options"),
-    [(2, {"code": "e2m1"}), slow(3, {"code": "e2m1"}), slow(2, {"code": "int8", "block": 32, "error_feedback": False})],
+    [
+        (2, {"code": "e2m1"}),
+        (3, {"code": "2bit"}),
+        slow(3, {"code": "e2m1"}),
+        slow(2, {"code": "1bit", "block": 32}),
+        slow(2, {"code": "2bit", "error_feedback": False}),
+        slow(2, {"code": "int8", "block": 32, "error_feedback": False}),
+    ],
 )
 def test_quantized_equals_pytorch(replicas: int, options: dict[str, Any]) -> None:
     one, other = (quantized(backend, replicas, **options) for backend in ("torch", "triton"))

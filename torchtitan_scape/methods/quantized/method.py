@@ -57,7 +57,7 @@ class Quantized(ChunkedMethod):
         if options.whiten_every and self.collectives.replicas > 1:
             self._bases = WhiteningBases.of(context.shards, options.whiten_every)
             self._check_bases()
-        fused = self.sends_gradients and len(self.collectives.levels) == 1 and not options.fills_blocks
+        fused = self.sends_gradients and len(self.collectives.levels) == 1
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
 
@@ -131,7 +131,9 @@ class Quantized(ChunkedMethod):
         passes, slices = self._passes, self._slices_of(number, gradients)
         rule = {"subtracts": False, "factor": self.context.gradient_scale}
         sent = passes.encode(slices, **rule)
-        handle = self.collectives.all_reduce_messages(sent.messages, sent.means, slices.count, slices.code, sent.error)
+        handle = self.collectives.all_reduce_messages(
+            sent.messages, sent.means, slices.count, slices.code, sent.error, adds_error=bool(slices.owner_error)
+        )
 
         def finish(info: StepInfo) -> None:
             handle.wait()
@@ -144,9 +146,16 @@ class Quantized(ChunkedMethod):
     def _slices_of(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> BlockSlices:
         chunk = self.chunks[number]
         if number not in self._slices:
-            size, ranks = self.collectives.padded_size(chunk.entries, self._code), self.collectives.replicas
-            residuals = self._parts(self._pending, chunk)
-            self._slices[number] = BlockSlices([], residuals, self._code, size, ranks, self.collectives.replica)
+            self._slices[number] = BlockSlices(
+                [],
+                self._parts(self._pending, chunk),
+                self._code,
+                self.collectives.padded_size(chunk.entries, self._code),
+                self.collectives.replicas,
+                self.collectives.replica,
+                self._parts(self._owner_error, chunk),
+                repeats=self._fills_blocks,
+            )
         slices = self._slices[number]
         slices.first = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
         return slices

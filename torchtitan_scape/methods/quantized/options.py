@@ -97,13 +97,12 @@ class QuantizedCost(GradientCost):
         4 to read the gradient, 4 to write the result, and four messages written or read; with error feedback 16 more to
         read gradient and residual again and write the residual. The share of an owner, 8 / N, is neglected.
 
-        Codes of one and two bits use buffers: 16 to fill and empty chunks, 8 to scale, 8 to encode and decode; with
-        error feedback 28 to add the residual and store the error, and 28 for that of the owner.
+        With one and two bits and error feedback an owner's error is read in the first pass, and read and written in the
+        second one: 12 more.
         """
-        if self.options.fills_blocks:
-            return self.buffered_traffic()
         messages = 4.0 * encoded_bytes(self.options.code, self.options.block)
-        return messages + (24.0 if self.options.error_feedback else 8.0)
+        owner_error = 12.0 if self.options.keeps_owner_error(2) else 0.0
+        return messages + owner_error + (24.0 if self.options.error_feedback else 8.0)
 
     def buffered_traffic(self) -> float:
         """Return the bytes per parameter of an exchange through buffers."""
