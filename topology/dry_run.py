@@ -54,6 +54,11 @@ class DryRunCollectives(ReplicaCollectives):
     ) -> Handle:
         return self._all_reduce(rows, 1.0, codec, error, None)
 
+    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+        if self.replica in owners:
+            codec.decode_and_sum(messages[owners.index(self.replica)].view(1, -1), mean)
+        return Handle()
+
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
         if self.replica in owners:
             gathered.copy_(message.expand_as(gathered))

@@ -88,6 +88,15 @@ class InProcessCollectives(ReplicaCollectives):
         self._exchange((rows, error), lambda pairs: _reduce_to_owners(pairs, owners, codec))
         return Handle()
 
+    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+        def combine(each: list[tuple[Tensor, Tensor]]) -> None:
+            for i, owner in enumerate(owners):
+                codec.decode_and_sum(torch.stack([sent[i] for sent, _ in each]), each[owner][1])
+                each[owner][1].div_(len(each))
+
+        self._exchange((messages, mean), combine)
+        return Handle()
+
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
         messages = self._exchange(message.clone(), list)
         return Handle(lambda: torch.stack([messages[owner] for owner in owners], out=gathered))

@@ -40,10 +40,29 @@ class OwnerExchange(ABC):
         assert rows.shape[1] % entries_together(codec) == 0 and len(rows) == len(owners)
         if len(owners) == self.replicas:
             return self.reduce_scatter(rows.view(-1), kind, codec, None if error is None else error.view(-1))
-        (level,), size = self.levels, message_bytes(rows.shape[1], codec)
-        others = len(owners) - (self.replica in owners)
-        self._count(kind, [(level.level, len(owners) * size, float(others * size))])
+        self._count_to_owners(message_bytes(rows.shape[1], codec), owners, kind)
         return self._reduce_to_owners(rows, owners, codec, error)
+
+    def reduce_messages_to_owners(
+        self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec, kind: str = "payload"
+    ) -> Handle:
+        """Start `reduce_to_owners`, on one level, of rows that the caller has encoded.
+
+        Args:
+            messages: uint8 (owners, bytes), the rows; unchanged until `Handle.wait`.
+            mean: FP32 (n,), receives the mean of the row that this replica owns; (0,) if it owns none.
+            owners: Replicas in increasing order.
+            codec: Code of the messages.
+            kind: Kind of message in the ledger.
+        """
+        assert len(messages) == len(owners) and bool(mean.numel()) == (self.replica in owners)
+        self._count_to_owners(messages.shape[1], owners, kind)
+        return self._reduce_messages_to_owners(messages, mean, owners, codec)
+
+    def _count_to_owners(self, message_size: int, owners: Sequence[int], kind: str) -> None:
+        (level,) = self.levels
+        others = len(owners) - (self.replica in owners)
+        self._count(kind, [(level.level, len(owners) * message_size, float(others * message_size))])
 
     def gather_from_owners(
         self, row: Tensor, count: int, owners: Sequence[int], codec: Codec | None = None, kind: str = "payload"
@@ -94,6 +113,10 @@ class OwnerExchange(ABC):
         self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
     ) -> Handle:
         """Start row i of rows = (sum over replicas) / replicas on replica owners[i]; there is one level."""
+
+    @abstractmethod
+    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+        """Start mean = (sum of the decoded messages for this replica) / replicas; there is one level."""
 
     @abstractmethod
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:

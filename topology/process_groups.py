@@ -26,6 +26,7 @@ from topology.stages import (
     exchange_pair,
     gather_from_owners,
     pair_mean_,
+    reduce_messages_to_owners,
     reduce_scatter_,
     reduce_scatter_encoded,
     reduce_to_owners,
@@ -99,6 +100,11 @@ class ProcessGroupCollectives(ReplicaCollectives):
         self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
     ) -> Handle:
         return self._start(lambda levels: reduce_to_owners(rows, owners, levels[0], codec, error), rows.device)
+
+    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+        return self._start(
+            lambda levels: reduce_messages_to_owners(messages, mean, owners, levels[0], codec), messages.device
+        )
 
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
         return self._start(lambda levels: gather_from_owners(gathered, message, owners, levels[0]), gathered.device)

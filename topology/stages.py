@@ -196,23 +196,46 @@ def reduce_to_owners(
         codec: Encodes the rows; None for FP32.
         error: FP32 (owners, n), receives the quantization error; None to discard it.
     """
-    own = owners.index(group.group_rank) if group.group_rank in owners else None
     sent = rows.view(torch.uint8) if codec is None else codec.encode(rows, error)
-    size = sent.shape[1]
-    received = sent.new_empty(0 if own is None else group.size, size)
+    received = _messages_to_owners(sent, owners, group)
+    if len(received):
+        own = rows[owners.index(group.group_rank)]
+        if codec is None:
+            torch.sum(received.view(torch.float32), 0, out=own)
+        else:
+            codec.decode_and_sum(received, own)
+        own.div_(group.size)
+
+
+def reduce_messages_to_owners(
+    messages: Tensor, mean: Tensor, owners: Sequence[int], group: RankGroup, codec: Codec
+) -> None:
+    """Compute `reduce_to_owners` of rows that are already encoded.
+
+    Args:
+        messages: uint8 (owners, bytes).
+        mean: FP32 (n,), receives the mean of this rank's row; (0,) of a rank that owns none.
+        owners: Ranks of the group, in increasing order.
+        codec: Code of the messages.
+    """
+    received = _messages_to_owners(messages, owners, group)
+    if len(received):
+        codec.decode_and_sum(received, mean)
+        mean.div_(group.size)
+
+
+def _messages_to_owners(messages: Tensor, owners: Sequence[int], group: RankGroup) -> Tensor:
+    """Send each message to its owner. Returns those of all ranks for this rank, uint8 (ranks or 0, bytes)."""
+    size, is_owner = messages.shape[1], group.group_rank in owners
+    received = messages.new_empty(group.size if is_owner else 0, size)
     dist.all_to_all_single(
         received.view(-1),
-        sent.view(-1),
-        [0 if own is None else size] * group.size,
+        messages.view(-1),
+        [size if is_owner else 0] * group.size,
         [size if rank in owners else 0 for rank in range(group.size)],
         group=group.process_group,
     )
-    if own is not None:
-        if codec is None:
-            torch.sum(received.view(torch.float32), 0, out=rows[own])
-        else:
-            codec.decode_and_sum(received, rows[own])
-        rows[own].div_(group.size)
+    return received
 
 
 def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int], group: RankGroup) -> None:

@@ -20,10 +20,12 @@ class BlockSlices:
         first: For every slice the tensor that receives the result: the anchor (FP32), or the gradient.
         second: The parameters (any floating-point dtype), or the residuals (FP32); empty without error feedback.
         code: Code of the messages.
-        size: Entries of the chunk, padding included: a multiple of the number of replicas times the block of the code.
-        replicas, replica: Number of replicas, and the index of this one, which owns slice `replica` of the chunk.
+        size: Entries of the chunk, padding included: a multiple of the number of messages times the block of the code.
+        replicas, replica: Number of messages, one for each owner of a part of the chunk, and the index of that of this
+            replica.
         owner_error: Errors of the owner of an entry (FP32), if they are a separate state.
         steps: FP32, receives the sum of the results; None for slices without one.
+        starts: The first block of every slice in the chunk; without them slices follow each other.
         repeats: The entries of a shorter last block are repeated in it; otherwise zeros follow.
         plan: Lists of tiles of the Triton passes.
     """
@@ -36,6 +38,7 @@ class BlockSlices:
     replica: int
     owner_error: Sequence[Tensor] = ()
     steps: Sequence[Tensor | None] = ()
+    starts: Sequence[int] = ()
     repeats: bool = False
     plan: Any = field(default=None, repr=False)
 
@@ -71,7 +74,8 @@ class SentMessages:
         device, code, blocks = slices.first[0].device, slices.code, slices.blocks
         size = code.message_bytes(slices.count)
         messages = torch.empty(slices.replicas, size, dtype=torch.uint8, device=device)
-        complete = sum(-(-each.numel() // code.block_size) for each in slices.first) // blocks
+        filled = sum(-(-each.numel() // code.block_size) for each in slices.first)
+        complete = 0 if slices.starts and filled < slices.replicas * blocks else filled // blocks
         if complete < slices.replicas:
             messages[complete:].zero_()
         if blocks * code.block_bytes < size:

@@ -7,14 +7,15 @@ addresses of its data. With FULL all entries of a tile exist, and its storage is
 Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) and writes b / 8; `apply_kernel` reads
 them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
 was sent, so that it is never stored. An owner's error adds 4 bytes to the first pass and 8 to the second one, a sum of
-steps 8 to the second one. Values are bitwise those of the PyTorch operators of the methods.
+steps 8 to the second one. If `encode_kernel` stores the error (4 bytes more), there is no second pass. `add_kernel`
+reads and writes a tensor (8 bytes). Values are bitwise those of the PyTorch operators of the methods.
 """
 
 import triton
 import triton.language as tl
 
 from kernels.codec.triton_decode import decoded, joined
-from kernels.codec.triton_kernels import codes_of, scales_of, store_codes
+from kernels.codec.triton_kernels import codes_of, scales_of, store_codes, values_of
 
 # Columns of the table, int64.
 FIRST = tl.constexpr(0)  # address
@@ -84,6 +85,7 @@ def encode_kernel(
     words,
     scales,
     owned_error,
+    applied,
     blocks,
     size,
     replica,
@@ -102,11 +104,12 @@ def encode_kernel(
     SUBTRACTS: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     HAS_OWNER_ERROR: tl.constexpr,
+    STORES_ERROR: tl.constexpr,
 ):
     """Encode first - second (SUBTRACTS), or first * factor + second, as messages of `blocks` blocks.
 
     HAS_OWNER_ERROR: add the owner's error. In the slice of this replica it is divided by `replicas` and written to
-    `owned_error` instead.
+    `owned_error` instead. STORES_ERROR: if `applied`, second = quantization error.
     """
     EACH: tl.constexpr = 32 // BITS
     number, row, message, start, count = tile_of(tiles, blocks)
@@ -131,6 +134,11 @@ def encode_kernel(
         value += tl.where(owned, 0.0, error)
     low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
     codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
+    if STORES_ERROR:
+        error = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        _, exists = entries_of(table, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
+        kept = exists & everywhere(tl.load(applied) != 0, at)
+        tl.store(pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at, error.to(SECOND_DTYPE), mask=kept)
     store_codes(words, scales, message, start, blocks, size, codes, low, high, block < count, BITS, SCALES, BLOCK)
 
 
@@ -213,3 +221,32 @@ def apply_kernel(
         tl.store(steps, tl.load(steps, mask=has_step, other=0.0) + mean, mask=has_step)
     if not SUBTRACTS:
         tl.store(firsts, mean.to(DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks", "size"])
+def add_kernel(
+    tiles,
+    table,
+    words,
+    scales,
+    blocks,
+    size,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Add the decoded messages: first += message."""
+    EACH: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = ROWS * BLOCK // EACH
+    number, row, message, start, count = tile_of(tiles, blocks)
+    word = tl.arange(0, WORDS)[:, None]
+    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
+    at, inside = entries_of(table, number, row, count, block, offset, BLOCK, FULL, False)
+    a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
+    first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
+    tl.store(firsts, (first + joined(a, b, c, d, EACH)).to(DTYPE), mask=inside)

@@ -79,6 +79,7 @@ class _Plan:
         block, slot = slices.code.block_size, 0
         for number, (length, (is_aligned, dtypes)) in enumerate(zip(self._lengths, kinds, strict=True)):
             blocks, complete = -(-length // block), length // block
+            slot = slices.starts[number] if slices.starts else slot
             for full, begin, end in ((True, 0, complete), (False, complete, blocks)):
                 while begin < end:  # no tile extends over two messages
                     stop = min(end, ((slot + begin) // slices.blocks + 1) * slices.blocks - slot)
@@ -106,12 +107,13 @@ def _plan(slices: BlockSlices) -> tuple[_Plan, Tensor]:
     return slices.plan, slices.plan.table(slices)
 
 
-def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0) -> SentMessages:
-    """Encode first - second plus the owner's error (`subtracts`), or first * factor + second.
+def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: Tensor | None = None) -> SentMessages:
+    """Encode first - second (`subtracts`), or first * factor + second, plus the owner's error.
 
     The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains it.
+    With `applied`, bool (), second becomes the quantization error if it is true, and `apply` is not needed.
     """
-    sent = SentMessages.allocate(slices, bool(slices.second))
+    sent = SentMessages.allocate(slices, bool(slices.second) and applied is None)
     plan, table = _plan(slices)
     for each in plan.lists(slices):
         read = each.dtype.itemsize + each.second.itemsize * bool(slices.second) + 4 * bool(slices.owner_error)
@@ -122,13 +124,18 @@ def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0) -> SentMes
             table,
             *message_parts(sent.messages, slices.code.scale),
             each.tiles if sent.error is None else sent.error,
+            each.tiles if applied is None else as_flag(applied),
             *_scalars(slices, sent, factor),
             warps=_WARPS,
-            moved=read * each.entries,
+            moved=(read if applied is None else read + each.second.itemsize) * each.entries,
             LARGEST=FORMATS[slices.code.name].largest,
             REPEATS=slices.repeats,
+            SUBTRACTS=subtracts,
             HAS_OWNER_ERROR=bool(slices.owner_error),
-            **_constants(slices, plan, each, subtracts),
+            STORES_ERROR=applied is not None,
+            SECOND_DTYPE=DTYPES[each.second],
+            HAS_SECOND=bool(slices.second),
+            **_constants(slices, plan, each),
         )
     return sent
 
@@ -156,9 +163,30 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
             *_scalars(slices, sent, factor),
             warps=_WARPS,
             moved=moved * each.entries + 8 * each.steps,
+            SUBTRACTS=subtracts,
             HAS_OWNER_ERROR=bool(slices.owner_error),
             HAS_STEPS=any(step is not None for step in slices.steps),
-            **_constants(slices, plan, each, subtracts),
+            SECOND_DTYPE=DTYPES[each.second],
+            HAS_SECOND=bool(slices.second),
+            **_constants(slices, plan, each),
+        )
+
+
+def add(slices: BlockSlices, messages: Tensor) -> None:
+    """Add the decoded messages, uint8 (messages, bytes): first += message."""
+    plan, table = _plan(slices)
+    for each in plan.lists(slices):
+        launching.launch(
+            triton_kernels.add_kernel,
+            (len(each.tiles),),
+            each.tiles,
+            table,
+            *message_parts(messages, slices.code.scale),
+            slices.blocks,
+            messages.shape[1] // 16,
+            warps=_WARPS,
+            moved=2 * each.dtype.itemsize * each.entries,
+            **_constants(slices, plan, each),
         )
 
 
@@ -166,7 +194,7 @@ def _scalars(slices: BlockSlices, sent: SentMessages, factor: float) -> tuple[An
     return slices.blocks, sent.messages.shape[1] // 16, slices.replica, slices.replicas, factor
 
 
-def _constants(slices: BlockSlices, plan: _Plan, each: _Launch, subtracts: bool) -> dict[str, Any]:
+def _constants(slices: BlockSlices, plan: _Plan, each: _Launch) -> dict[str, Any]:
     form = FORMATS[slices.code.name]
     return {
         "FORM": form.name,
@@ -175,8 +203,5 @@ def _constants(slices: BlockSlices, plan: _Plan, each: _Launch, subtracts: bool)
         "BLOCK": slices.code.block_size,
         "ROWS": plan.rows,
         "DTYPE": DTYPES[each.dtype],
-        "SECOND_DTYPE": DTYPES[each.second],
         "FULL": each.full,
-        "SUBTRACTS": subtracts,
-        "HAS_SECOND": bool(slices.second),
     }

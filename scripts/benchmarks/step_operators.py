@@ -215,7 +215,7 @@ def build(name: str, model: LocalModel, replicas: int, backend: str, **options: 
         (key, nn.Parameter(torch.empty(shape, device=META)))
         for key, shape in zip(model.names, model.shapes, strict=True)
     ]
-    optimizer = AdamS(named, lr=1e-2, allocate_state=False) if name == "scape" else AdamS(named, lr=1e-2)
+    optimizer = AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
     shards = collect_shards(optimizer.param_groups)
     context = MethodContext(
         shards, OneOfManyRanks(replicas), optimizer, total_steps=1000, kernels=backend, max_norm=1.0

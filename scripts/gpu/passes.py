@@ -79,6 +79,13 @@ class FirstOfMany(DryRunCollectives):
                 rows[own].div_(self.replicas)
         return Handle()
 
+    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+        if self.replica in owners:
+            own = owners.index(self.replica)
+            codec.decode_and_sum(messages[own].repeat(self.replicas, 1), mean)
+            mean.div_(self.replicas)
+        return Handle()
+
 
 def free(clock: Clock) -> None:
     gc.collect()

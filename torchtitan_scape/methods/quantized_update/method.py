@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend
+from kernels import block_code, choose_backend, exchange_passes
 from topology.calls import CollectiveCall
 from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
@@ -23,9 +23,9 @@ from topology.partition import Slice
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, local, store_gradient, stored
 from torchtitan_scape.core.tensors import add_to_each_, masked_copy_
-from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
+from torchtitan_scape.methods.quantized_update.columns import ColumnMessages, add_rows, decoded_rows, rows_of
 from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
 from torchtitan_scape.methods.update import clip, one_for_several_steps, update
@@ -73,6 +73,9 @@ class QuantizedUpdate(Method):
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
         self._update_code = block_code(backend, options.update_code, options.block)
+        passes = exchange_passes(backend, (torch.float32,)) if len(self.collectives.levels) == 1 else None
+        self._to_owners = ColumnMessages(passes, self._code) if passes else None
+        self._to_replicas = ColumnMessages(passes, self._update_code) if passes else None
         shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
         self._groups = divide(
@@ -113,8 +116,6 @@ class QuantizedUpdate(Method):
         full = self.take_full_exchange_request()
         exchanged = list(range(self.options.interval)) if full else [info.number % self.options.interval]
         encoded = not full and self.collectives.replicas > 1
-        if context.gradient_scale != 1.0:
-            torch._foreach_mul_(gradients, context.gradient_scale)
         with phase("exchange"):
             self._reduce(gradients, exchanged, self._code if encoded else None, info)
         self._observe_all(gradients, exchanged, info)
@@ -156,6 +157,10 @@ class QuantizedUpdate(Method):
         Those of other groups are added to the residuals. What other replicas own becomes undefined.
         """
         residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
+        in_place, factor = code is not None and self._to_owners is not None, self.context.gradient_scale
+        in_kernel = {i for k in exchanged for i in self._groups[k].tensors} if in_place and not self._bases else set()
+        if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in in_kernel]):
+            torch._foreach_mul_(others, factor)
         if self._bases is not None:
             if self.options.changes_bases(info.number):
                 self._bases.change(residuals, info.applied)
@@ -165,9 +170,10 @@ class QuantizedUpdate(Method):
             if number not in exchanged:
                 for i in group.tensors:
                     residuals[i] += gradients[i].masked_fill_(skipped, 0.0)
-            elif group.tensors:
+            elif group.tensors and not in_place:
                 torch._foreach_add_([gradients[i] for i in group.tensors], [residuals[i] for i in group.tensors])
-        send = partial(self._send_to_owners, values=gradients, residuals=residuals, code=code, applied=info.applied)
+        send = self._send_to_owners if not in_place else partial(self._encode_to_owners, factor if in_kernel else 1.0)
+        send = partial(send, values=gradients, residuals=residuals, code=code, applied=info.applied)
         double_buffered(send(column) for k in exchanged for column in self._groups[k].columns)
         for number in exchanged:
             if (steps := self._steps_of(number)) > 1:
@@ -181,42 +187,42 @@ class QuantizedUpdate(Method):
         self, column: Column, values: Sequence[Tensor], residuals: Sequence[Tensor], code: Codec | None, applied: Tensor
     ) -> Exchange:
         """Start sending a column; the returned function stores the means that this replica owns, and the residuals."""
-        rows = self._rows_of(column, column.owners, values)
+        rows = rows_of(column, column.owners, values, self.options.block, self.context.grad_norm.device)
         error = None if code is None else torch.empty_like(rows)
         handle = self.collectives.reduce_to_owners(rows, column.owners, code, error)
 
         def finish() -> None:
-            for i, (owner, slices) in enumerate(zip(column.owners, column.slices, strict=True)):
+            for i, slices in enumerate(column.slices):
                 for s in slices:
                     new = 0.0 if error is None else error[i, s.at : s.at + s.length]
                     masked_copy_(residuals[s.tensor][s.first : s.first + s.length], new, applied)
-                    if owner == self.collectives.replica:
-                        values[s.tensor][s.first : s.first + s.length] = rows[i, s.at : s.at + s.length]
+            if self.collectives.replica in column.owners:
+                self._store_means(column, rows[column.owners.index(self.collectives.replica)], values)
 
         return handle, finish
 
-    def _rows_of(
-        self, column: Column, owners: Sequence[int], values: Sequence[Tensor] | Mapping[int, Tensor]
-    ) -> Tensor:
-        """Return the rows of some owners in a column, FP32 (rows, width), with zeros as padding between blocks."""
-        rows = torch.empty(len(owners), column.width, device=self.context.grad_norm.device)
-        views, parts, gaps = [], [], []
-        for row, owner in zip(rows, owners, strict=True):
-            end = 0
-            for s in column.slices[column.owners.index(owner)]:
-                gaps.append(row[end : s.at])
-                end = s.at + s.length
-                views.append(row[s.at : end])
-                parts.append(values[s.tensor][s.first : s.first + s.length])
-            gaps.append(row[end:])
-        if not views:
-            return rows.zero_()
-        torch._foreach_zero_(gaps)
-        torch._foreach_copy_(views, parts)
-        for row, owner in zip(rows, owners, strict=True):
-            for s in column.slices[column.owners.index(owner)]:
-                fill_last_block(row, s, self.options.block)
-        return rows
+    def _encode_to_owners(
+        self,
+        factor: float,
+        column: Column,
+        values: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        code: Codec,
+        applied: Tensor,
+    ) -> Exchange:
+        """Send a column as `_send_to_owners`, bitwise, of values * factor + residuals, which are not added before."""
+        assert self._to_owners is not None
+        messages = self._to_owners.encode(column, values, residuals, factor, applied)
+        is_owner = self.collectives.replica in column.owners
+        mean = torch.empty(column.width if is_owner else 0, device=messages.device)
+        handle = self.collectives.reduce_messages_to_owners(messages, mean, column.owners, code)
+        return handle, partial(self._store_means, column, mean, values)
+
+    def _store_means(self, column: Column, mean: Tensor, values: Sequence[Tensor]) -> None:
+        """Copy the row of a column that this replica owns, FP32 (width,), to the gradients."""
+        if self.collectives.replica in column.owners:
+            for s in column.slices[column.owners.index(self.collectives.replica)]:
+                values[s.tensor][s.first : s.first + s.length] = mean[s.at : s.at + s.length]
 
     def _norm(self, gradients: Sequence[Tensor], exchanged: Sequence[int], applied: Tensor) -> Tensor:
         """Return the norm of the synchronized gradient over the whole model, FP32 (). Collective.
@@ -314,36 +320,30 @@ class QuantizedUpdate(Method):
     def _send(self, column: Column, changes: Mapping[int, Tensor], code: Codec | None, applied: Tensor) -> Exchange:
         """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
         owner = self.collectives.replica
-        row = self._rows_of(column, [owner] if owner in column.owners else [], changes).view(-1)
+        device = self.context.grad_norm.device
+        row = rows_of(column, [owner] if owner in column.owners else [], changes, self.options.block, device).view(-1)
         row.masked_fill_(~applied, 0.0)
         handle, messages = self.collectives.gather_from_owners(row, column.width, column.owners, code)
 
         def finish() -> None:
-            decoded = torch.empty(len(messages), column.width, device=row.device)
-            if code is None:
-                decoded.copy_(messages.view(torch.float32))
+            weights = [stored(shard.parameter).view(-1) for shard in self.context.shards]
+            i = column.owners.index(owner) if owner in column.owners else None
+            if code is not None and self._to_replicas is not None:
+                if self.collectives.is_writer:  # simulated replicas share one set of weights
+                    self._to_replicas.add(column, weights, messages)
+                own = None if i is None else decoded_rows(messages[i : i + 1], column.width, code)[0]
             else:
-                code.decode(messages, decoded)
-            self._apply(column, decoded)
-            if owner in column.owners:
-                i = column.owners.index(owner)
-                unsent = decoded[i] - row
+                decoded = decoded_rows(messages, column.width, code)
+                if self.collectives.is_writer:
+                    add_rows(column, decoded, weights)
+                own = None if i is None else decoded[i]
+            if i is not None:
+                unsent = own - row
                 for s in column.slices[i]:
                     target = self._unsent.tensors[self.context.shards[s.tensor].name].view(-1)
                     masked_copy_(target[s.first : s.first + s.length], unsent[s.at : s.at + s.length], applied)
 
         return handle, finish
-
-    def _apply(self, column: Column, decoded: Tensor) -> None:
-        """Add the decoded changes, FP32 (owners, width), to the weights."""
-        if not self.collectives.is_writer:  # simulated replicas share one set of weights
-            return
-        targets, parts = [], []
-        for slices, row in zip(column.slices, decoded, strict=True):
-            for s in slices:
-                targets.append(stored(self.context.shards[s.tensor].parameter).view(-1)[s.first : s.first + s.length])
-                parts.append(row[s.at : s.at + s.length])
-        torch._foreach_add_(targets, parts)
 
     # ---------------------------------------------------------------------------------------------- state
 

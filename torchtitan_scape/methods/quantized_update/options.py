@@ -20,7 +20,7 @@ from torchtitan_scape.methods.quantized.options import (
     whitened_sides,
 )
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
-from torchtitan_scape.methods.wire import EncodedSize
+from torchtitan_scape.methods.wire import EncodedSize, encoded_bytes
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 MOMENT_BYTES = 2  # of an entry of the second moments in a message: BF16
@@ -164,15 +164,18 @@ class QuantizedUpdateCost(GradientCost):
         return [max(sum(sizes[i] for i in {s.tensor for s in row}) for row in group.rows) for group in groups]
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes that `scripts.benchmarks.step_operators` counts, without those of the optimizer.
+        """Return the bytes that `scripts.benchmarks.step_operators` counts on one level, without the optimizer's.
 
-        For a parameter that is exchanged 12 to add the residual, 12 to fill columns, 8 to encode them and 20 to store
-        the errors, 16 to decode and apply the updates; for others 20 to add the gradient to the residual. An owner
-        moves 110 per entry that it updates, to keep the weights, form and encode the change, and restore them. Products
-        with bases are 16.
+        For a parameter that is exchanged 12 to encode gradient and residual and store the error, 8 to add the update,
+        and two messages written and read; for others 20 to add the gradient to the residual. An owner moves 100 per
+        entry that it updates, to decode the means, keep the weights, form and encode the change, and restore them.
+        Products with bases are 16.
         """
-        share = 1.0 / self.options.interval
-        each = 68.0 * share + 20.0 * (1.0 - share) + 110.0 * self.updated_share(model, replicas)
+        share, options = 1.0 / self.options.interval, self.options
+        messages = 2.0 * (
+            encoded_bytes(options.code, options.block) + encoded_bytes(options.update_code, options.block)
+        )
+        each = (20.0 + messages) * share + 20.0 * (1.0 - share) + 100.0 * self.updated_share(model, replicas)
         return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
 
     def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
