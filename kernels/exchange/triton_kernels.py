@@ -197,6 +197,7 @@ def apply_kernel(
         owned = everywhere(message == replica, at)
         owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
+        kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
         if SUBTRACTS:
             value = first - second
             mean_of_first = first - mean
@@ -206,14 +207,14 @@ def apply_kernel(
         if HAS_OWNER_ERROR:
             errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
             value += tl.where(owned, 0.0, tl.load(errors, mask=inside, other=0.0))
-            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=inside & everywhere(is_applied, at))
+            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=kept)
         error = value - sent
         if not HAS_OWNER_ERROR:
             error = tl.where(owned, error + rounding, error)
         if SUBTRACTS:
             error = mean_of_first - error
             tl.store(firsts, mean_of_first.to(DTYPE), mask=inside)
-        tl.store(seconds, error.to(SECOND_DTYPE), mask=inside & everywhere(is_applied, at))
+        tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
     if HAS_STEPS:
         address = tl.load(table + number * COLUMNS + STEP)
         steps = address.to(tl.pointer_type(tl.float32)) + at

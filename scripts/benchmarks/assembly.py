@@ -29,6 +29,7 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
 BARRIER_LIMITS = {
     "codec.decode_kernel": 0,
     "codec.decode_and_sum_kernel": 0,
+    "exchange.add_kernel": 0,
     "exchange.apply_kernel": 20,  # 0 with FP32 parameters
     "scape.update_kernel": 8,
     "scape.carry_kernel": 8,

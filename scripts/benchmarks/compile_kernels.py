@@ -266,7 +266,7 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
 
 
 def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
-    """Launch the passes of SPARTA, on parameters of `dtype`, and of gradients with error feedback."""
+    """Launch the passes of SPARTA, on parameters of `dtype`, of gradients with error feedback, and of updates."""
     passes, applied, code = exchange_passes("triton", [dtype]), torch.tensor(True), block_code("triton", name, block)
     sizes = (6 * block, block + 8, 5)
     anchors, errors = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]
@@ -277,9 +277,12 @@ def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
     ]
     for slices in displacements:
         passes.apply(slices, passes.encode(slices, subtracts=True), applied, subtracts=True)
-    for residuals in (errors, []):
-        slices = BlockSlices(anchors, residuals, code, 12 * block, 2, 0)
+    for residuals, owner_errors in ((errors, []), ([], []), (errors, errors)):
+        repeats = FORMATS[name].largest is None
+        slices = BlockSlices(anchors, residuals, code, 12 * block, 2, 0, owner_errors, repeats=repeats)
         passes.apply(slices, passes.encode(slices, subtracts=False), applied, subtracts=False)
+    sent = passes.encode(BlockSlices(anchors, errors, code, 12 * block, 2, 0, repeats=True), False, applied=applied)
+    passes.add(BlockSlices(anchors, [], code, 12 * block, 2, 0), sent.messages)
 
 
 def _masked_step() -> None:
