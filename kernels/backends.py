@@ -78,6 +78,15 @@ def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor
     return partial(finite, limit=limit)
 
 
+def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
+    """Return a function that multiplies tensors, in place, by a factor on their device, FP32 ()."""
+    if backend == "triton":
+        from kernels.dense.triton_passes import Scaling
+
+        return Scaling()
+    return torch._foreach_mul_
+
+
 def adams_step(backend: str) -> Any:
     """Return an object whose `step` is a dense AdamS step; see `TorchAdams`."""
     if backend == "triton":

@@ -1,4 +1,4 @@
-"""The finite check and dense AdamS as Triton kernels, over all tensors of a model in one launch."""
+"""The finite check, scaling and dense AdamS as Triton kernels, over all tensors of a model in one launch."""
 
 import triton
 import triton.language as tl
@@ -45,6 +45,26 @@ def finite_kernel(
     # Several programs may store to one element; all of them store 1.
     largest = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
     tl.store(bad + tensor, 1, mask=largest >= LIMIT)
+
+
+@triton.jit
+def scale_kernel(
+    tiles,
+    table,
+    factor,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+):
+    """Multiply FP32 gradients by a factor; with 1, as of gradients that are not clipped, no memory is accessed."""
+    by = tl.load(factor)
+    if by == 1.0:
+        return
+    tensor, _, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local
+    tl.store(gradients, tl.load(gradients, mask=inside, other=0.0) * by, mask=inside)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from kernels import (
 from kernels.codec.formats import FORMATS, STOCHASTIC
 from kernels.common import launching
 from kernels.common.rates import Rates
-from kernels.dense.triton_passes import Finite, TritonAdams
+from kernels.dense.triton_passes import Finite, Scaling, TritonAdams
 from kernels.exchange.layout import BlockSlices
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.ownership import Ownership
@@ -248,6 +248,7 @@ def _dense_step(dtype: torch.dtype) -> None:
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (8192, 100)] for _ in range(2))
     moments, steps = [torch.zeros(8192), torch.zeros(100)], torch.ones(2, dtype=torch.float64)
     Finite()(gradients)
+    Scaling()([gradient.float() for gradient in gradients], torch.ones(()))
     rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 2
     TritonAdams().step(parameters, gradients, moments, rates, steps, torch.tensor(True))
 

@@ -394,7 +394,7 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
 def check_finite(
     sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
 ) -> None:
-    from kernels.dense.triton_passes import Finite
+    from kernels.dense.triton_passes import Finite, Scaling
 
     gradients = Case(tuple(sizes), device=device).draw(dtype, 0, (), offset)
     for tensor, (entry, value) in bad.items():
@@ -405,3 +405,10 @@ def check_finite(
         gradients[-1][0] = limit
         for some in (gradients, [-gradients[-1].abs()], [gradients[-1] * 0.99]):
             assert Finite(limit)(some).tolist() == finite(some, limit).tolist()
+    for factor in (1.0, 0.3, 0.0, float("nan")):
+        scaled, expected = [g.clone() for g in gradients], [g.clone() for g in gradients]
+        by = torch.tensor(factor, device=gradients[0].device)
+        Scaling()(scaled, by)
+        torch._foreach_mul_(expected, by)
+        for one, other in zip(scaled, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels import choose_backend, scaling
 from kernels.scape.reference import unpack_bits
 from topology.calls import CollectiveCall, level_sizes
 from topology.collectives import ReplicaCollectives
@@ -170,6 +171,7 @@ class Method(ABC):
         self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
         self.is_observed = False  # whether a replica has an observer; equal on all replicas
         self._full_exchange_requested = False
+        self.multiply = scaling(choose_backend(context.kernels, context.shards[0].device))
 
     @classmethod
     def prepare_model(cls, model: nn.Module, options: Any) -> None:

@@ -1,6 +1,6 @@
 """Gradient norm, clipping, and an optimizer step that the device can skip or that stands for several steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,18 +27,25 @@ def norm_over_model(
     return collectives.sum_over_model(squares).sqrt()
 
 
-def clip(gradients: list[Tensor], norm: Tensor, max_norm: float, scale: float = 1.0) -> Tensor:
+def clip(
+    gradients: list[Tensor],
+    norm: Tensor,
+    max_norm: float,
+    scale: float = 1.0,
+    multiply: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_,
+) -> Tensor:
     """Multiply the gradients by `scale`, and clip their norm to `max_norm`, in place.
 
     Args:
         norm: FP32 (), of the gradients times `scale`.
+        multiply: Multiplies tensors by a factor, see `kernels.scaling`.
 
     Returns:
         The factor of the clipping, FP32 ().
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_(gradients, factor * scale)
+        multiply(gradients, factor * scale)
     return factor
 
 

@@ -124,7 +124,7 @@ class QuantizedUpdate(Method):
             norm = self._norm(gradients, exchanged, info.applied)
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
             if context.max_norm is not None:
-                context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm))
+                context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm, multiply=self.multiply))
         code = self._update_code if encoded else None
         for number in exchanged:
             self._update(gradients, number, code, info.applied)
