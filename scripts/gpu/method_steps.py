@@ -74,12 +74,28 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
     return figures | {"profile": gaps(kernels_of(clock, optimizer.step))}
 
 
+def clipped_step(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
+    """Return figures of what a dense loop runs besides its exchange: `clip_grad_norm_` and fused AdamW."""
+    parameters = parameters_of(shapes, clock.device)
+    draw(parameters)
+    optimizer = torch.optim.AdamW(parameters, **RATES, fused=True)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    entries = sum(p.numel() for p in parameters)
+    return of(clock(step).figures(), (ADAMW + 12.0) * entries, entries, bandwidth)
+
+
 def run(args: argparse.Namespace) -> None:
     clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
     bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
     found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}, "profiles": {}}
     adamw = found["fused AdamW"] = dense_step("fused AdamW", parameters_of(shapes, clock.device), clock, bandwidth)
+    free(clock)
+    found["with clipping"] = clipped_step(shapes, clock, bandwidth)
     for name, options in TIMED.items():
         free(clock)
         if clock.cuda:

@@ -165,7 +165,10 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
 
 def method_rows(steps: dict[str, Any]) -> list[Row]:
     adamw, rows = steps["fused AdamW"]["ms"], []
-    for name, one in {"fused AdamW alone": steps["fused AdamW"], **steps["methods"]}.items():
+    dense = {"fused AdamW alone": steps["fused AdamW"]}
+    if "with clipping" in steps:
+        dense["fused AdamW with `clip_grad_norm_`"] = steps["with clipping"]
+    for name, one in {**dense, **steps["methods"]}.items():
         if "failed" in one:
             rows.append({"method": name, "step, ms": f"failed: {one['failed'][:80]}"})
             continue

@@ -66,6 +66,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "model": "llama_1_8b",
         "copy_bandwidth": 3e12,
         "fused AdamW": dense["fused AdamW"],
+        "with clipping": figures(37.5),
         "methods": {"topk": figures(50.0, waits=["update.py:51"]), "dense": {"failed": "out of memory"}},
         "profiles": {"topk": profile | {"ms_by_kernel": {f"kernel_{i}": 9.0 - i for i in range(7)}}},
     }
@@ -98,6 +99,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| llama_1_8b | 0.05, int4 | pack | 8.000 | 7.200 to 8.800 | 0.250 | 28.00 | 3500 | 88 |",
         "| llama_1_8b | dense | dense AdamS | 18.000 (with the host's) |",
         "| topk | 50.0 | 2.00 | 0.2 | - | - | - | - | update.py:51 |",
+        "| fused AdamW with `clip_grad_norm_` | 37.5 | 1.50 | 0.2 |",
         "| dense | failed: out of memory |",
         "| topk | 155 | 30.5 | 0.20 | 0.010 | `kernel_0` 9.00, `kernel_1` 8.00,",
         "| scape | 100,004 | 100,003 to 100,004 | 1.000 | 46.0 | 39.0 | 40.0 | 5.000 |",
