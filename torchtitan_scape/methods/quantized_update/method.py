@@ -158,8 +158,10 @@ class QuantizedUpdate(Method):
         """
         residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
         in_place, factor = code is not None and self._to_owners is not None, self.context.gradient_scale
-        in_kernel = {i for k in exchanged for i in self._groups[k].tensors} if in_place and not self._bases else set()
-        if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in in_kernel]):
+        # Kernels scale what they encode, unless it is transformed to a basis before.
+        by_kernels = in_place and self._bases is None
+        encoded = {i for k in exchanged for i in self._groups[k].tensors} if by_kernels else set()
+        if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in encoded]):
             torch._foreach_mul_(others, factor)
         if self._bases is not None:
             if self.options.changes_bases(info.number):
@@ -172,7 +174,7 @@ class QuantizedUpdate(Method):
                     residuals[i] += gradients[i].masked_fill_(skipped, 0.0)
             elif group.tensors and not in_place:
                 torch._foreach_add_([gradients[i] for i in group.tensors], [residuals[i] for i in group.tensors])
-        send = self._send_to_owners if not in_place else partial(self._encode_to_owners, factor if in_kernel else 1.0)
+        send = self._send_to_owners if not in_place else partial(self._encode_to_owners, factor if by_kernels else 1.0)
         send = partial(send, values=gradients, residuals=residuals, code=code, applied=info.applied)
         double_buffered(send(column) for k in exchanged for column in self._groups[k].columns)
         for number in exchanged:
