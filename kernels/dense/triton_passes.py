@@ -35,33 +35,33 @@ def rates_row(r: Rates) -> tuple[float, ...]:
     return row
 
 
-class _Gradients:
-    """Tiles and tables of lists of flat gradients, by their sizes."""
+class FlatTensors:
+    """Tiles and tables of lists of flat tensors, by their sizes."""
 
     def __init__(self) -> None:
         self._of_sizes: dict[tuple[int, ...], tuple[TileSchedule, DeviceTable]] = {}
 
-    def lists(self, gradients: list[Tensor]) -> tuple[TileSchedule, Tensor, list[tuple[Tensor, bool, Any]]]:
+    def lists(self, tensors: list[Tensor]) -> tuple[TileSchedule, Tensor, list[tuple[Tensor, bool, Any]]]:
         """Return the tiles, the table, and the launches as (tiles, ALIGNED_TILE, dtype)."""
-        sizes, device = tuple(g.numel() for g in gradients), gradients[0].device
+        sizes, device = tuple(t.numel() for t in tensors), tensors[0].device
         if sizes not in self._of_sizes:
             table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
             self._of_sizes[sizes] = TileSchedule(sizes, 1024, _TILE, _WARP, device), table
         tiles, table = self._of_sizes[sizes]
-        rows = table.set([table_row(g.data_ptr(), 0, 0, g.numel(), -1) for g in gradients])
-        return tiles, rows, tiles.lists(tuple(tiles.whole()), tuple((aligned(g), g.dtype) for g in gradients))
+        rows = table.set([table_row(t.data_ptr(), 0, 0, t.numel(), -1) for t in tensors])
+        return tiles, rows, tiles.lists(tuple(tiles.whole()), tuple((aligned(t), t.dtype) for t in tensors))
 
 
 class Finite:
     """Check of gradients for NaN and Inf, as `reference.finite`, in one launch."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self._gradients = _Gradients()
+        self._flat = FlatTensors()
         # The bits of a power of two are those of its exponent.
         self._limit = int(torch.tensor(limit, dtype=torch.float32).view(torch.int32))
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
-        tiles, table, lists = self._gradients.lists(gradients)
+        tiles, table, lists = self._flat.lists(gradients)
         bad = torch.zeros(len(gradients), dtype=torch.int32, device=gradients[0].device)
         for listed, full, dtype in lists:
             launching.launch(
@@ -83,13 +83,13 @@ class Scaling:
     """`torch._foreach_mul_` of FP32 gradients by a factor on the device. With the factor 1 nothing is moved."""
 
     def __init__(self) -> None:
-        self._gradients = _Gradients()
+        self._flat = FlatTensors()
 
     def __call__(self, gradients: list[Tensor], factor: Tensor) -> None:
         if any(g.dtype != torch.float32 or not g.is_contiguous() for g in gradients) or factor.dtype != torch.float32:
             torch._foreach_mul_(gradients, factor)
             return
-        tiles, table, lists = self._gradients.lists(gradients)
+        tiles, table, lists = self._flat.lists(gradients)
         for listed, full, _ in lists:
             launching.launch(
                 triton_kernels.scale_kernel,

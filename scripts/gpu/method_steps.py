@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels.common import launching
+from kernels.dense.triton_kernels import scale_kernel
+from kernels.dense.triton_passes import FlatTensors
 from scripts.common import write
 from scripts.gpu.launches import gaps, kernels_of
 from scripts.gpu.machine import run_step
@@ -74,6 +77,21 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
     return figures | {"profile": gaps(kernels_of(clock, optimizer.step))}
 
 
+def launch_microseconds(clock: Clock, launches: int) -> float:
+    """Return the host's time for a launch of a small Triton kernel, with everything prepared."""
+    factor, gradients = torch.ones((), device=clock.device), [torch.zeros(8, device=clock.device)]
+    tiles, table, ((listed, full, _),) = FlatTensors().lists(gradients)
+
+    def launch() -> None:
+        for _ in range(launches):
+            launching.launch(
+                scale_kernel, (1,), listed, table, factor, warps=tiles.warps, **tiles.shape, ALIGNED_TILE=full
+            )
+
+    times = clock(launch)
+    return 1e3 * times.figures()["host_ms"] / launches
+
+
 def clipped_step(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
     """Return figures of what a dense loop runs besides its exchange: `clip_grad_norm_` and fused AdamW."""
     parameters = parameters_of(shapes, clock.device)
@@ -94,6 +112,7 @@ def run(args: argparse.Namespace) -> None:
     bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
     found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}, "profiles": {}}
     adamw = found["fused AdamW"] = dense_step("fused AdamW", parameters_of(shapes, clock.device), clock, bandwidth)
+    found["launch_microseconds"] = launch_microseconds(clock, 1 if args.smoke else 100)
     free(clock)
     found["with clipping"] = clipped_step(shapes, clock, bandwidth)
     for name, options in TIMED.items():

@@ -154,6 +154,8 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
             "check for non-finite gradients, clipping, exchange and update."
         )
         yield markdown(method_rows(steps))
+        if "launch_microseconds" in steps:
+            yield f"The host needs {steps['launch_microseconds']:.1f} microseconds to launch a small Triton kernel."
         yield "Launches of such a step, as the profiler saw them, with the kernels that take longest:"
         yield markdown(launch_rows(steps["profiles"]))
     yield results.get("traffic", {}).get("note", "")

@@ -67,6 +67,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "copy_bandwidth": 3e12,
         "fused AdamW": dense["fused AdamW"],
         "with clipping": figures(37.5),
+        "launch_microseconds": 21.25,
         "methods": {"topk": figures(50.0, waits=["update.py:51"]), "dense": {"failed": "out of memory"}},
         "profiles": {"topk": profile | {"ms_by_kernel": {f"kernel_{i}": 9.0 - i for i in range(7)}}},
     }
@@ -101,6 +102,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| topk | 50.0 | 2.00 | 0.2 | - | - | - | - | update.py:51 |",
         "| fused AdamW with `clip_grad_norm_` | 37.5 | 1.50 | 0.2 |",
         "| dense | failed: out of memory |",
+        "The host needs 21.2 microseconds to launch a small Triton kernel.",
         "| topk | 155 | 30.5 | 0.20 | 0.010 | `kernel_0` 9.00, `kernel_1` 8.00,",
         "| scape | 100,004 | 100,003 to 100,004 | 1.000 | 46.0 | 39.0 | 40.0 | 5.000 |",
         "| dense AdamS | 10 | 5.0000 | - | - | 20 | - |",
