@@ -21,8 +21,8 @@ class BlockSlices:
         second: The parameters (any floating-point dtype), or the residuals (FP32); empty without error feedback.
         code: Code of the messages.
         size: Entries of the chunk, padding included: a multiple of the number of messages times the block of the code.
-        replicas, replica: Number of messages, one for each owner of a part of the chunk, and the index of that of this
-            replica.
+        replicas: Number of messages, one per owner.
+        replica: Index of the message of this replica; -1 if it keeps no error of a mean.
         owner_error: Errors of the owner of an entry (FP32), if they are a separate state.
         steps: FP32, receives the sum of the results; None for slices without one.
         starts: The first block of every slice in the chunk; without them slices follow each other.
@@ -58,8 +58,8 @@ class SentMessages:
     """Encoded values of a `BlockSlices` between the start and the end of an exchange.
 
     Attributes:
-        messages: uint8 (replicas, message bytes).
-        means: uint8 (replicas, message bytes), received.
+        messages: uint8 (owners, message bytes).
+        means: uint8 (owners, message bytes), received.
         error: FP32 (entries of a message,), quantization error of the mean of the own slice. Before the exchange it is
             the owner's error, if there is one, divided by the number of replicas. None if errors are discarded.
     """

@@ -1,7 +1,7 @@
 """First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
 
-None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send` and
-`quantized.method.Quantized.send`.
+None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send`,
+`quantized.method.Quantized.send` and `quantized_update.method.QuantizedUpdate._send_to_owners`.
 """
 
 from typing import Any, NamedTuple
@@ -113,6 +113,8 @@ def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: T
     The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains it.
     With `applied`, bool (), second becomes the quantization error if it is true, and `apply` is not needed.
     """
+    assert slices.second or not (slices.owner_error or applied is not None)
+    assert applied is None or not slices.owner_error
     sent = SentMessages.allocate(slices, bool(slices.second) and applied is None)
     plan, table = _plan(slices)
     for each in plan.lists(slices):

@@ -29,7 +29,7 @@ STEPS, NAN_AT, UNUSED_AT, FAILS_AT = 6, 1, (2, 3), 4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.out = nn.LayerNorm(10), nn.Linear(10, 10)
+        self.norm, self.out = nn.LayerNorm(12), nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.out(self.norm(x)))
@@ -37,12 +37,12 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """A net with two blocks that replicas run in different orders, so that their gradients are completed in
-    different orders."""
+    different orders. Some chunks are parts of one gradient, and aligned, so that they are exchanged in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.left, self.right, self.last = nn.Linear(6, 10), Block(), Block(), nn.Linear(10, 3)
-        self.extra = nn.Linear(10, 10)
+        self.first, self.left, self.right, self.last = nn.Linear(6, 12), Block(), Block(), nn.Linear(12, 4)
+        self.extra = nn.Linear(12, 12)
         self.block = Block()
 
     def forward(self, x: Tensor, replica: int, uses_extra: bool) -> Tensor:

@@ -34,7 +34,7 @@ class GradientMethod(Method):
                 )
                 if context.max_norm is not None:
                     context.clip_factor.copy_(
-                        clip(gradients, context.grad_norm, context.max_norm, multiply=self.multiply)
+                        clip(gradients, context.grad_norm, context.max_norm, multiply=self.multiply_gradients)
                     )
                 for shard, gradient in zip(context.shards, gradients, strict=True):
                     store_gradient(shard, gradient)
@@ -92,7 +92,7 @@ class LocalMethod(Method):
             norms = torch._foreach_norm(gradients, 2, torch.float64)
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device) * scale
             if context.max_norm is not None:
-                context.clip_factor.copy_(clip(gradients, norm, context.max_norm, scale, self.multiply))
+                context.clip_factor.copy_(clip(gradients, norm, context.max_norm, scale, self.multiply_gradients))
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
             for shard, gradient in zip(context.shards, gradients, strict=True):
                 store_gradient(shard, gradient)

@@ -89,7 +89,7 @@ class ChunkedMethod(GradientMethod):
 
         def finish(info: StepInfo) -> None:
             handle.wait()
-            if values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
+            if views and values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
                 values.record_stream(torch.cuda.current_stream(values.device))
             finish_exchange(info)
             if views:

@@ -152,6 +152,9 @@ class Method(ABC):
 
     Create all state in `__init__`, and change it in place. The mathematics belongs in functions on local tensors.
 
+    Attributes:
+        multiply_gradients: multiplies tensors, in place, by a factor on their device; see `kernels.scaling`.
+
     Class attributes:
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
         per_replica_weights: True if the replicas' weights differ between exchanges. One of the states then has
@@ -171,7 +174,7 @@ class Method(ABC):
         self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
         self.is_observed = False  # whether a replica has an observer; equal on all replicas
         self._full_exchange_requested = False
-        self.multiply = scaling(choose_backend(context.kernels, context.shards[0].device))
+        self.multiply_gradients = scaling(choose_backend(context.kernels, context.shards[0].device))
 
     @classmethod
     def prepare_model(cls, model: nn.Module, options: Any) -> None:

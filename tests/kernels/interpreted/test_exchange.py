@@ -95,8 +95,11 @@ def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[
             torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-6, atol=2.0**-6)
 
 
-def quantized(backend: str, replicas: int, **options: Any) -> list[Tensor]:
-    """Return the synchronized gradients and the residuals of three steps, of which the second one is skipped."""
+def quantized(backend: str, replicas: int, full: int = 0, **options: Any) -> list[Tensor]:
+    """Return the synchronized gradients and the errors of four steps, of which the second one is skipped.
+
+    full: Step of a full exchange.
+    """
     simulated, methods, found = SimulatedReplicas(replicas), [], []
     for endpoint in simulated.endpoints:
         endpoint.chunk_entries = 2048
@@ -108,7 +111,9 @@ def quantized(backend: str, replicas: int, **options: Any) -> list[Tensor]:
 
     def work(i: int) -> list[Tensor]:
         results = []
-        for number in range(1, 4):
+        for number in range(1, 5):
+            if number == full:
+                methods[i].request_full_exchange()
             gradients = [p.detach().flatten() for p in parameters(torch.float32, 10 * number + i)]
             gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
             results += methods[i].synchronize(gradients, StepInfo(number, torch.tensor(number != 2)))
@@ -127,6 +132,7 @@ def quantized(backend: str, replicas: int, **options: Any) -> list[Tensor]:
         slow(3, {"code": "2bit"}),
         slow(3, {"code": "e2m1"}),
         slow(2, {"code": "1bit", "block": 32}),
+        slow(3, {"code": "2bit", "full": 3}),
         slow(2, {"code": "2bit", "error_feedback": False}),
         slow(2, {"code": "int8", "block": 32, "error_feedback": False}),
     ],
@@ -162,7 +168,8 @@ def quantized_update(backend: str, replicas: int, optimizer: str, **options: Any
 @pytest.mark.parametrize(
     ("replicas", "optimizer", "options"),
     [
-        (2, "AdamS", {"update_code": "1bit_unbiased"}),
+        (2, "AdamS", {"update_code": "1bit_unbiased", "interval": 2}),
+        slow(2, "AdamS", {}),
         slow(3, "AdamS", {"update_code": "1bit_unbiased"}),
         slow(2, "Muon", {"update_code": "1bit_unbiased", "interval": 2}),
         slow(2, "AdamS", {"code": "int8", "update_code": "e2m1", "block": 32}),

@@ -63,7 +63,7 @@ class OnebitAdam(Quantized):
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
             norm = norm * context.gradient_scale
             if context.max_norm is not None:
-                context.clip_factor.copy_(clip(gradients, norm, context.max_norm, multiply=self.multiply))
+                context.clip_factor.copy_(clip(gradients, norm, context.max_norm, multiply=self.multiply_gradients))
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
         with phase("exchange"):
             gradients = self.synchronize(gradients, info)

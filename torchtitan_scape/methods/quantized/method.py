@@ -177,7 +177,7 @@ class Quantized(ChunkedMethod):
         if self._uncompressed:
             values.add_(buffer)
             return None, None
-        carried_error = self._owned(buffer) / self.collectives.replicas
+        carried_error = self._owned(buffer) / buffer.new_full((), self.collectives.replicas)  # as kernels divide
         self._owned(buffer).zero_()
         values.add_(buffer)  # not zero if the owners or the bases were others before
         return carried_error, buffer

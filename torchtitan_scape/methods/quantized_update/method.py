@@ -124,7 +124,9 @@ class QuantizedUpdate(Method):
             norm = self._norm(gradients, exchanged, info.applied)
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
             if context.max_norm is not None:
-                context.clip_factor.copy_(clip(own, context.grad_norm, context.max_norm, multiply=self.multiply))
+                context.clip_factor.copy_(
+                    clip(own, context.grad_norm, context.max_norm, multiply=self.multiply_gradients)
+                )
         code = self._update_code if encoded else None
         for number in exchanged:
             self._update(gradients, number, code, info.applied)
@@ -212,7 +214,10 @@ class QuantizedUpdate(Method):
         code: Codec,
         applied: Tensor,
     ) -> Exchange:
-        """Send a column as `_send_to_owners`, bitwise, of values * factor + residuals, which are not added before."""
+        """Encode values * factor + residuals, which are not added before, and store the residuals at once.
+
+        The result has the bits of `_send_to_owners`.
+        """
         assert self._to_owners is not None
         messages = self._to_owners.encode(column, values, residuals, factor, applied)
         is_owner = self.collectives.replica in column.owners

@@ -227,7 +227,7 @@ class Sparta(LocalMethod):
             if codec is not None:
                 owned = owner_error.view(replicas, -1)[self.collectives.replica]
                 previous = owned.clone()
-                carried_error = previous / replicas
+                carried_error = previous / previous.new_full((), replicas)  # as kernels divide
                 owned.zero_()
             values += owner_error  # errors of a node's sum, and of entries that were owned in another layout
         handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error, carried_error=carried_error)
