@@ -7,9 +7,10 @@ small case of each test on a CPU where possible, to find mistakes in this file w
 import gc
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from kernels.scape.blocks import BlockLayout
 from kernels.scape.triton_passes import COMPACT_TILE, SELECT_TILE, STREAM_TILE
 from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
 from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
+from tests.kernels.exchange_checks import adam, quantized, quantized_update, radius, sparta
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from topology.collectives import ReplicaCollectives
@@ -159,6 +161,26 @@ def test_replicas_are_equal_and_follow_the_reference(options: dict[str, Any]) ->
     for ours, other, theirs in zip(kernel[0][0], kernel[1][0], twin[0][0], strict=True):
         assert torch.equal(ours, other)
         assert float((ours - theirs).norm()) <= 1e-2 * float(ours.norm())
+
+
+EXCHANGES: dict[str, Callable[..., list[Tensor]]] = {
+    "sparta": partial(sparta, replicas=3, dtype=torch.float32, code="1bit_unbiased", warmup_steps=2),
+    "sparta, owner errors": partial(sparta, replicas=5, dtype=torch.float32, code="2bit", warmup_steps=0),
+    "quantized": partial(quantized, replicas=3, code="int4"),
+    "quantized, 2 bits": partial(quantized, replicas=3, code="2bit", full=3),
+    "quantized_update": partial(quantized_update, replicas=3, optimizer="AdamS", update_code="1bit_unbiased"),
+    "quantized_update, Muon": partial(quantized_update, replicas=2, optimizer="Muon", interval=2),
+    "radius": partial(radius, replicas=2, chunk_entries=1 << 20),
+    "onebit_adam": adam,
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchanges_by_kernels_equal_those_of_pytorch(name: str) -> None:
+    """Weights and states of simulated replicas, bitwise."""
+    kernel, twin = (EXCHANGES[name](DEVICE, backend) for backend in ("triton", "torch"))
+    for i, (ours, theirs) in enumerate(zip(kernel, twin, strict=True)):
+        assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num()), i
 
 
 @pytest.mark.parametrize("selection", ["block", "tensor"])

@@ -1,0 +1,182 @@
+"""Steps of methods with one backend, for comparisons of kernels with PyTorch, in the interpreter and on a GPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from topology.in_process import SimulatedReplicas
+from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape import AdamS, Muon
+from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.local_options import LocalOptions
+from torchtitan_scape.methods.local_updates import LocalUpdates
+from torchtitan_scape.methods.onebit_adam.method import OnebitAdam
+from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
+from torchtitan_scape.methods.quantized.method import Quantized
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
+from torchtitan_scape.methods.radius.method import Radius
+from torchtitan_scape.methods.radius.options import RadiusOptions
+from torchtitan_scape.methods.sparta.method import Sparta
+from torchtitan_scape.methods.sparta.options import SpartaOptions
+
+# Several tiles, a short last block, less than a block, nothing, one entry.
+SHAPES = [(20, 130), (129,), (4, 5), (0, 4), (1,)]
+
+
+def parameters(device: str, dtype: torch.dtype, seed: int) -> list[nn.Parameter]:
+    """Return parameters of `SHAPES`; the first is not aligned to 16 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in SHAPES]
+    shifted = torch.cat((drawn[0].new_zeros(1), drawn[0].flatten()))[1:].view(SHAPES[0])
+    return [nn.Parameter(tensor) for tensor in (shifted, *drawn[1:], drawn[0].clone())]
+
+
+def all_tensors(methods: list[Any]) -> list[Tensor]:
+    tensors = [shard.parameter.detach() for method in methods for shard in method.context.shards]
+    return tensors + [t for method in methods for state in method.states() for t in state.tensors.values()]
+
+
+def sparta(
+    device: str, backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, **options: Any
+) -> list[Tensor]:
+    """Return parameters and states after a few steps, of which the second one is skipped."""
+    simulated, methods = SimulatedReplicas(replicas), []
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries = 4096
+        named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, dtype, 0))]
+        optimizer = Muon(named, lr=1e-2)
+        shards = collect_shards(optimizer.param_groups)
+        context = MethodContext(shards, endpoint, optimizer, total_steps=20, kernels=backend)
+        methods.append(Sparta(context, SpartaOptions(**options)))
+
+    def work(i: int) -> None:
+        for number in range(1, steps + 1):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            for shard in methods[i].context.shards:
+                moved = shard.parameter.detach()
+                moved += torch.randn(moved.shape, generator=generator).to(moved)
+            methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
+
+    with torch.no_grad():
+        simulated.run(work)
+    return all_tensors(methods)
+
+
+def quantized(device: str, backend: str, replicas: int, full: int = 0, **options: Any) -> list[Tensor]:
+    """Return the synchronized gradients and the errors of four steps, of which the second one is skipped.
+
+    full: Step of a full exchange.
+    """
+    simulated, methods, found = SimulatedReplicas(replicas), [], []
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries = 2048
+        optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(parameters(device, torch.float32, 0))])
+        shards = collect_shards(optimizer.param_groups)
+        scale = float(replicas)
+        context = MethodContext(shards, endpoint, optimizer, gradient_scale=scale, kernels=backend)
+        methods.append(Quantized(context, QuantizedOptions(**options)))
+
+    def work(i: int) -> list[Tensor]:
+        results = []
+        for number in range(1, 5):
+            if number == full:
+                methods[i].request_full_exchange()
+            gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
+            gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
+            results += methods[i].synchronize(gradients, StepInfo(number, torch.tensor(number != 2, device=device)))
+        return results
+
+    with torch.no_grad():
+        found = [tensor for each in simulated.run(work) for tensor in each]
+    return found + [t for method in methods for state in method.states() for t in state.tensors.values()]
+
+
+def quantized_update(device: str, backend: str, replicas: int, optimizer: str, **options: Any) -> list[Tensor]:
+    """Return the weights and all states of four steps, of which the second one is skipped."""
+    simulated, own = SimulatedReplicas(replicas), parameters(device, torch.float32, 0)
+    named = [(f"layers.{i}.weight", p) for i, p in enumerate(own)]
+    inner = Muon(named, lr=1e-2) if optimizer == "Muon" else AdamS(named, lr=1e-2, kernels="torch")
+    shards, methods = collect_shards(inner.param_groups), []
+    for endpoint in simulated.endpoints:
+        endpoint.chunk_entries = 2048
+        context = MethodContext(shards, endpoint, inner, gradient_scale=1.5, max_norm=1.0, kernels=backend)
+        methods.append(QuantizedUpdate(context, QuantizedUpdateOptions(**options)))
+
+    def work(i: int) -> None:
+        for number in range(1, 5):
+            gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
+            gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
+            methods[i].finish_previous_step(number - 1 not in (0, 2))
+            methods[i].step(gradients, StepInfo(number, torch.tensor(number != 2, device=device)))
+
+    with torch.no_grad():
+        simulated.run(work)
+    return all_tensors(methods) + [t for state in inner.state.values() for t in state.values()]
+
+
+def radius(device: str, backend: str, replicas: int, chunk_entries: int, **options: Any) -> list[Tensor]:
+    """Return parameters, residuals and masks after five steps, of which the fourth one is skipped."""
+    simulated, own = SimulatedReplicas(replicas) if replicas > 1 else None, parameters(device, torch.float32, 0)
+    optimizer = AdamS([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
+    shards = collect_shards(optimizer.param_groups)
+    methods = []
+    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
+        endpoint.chunk_entries = chunk_entries
+        context = MethodContext(shards, endpoint, optimizer, kernels=backend, max_norm=1.0)
+        methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2, **options)))
+
+    def work(i: int) -> None:
+        for number in range(1, 6):
+            gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
+            methods[i].step(gradients, StepInfo(number, torch.tensor(number != 4, device=device)))
+
+    with torch.no_grad():
+        simulated.run(work) if simulated else work(0)
+    return all_tensors(methods)
+
+
+def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOptions) -> list[Tensor]:
+    """Return parameters and states after four steps of two replicas, of which the second one is skipped."""
+    simulated, methods = SimulatedReplicas(2), []
+    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
+        named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, torch.float32, 0))]
+        optimizer = AdamS(named, lr=1e-2)
+        methods.append(
+            cls(MethodContext(collect_shards(optimizer.param_groups), endpoint, optimizer, kernels=backend), options)
+        )
+
+    def work(i: int) -> None:
+        for number in range(1, 5):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            for shard in methods[i].context.shards:
+                moved = shard.parameter.detach()
+                moved += torch.randn(moved.shape, generator=generator).to(moved)
+            methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
+
+    with torch.no_grad():
+        simulated.run(work) if simulated else work(0)
+    return all_tensors(methods)
+
+
+def adam(device: str, backend: str) -> list[Tensor]:
+    """Return parameters, moments and errors after three steps; the last two send the momentum."""
+    simulated, own = SimulatedReplicas(2), parameters(device, torch.float32, 0)
+    optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
+    shards = collect_shards(optimizer.param_groups)
+    methods = []
+    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
+        context = MethodContext(shards, endpoint, optimizer, kernels=backend, total_steps=3)
+        methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
+
+    def work(i: int) -> None:
+        for number in range(1, 4):
+            gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
+            methods[i].step(gradients, StepInfo(number, torch.tensor(True, device=device)))
+
+    with torch.no_grad():
+        simulated.run(work) if simulated else work(0)
+    return all_tensors(methods)
