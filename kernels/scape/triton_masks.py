@@ -107,14 +107,17 @@ def rotate_kernel(received, in_use, previous, size, HAS_BITS: tl.constexpr, TILE
 
 
 @triton.jit
-def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: tl.constexpr):
+def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
     """Add the newly entered entries of each row and column to `counts`, int32.
 
     A tile has six int64: its first byte in the masks, bytes of a row, remaining rows and bytes, and the positions of
     its first row and column in `counts`. ROWS is at most 255, because four columns are summed in one 32-bit word.
+    ALIGNED: the first byte and the bytes of a row are multiples of 16, and so are the remaining bytes.
     """
     at = tiles + 6 * tl.program_id(0)
     start, width, height, left = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    if ALIGNED:
+        start, width, left = tl.multiple_of(start, 16), tl.multiple_of(width, 16), tl.multiple_of(left, 16)
     row, byte = tl.arange(0, ROWS), tl.arange(0, BYTES)
     inside = (row[:, None] < height) & (byte[None, :] < left)
     at_byte = start + row[:, None] * width + byte[None, :]

@@ -9,8 +9,9 @@ from kernels.scape import reference, triton_masks
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.visits import VisitRates
 
-# Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte.
-_ROWS, _BYTES = 64, 128
+# Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte. A row has 8 columns per byte, so a
+# high tile has fewer sums to add.
+_ROWS, _BYTES, _WARPS = 128, 64, 8
 
 
 class EnteringCount:
@@ -21,32 +22,38 @@ class EnteringCount:
 
     def __init__(self, layout: BlockLayout, visits: VisitRates) -> None:
         self._layout, self._visits = layout, visits
-        rows = []
+        tiles: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}  # by alignment
         for i, columns in enumerate(visits.columns):
             if columns % 8:
                 continue
             width, height = columns // 8, visits.rows[i]
             start = layout.first_block[i] * layout.block_size // 8
+            rows = tiles[start % 16 == width % 16 == 0]
             for row in range(0, height, _ROWS):
                 for byte in range(0, width, _BYTES):
                     first, second = visits.starts[2 * i] + row, visits.starts[2 * i + 1] + 8 * byte
                     rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
-        self._tiles = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), visits.counts.device)
+        self._tiles = {
+            is_aligned: to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), visits.counts.device)
+            for is_aligned, rows in tiles.items()
+        }
 
     def __call__(self, in_use: Mask, previous: Mask) -> None:
         visits = self._visits
         visits.counts.zero_()
-        launching.launch(
-            triton_masks.entering_kernel,
-            (len(self._tiles),),
-            self._tiles,
-            in_use.bits,
-            previous.bits,
-            visits.counts,
-            warps=4,
-            ROWS=_ROWS,
-            BYTES=_BYTES,
-        )
+        for is_aligned, tiles in self._tiles.items():
+            launching.launch(
+                triton_masks.entering_kernel,
+                (len(tiles),),
+                tiles,
+                in_use.bits,
+                previous.bits,
+                visits.counts,
+                warps=_WARPS,
+                ROWS=_ROWS,
+                BYTES=_BYTES,
+                ALIGNED=is_aligned,
+            )
         for i, columns in enumerate(visits.columns):
             if columns % 8:
                 fresh = reference.unpack_bits(self._entering(in_use, previous, i), visits.rows[i] * columns)

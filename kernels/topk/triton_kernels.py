@@ -155,11 +155,15 @@ def mean_kernel(
     LOW, UNARY, CODE_BYTES: the code of the offsets, `kernels.scape.blocks.OffsetCode`.
     """
     tile, exists = tiles_of(tiles, ROWS)
-    entry, inside = address_of(tile, tl.arange(0, COLUMNS)[None, :], rows, columns, across, height, width)
-    inside = inside & exists
-    tl.store(x + entry, tl.zeros((ROWS, COLUMNS), tl.float32), mask=inside)
-    if OVER_SENDERS:
-        tl.store(counts + entry, tl.zeros((ROWS, COLUMNS), tl.int16), mask=inside)
+    # Few entries at a time need few registers, so that many programs run at once and wait for memory together.
+    PIECE: tl.constexpr = min(COLUMNS, 128)
+    for first in range(0, COLUMNS, PIECE):
+        offset = first + tl.arange(0, PIECE)[None, :]
+        entry, inside = address_of(tile, offset, rows, columns, across, height, width)
+        inside = inside & exists
+        tl.store(x + entry, tl.zeros((ROWS, PIECE), tl.float32), mask=inside)
+        if OVER_SENDERS:
+            tl.store(counts + entry, tl.zeros((ROWS, PIECE), tl.int16), mask=inside)
     tl.debug_barrier()
     lane = tl.arange(0, LANES)[None, :]
     code = codes + tile * CODE_BYTES
@@ -188,10 +192,14 @@ def mean_kernel(
         code += offset_stride
         values += value_stride
         means += mean_stride
-    total = tl.load(x + entry, mask=inside, other=0.0)
-    if OVER_SENDERS:
-        count = tl.load(counts + entry, mask=inside, other=1).to(tl.float32)
-        total = tl.math.div_rn(total, tl.maximum(count, 1.0))
-    else:
-        total = tl.math.div_rn(total, tl.zeros_like(total) + divisor)
-    tl.store(x + entry, total, mask=inside)
+    for first in range(0, COLUMNS, PIECE):
+        offset = first + tl.arange(0, PIECE)[None, :]
+        entry, inside = address_of(tile, offset, rows, columns, across, height, width)
+        inside = inside & exists
+        total = tl.load(x + entry, mask=inside, other=0.0)
+        if OVER_SENDERS:
+            count = tl.load(counts + entry, mask=inside, other=1).to(tl.float32)
+            total = tl.math.div_rn(total, tl.maximum(count, 1.0))
+        else:
+            total = tl.math.div_rn(total, tl.zeros_like(total) + divisor)
+        tl.store(x + entry, total, mask=inside)

@@ -147,8 +147,8 @@ def test_blocks_of_real_sizes(density: float, block_size: int) -> None:
 
 
 def test_rows_and_columns_of_several_tiles() -> None:
-    """Tiles of 64 rows and 1024 columns, complete and partial; rows that end inside a byte."""
-    shapes = ((150, 2056), (70, 1032), (65, 8), (33, 37))
+    """Tiles of 128 rows and 512 columns, complete and partial, aligned and not; rows that end inside a byte."""
+    shapes = ((150, 1032), (140, 1280), (129, 8), (33, 37))
     check_entering(
         Case(
             tuple(r * c for r, c in shapes),
