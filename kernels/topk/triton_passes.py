@@ -14,6 +14,7 @@ from kernels.topk.layout import Grid, Received
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program
+_SELECTED = 1 << 11  # entries of a program that selects: its search keeps all of them in registers
 _FLAT = 1 << 12  # entries of a program without tiles
 _OFFSETS = 1 << 10  # offsets of a program
 _FORMS = {
@@ -29,7 +30,7 @@ def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
         return reference.select(x, grid, k)
     values = torch.empty(grid.tiles, k, dtype=torch.float32, device=x.device)
     offsets = torch.empty(grid.tiles, k, dtype=torch.int64, device=x.device)
-    _launch(triton_kernels.select_kernel, grid, k, x, values, offsets)
+    _launch(triton_kernels.select_kernel, grid, k, x, values, offsets, entries=_SELECTED)
     return values, offsets
 
 
@@ -103,15 +104,16 @@ def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None
     )
 
 
-def _launch(kernel: Any, grid: Grid, k: int, *arguments: Any, **constants: Any) -> None:
+def _launch(kernel: Any, grid: Grid, k: int, *arguments: Any, entries: int = _ENTRIES, **constants: Any) -> None:
+    """Launch a kernel on tiles; `entries`: those of a program, unless a tile has more."""
     columns = _power(grid.size)
-    rows = max(1, _ENTRIES // columns)
+    rows = max(1, entries // columns)
     launching.launch(
         kernel,
         (-(-grid.tiles // rows),),
         *arguments,
         *(grid.tiles, k, grid.rows, grid.columns, grid.across, grid.height, grid.width),
-        warps=8 if columns <= _ENTRIES else 16,
+        warps=4 if rows * columns <= 1 << 11 else 8 if columns <= _ENTRIES else 16,
         ROWS=rows,
         COLUMNS=columns,
         **constants,
