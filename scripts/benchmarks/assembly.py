@@ -21,7 +21,7 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("topk.components_kernel", 0, "cuda:90"): 16,
     # Tiles that are not complete, with BF16 parameters.
     ("exchange.apply_kernel", 128, "cuda:90"): 216,
-    ("exchange.apply_kernel", 32, "cuda:90"): 224,
+    ("exchange.apply_kernel", 32, "cuda:90"): 96,
     ("exchange.encode_kernel", 128, "cuda:90"): 32,
 }
 # Barriers in the code for blocks of 128 and 1024 entries in aligned storage, with a payload buffer. More of them are
