@@ -40,6 +40,14 @@ def all_tensors(methods: list[Any]) -> list[Tensor]:
     return tensors + [t for method in methods for state in method.states() for t in state.tensors.values()]
 
 
+def move_parameters(method: Any, seed: int) -> None:
+    """Add random numbers to the parameters, in place of an optimizer's step."""
+    generator = torch.Generator().manual_seed(seed)
+    for shard in method.context.shards:
+        moved = shard.parameter.detach()
+        moved += torch.randn(moved.shape, generator=generator).to(moved)
+
+
 def sparta(
     device: str, backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, **options: Any
 ) -> list[Tensor]:
@@ -55,10 +63,7 @@ def sparta(
 
     def work(i: int) -> None:
         for number in range(1, steps + 1):
-            generator = torch.Generator().manual_seed(10 * number + i)
-            for shard in methods[i].context.shards:
-                moved = shard.parameter.detach()
-                moved += torch.randn(moved.shape, generator=generator).to(moved)
+            move_parameters(methods[i], 10 * number + i)
             methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():
@@ -151,10 +156,7 @@ def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOpti
 
     def work(i: int) -> None:
         for number in range(1, 5):
-            generator = torch.Generator().manual_seed(10 * number + i)
-            for shard in methods[i].context.shards:
-                moved = shard.parameter.detach()
-                moved += torch.randn(moved.shape, generator=generator).to(moved)
+            move_parameters(methods[i], 10 * number + i)
             methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():

@@ -161,8 +161,8 @@ class QuantizedUpdate(Method):
         residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
         in_place, factor = code is not None and self._to_owners is not None, self.context.gradient_scale
         # Kernels scale what they encode, unless it is transformed to a basis before.
-        by_kernels = in_place and self._bases is None
-        encoded = {i for k in exchanged for i in self._groups[k].tensors} if by_kernels else set()
+        scales = in_place and self._bases is None
+        encoded = {i for k in exchanged for i in self._groups[k].tensors} if scales else set()
         if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in encoded]):
             torch._foreach_mul_(others, factor)
         if self._bases is not None:
@@ -176,7 +176,8 @@ class QuantizedUpdate(Method):
                     residuals[i] += gradients[i].masked_fill_(skipped, 0.0)
             elif group.tensors and not in_place:
                 torch._foreach_add_([gradients[i] for i in group.tensors], [residuals[i] for i in group.tensors])
-        send = self._send_to_owners if not in_place else partial(self._encode_to_owners, factor if by_kernels else 1.0)
+        encode = partial(self._encode_to_owners, factor=factor if scales else 1.0)
+        send = encode if in_place else self._send_to_owners
         send = partial(send, values=gradients, residuals=residuals, code=code, applied=info.applied)
         double_buffered(send(column) for k in exchanged for column in self._groups[k].columns)
         for number in exchanged:
@@ -207,17 +208,14 @@ class QuantizedUpdate(Method):
 
     def _encode_to_owners(
         self,
-        factor: float,
         column: Column,
         values: Sequence[Tensor],
         residuals: Sequence[Tensor],
         code: Codec,
         applied: Tensor,
+        factor: float,
     ) -> Exchange:
-        """Encode values * factor + residuals, which are not added before, and store the residuals at once.
-
-        The result has the bits of `_send_to_owners`.
-        """
+        """Encode and send values * factor + residuals, and store the new residuals. Has the bits of `_send_to_owners`."""
         assert self._to_owners is not None
         messages = self._to_owners.encode(column, values, residuals, factor, applied)
         is_owner = self.collectives.replica in column.owners
