@@ -215,7 +215,7 @@ class QuantizedUpdate(Method):
         applied: Tensor,
         factor: float,
     ) -> Exchange:
-        """Encode and send values * factor + residuals, and store the new residuals. Has the bits of `_send_to_owners`."""
+        """Encode and send values * factor + residuals, and store the new residuals; bitwise as `_send_to_owners`."""
         assert self._to_owners is not None
         messages = self._to_owners.encode(column, values, residuals, factor, applied)
         is_owner = self.collectives.replica in column.owners
