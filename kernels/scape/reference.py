@@ -30,10 +30,10 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """Unpack the first `count` bits of uint8 (b,) into bool (count,)."""
-    # Eight copies of each byte; copy i keeps only bit i.
+    # Eight copies of each byte; copy i keeps only bit i. On a CPU, clamping is several times faster than `!= 0`.
     words = packed.to(torch.int64) * 0x0101010101010101
     words &= 0x8040201008040201 - (1 << 64)  # as a signed number
-    return (words.view(torch.uint8) != 0)[:count]
+    return words.view(torch.uint8).clamp_(max=1).view(torch.bool)[:count]
 
 
 def mask_indices(mask: Tensor, count: int, nnz: int) -> Tensor:
