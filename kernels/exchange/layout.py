@@ -27,6 +27,8 @@ class BlockSlices:
         steps: FP32, receives the sum of the results; None for slices without one.
         starts: The first block of every slice in the chunk; without them slices follow each other.
         repeats: The entries of a shorter last block are repeated in it; otherwise zeros follow.
+        errors_elsewhere: Whether `owner_error` may be nonzero outside the message of this replica. None if only its
+            values tell, for example after a load from another layout.
         plan: Lists of tiles of the Triton passes.
     """
 
@@ -40,6 +42,7 @@ class BlockSlices:
     steps: Sequence[Tensor | None] = ()
     starts: Sequence[int] = ()
     repeats: bool = False
+    errors_elsewhere: bool | None = False
     plan: Any = field(default=None, repr=False)
 
     @property
@@ -52,6 +55,23 @@ class BlockSlices:
         """Blocks of a message."""
         return self.count // self.code.block_size
 
+    def has_errors_elsewhere(self) -> bool:
+        """Return `errors_elsewhere`. If it is None, read the errors, which waits for the device.
+
+        An exchange that is applied leaves no error elsewhere, so that this is repeated only until it is False.
+        """
+        if self.errors_elsewhere is None:
+            outside, slot, block = [], 0, self.code.block_size
+            for i, error in enumerate(self.owner_error):
+                slot, count = self.starts[i] if self.starts else slot, -(-error.numel() // block)
+                own = (self.replica * self.blocks - slot, (self.replica + 1) * self.blocks - slot)
+                first, end = (min(max(0, row), count) * (1 if error.ndim == 2 else block) for row in own)
+                outside += [error[:first].any(), error[end:].any()]
+                slot += count
+            if not outside or not torch.stack(outside).any():
+                self.errors_elsewhere = False
+        return self.errors_elsewhere is not False
+
 
 @dataclass(eq=False)
 class SentMessages:
@@ -59,17 +79,21 @@ class SentMessages:
 
     Attributes:
         messages: uint8 (owners, message bytes).
-        means: uint8 (owners, message bytes), received.
+        means: uint8 (owners, message bytes), received; (0, message bytes) if `BlockSlices.replica` is -1.
         error: FP32 (entries of a message,), quantization error of the mean of the own slice. Before the exchange it is
             the owner's error, if there is one, divided by the number of replicas. None if errors are discarded.
+        errors_elsewhere: `BlockSlices.has_errors_elsewhere` in this exchange.
+        stores_errors: The quantization errors of the messages are stored already.
     """
 
     messages: Tensor
     means: Tensor
     error: Tensor | None
+    errors_elsewhere: bool = False
+    stores_errors: bool = False
 
     @classmethod
-    def allocate(cls, slices: BlockSlices, keeps_error: bool) -> "SentMessages":
+    def allocate(cls, slices: BlockSlices, stores_errors: bool) -> "SentMessages":
         """Allocate messages. Padding is not written by the kernels, and therefore set to zero, the code of zeros."""
         device, code, blocks = slices.first[0].device, slices.code, slices.blocks
         size = code.message_bytes(slices.count)
@@ -81,8 +105,10 @@ class SentMessages:
         if blocks * code.block_bytes < size:
             messages[:, blocks * code.block_bytes :].zero_()
         allocate = torch.zeros if slices.owner_error else torch.empty
-        error = allocate(slices.count, dtype=torch.float32, device=device) if keeps_error else None
-        return cls(messages, torch.empty_like(messages), error)
+        has_error = bool(slices.second) and slices.replica >= 0
+        error = allocate(slices.count, dtype=torch.float32, device=device) if has_error else None
+        means = torch.empty_like(messages[: slices.replicas if slices.replica >= 0 else 0])
+        return cls(messages, means, error, slices.has_errors_elsewhere(), stores_errors)
 
     def record_stream(self) -> None:
         """Mark the memory as used by the current stream, which may differ from that of its allocation."""

@@ -6,9 +6,10 @@ addresses of its data. With FULL all entries of a tile exist, and its storage is
 
 Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) and writes b / 8; `apply_kernel` reads
 them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
-was sent, so that it is never stored. An owner's error adds 4 bytes to the first pass and 8 to the second one, a sum of
-steps 8 to the second one. If `encode_kernel` stores the error (4 bytes more), there is no second pass. `add_kernel`
-reads and writes a tensor (8 bytes). Values are bitwise those of the PyTorch operators of the methods.
+was sent. If `encode_kernel` stores it (4 bytes more), `apply_kernel` reads one message and writes one tensor (4 bytes).
+A sum of steps adds 8 bytes to the second pass. An owner's error adds 4 bytes to the first pass and 8 to the second one,
+in the message of this replica, and with `elsewhere` in all. `add_kernel` reads and writes a tensor (8 bytes). Values
+are bitwise those of the PyTorch operators of the methods.
 """
 
 import triton
@@ -78,7 +79,7 @@ def entries_of(
     return (row + block) * stride + offset, inside
 
 
-@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor"])
+@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor", "elsewhere"])
 def encode_kernel(
     tiles,
     table,
@@ -91,6 +92,7 @@ def encode_kernel(
     replica,
     replicas,
     factor,
+    elsewhere,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -108,8 +110,9 @@ def encode_kernel(
 ):
     """Encode first - second (SUBTRACTS), or first * factor + second, as messages of `blocks` blocks.
 
-    HAS_OWNER_ERROR: add the owner's error. In the slice of this replica it is divided by `replicas` and written to
-    `owned_error` instead. STORES_ERROR: if `applied`, second = quantization error.
+    HAS_OWNER_ERROR: add the owner's error; without `elsewhere` it is zero in the messages of other owners. In that of
+    this replica it is divided by `replicas` and written to `owned_error` instead. STORES_ERROR: if `applied`, second =
+    quantization error.
     """
     EACH: tl.constexpr = 32 // BITS
     number, row, message, start, count = tile_of(tiles, blocks)
@@ -126,8 +129,9 @@ def encode_kernel(
         if HAS_SECOND:
             value += second
     if HAS_OWNER_ERROR:
-        error = tl.load(pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at, mask=inside, other=0.0)
         owned = everywhere(message == replica, at)
+        read = inside & (owned | everywhere(elsewhere != 0, at))
+        error = tl.load(pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at, mask=read, other=0.0)
         divided = tl.div_rn(error, tl.zeros_like(error) + replicas.to(tl.float32))
         owned_at = (start + block[:, None, None]) * BLOCK + offset
         tl.store(owned_error + owned_at, divided, mask=inside & owned)
@@ -142,7 +146,7 @@ def encode_kernel(
     store_codes(words, scales, message, start, blocks, size, codes, low, high, block < count, BITS, SCALES, BLOCK)
 
 
-@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor"])
+@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor", "elsewhere"])
 def apply_kernel(
     tiles,
     table,
@@ -157,6 +161,7 @@ def apply_kernel(
     replica,
     replicas,
     factor,
+    elsewhere,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -169,8 +174,9 @@ def apply_kernel(
     HAS_SECOND: tl.constexpr,
     HAS_OWNER_ERROR: tl.constexpr,
     HAS_STEPS: tl.constexpr,
+    ERRORS_STORED: tl.constexpr,
 ):
-    """Decode the means, and keep the quantization error of what was sent.
+    """Decode the means, and keep the quantization error of what was sent, if it is not stored yet (ERRORS_STORED).
 
     SUBTRACTS: if `applied`, first -= mean and second = first - error. Otherwise first = mean, and if `applied`,
     second = error. The owner's error of a mean, times `replicas`, is part of the error, or the new owner's error.
@@ -189,32 +195,36 @@ def apply_kernel(
     mean = joined(a, b, c, d, EACH)
     firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
-        a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-        sent = joined(a, b, c, d, EACH)
-        seconds = pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at
-        first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
-        owned = everywhere(message == replica, at)
+        owned, unsent = everywhere(message == replica, at), everywhere(elsewhere != 0, at)
+        kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
         owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
-        kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
-        if SUBTRACTS:
-            value = first - second
-            mean_of_first = first - mean
-        else:
-            value = first * factor + second
-            mean_of_first = mean
+        errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
+        seconds = pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at
+        if not ERRORS_STORED:
+            a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+            sent = joined(a, b, c, d, EACH)
+            first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
+            if SUBTRACTS:
+                value = first - second
+                first -= mean
+            else:
+                value = first * factor + second
+            if HAS_OWNER_ERROR:
+                value += tl.load(errors, mask=inside & unsent & ~owned, other=0.0)
+            error = value - sent
+            if not HAS_OWNER_ERROR:
+                error = tl.where(owned, error + rounding, error)
+            if SUBTRACTS:
+                error = first - error
+                tl.store(firsts, first.to(DTYPE), mask=inside)
+            tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
+        elif not HAS_OWNER_ERROR:
+            error = tl.load(seconds, mask=kept & owned, other=0.0).to(tl.float32)
+            tl.store(seconds, (error + rounding).to(SECOND_DTYPE), mask=kept & owned)
         if HAS_OWNER_ERROR:
-            errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
-            value += tl.where(owned, 0.0, tl.load(errors, mask=inside, other=0.0))
-            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=kept)
-        error = value - sent
-        if not HAS_OWNER_ERROR:
-            error = tl.where(owned, error + rounding, error)
-        if SUBTRACTS:
-            error = mean_of_first - error
-            tl.store(firsts, mean_of_first.to(DTYPE), mask=inside)
-        tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
+            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=kept & (unsent | owned))
     if HAS_STEPS:
         address = tl.load(table + number * COLUMNS + STEP)
         steps = address.to(tl.pointer_type(tl.float32)) + at

@@ -111,14 +111,13 @@ def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: T
     """Encode first - second (`subtracts`), or first * factor + second, plus the owner's error.
 
     The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains it.
-    With `applied`, bool (), second becomes the quantization error if it is true, and `apply` is not needed.
+    With `applied`, bool (), second becomes the quantization error if it is true, and `apply` adds the owner's.
     """
     assert slices.second or not (slices.owner_error or applied is not None)
-    assert applied is None or not slices.owner_error
-    sent = SentMessages.allocate(slices, bool(slices.second) and applied is None)
+    sent = SentMessages.allocate(slices, applied is not None)
     plan, table = _plan(slices)
     for each in plan.lists(slices):
-        read = each.dtype.itemsize + each.second.itemsize * bool(slices.second) + 4 * bool(slices.owner_error)
+        read = each.dtype.itemsize + each.second.itemsize * bool(slices.second) + _error_bytes(slices, sent)
         launching.launch(
             triton_kernels.encode_kernel,
             (len(each.tiles),),
@@ -129,7 +128,7 @@ def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: T
             each.tiles if applied is None else as_flag(applied),
             *_scalars(slices, sent, factor),
             warps=_WARPS,
-            moved=(read if applied is None else read + each.second.itemsize) * each.entries,
+            moved=round((read if applied is None else read + each.second.itemsize) * each.entries),
             LARGEST=FORMATS[slices.code.name].largest,
             REPEATS=slices.repeats,
             SUBTRACTS=subtracts,
@@ -151,8 +150,11 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
     """
     plan, table = _plan(slices)
     for each in plan.lists(slices):
-        moved = 2 * (each.dtype.itemsize + each.second.itemsize) if slices.second else each.dtype.itemsize
-        moved += 8 * bool(slices.owner_error)
+        moved = each.dtype.itemsize + 2 * _error_bytes(slices, sent)
+        if slices.second and not sent.stores_errors:
+            moved += each.dtype.itemsize + 2 * each.second.itemsize
+        elif slices.second and not slices.owner_error:
+            moved += 2 * each.second.itemsize / slices.replicas
         launching.launch(
             triton_kernels.apply_kernel,
             (len(each.tiles),),
@@ -164,10 +166,11 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
             as_flag(applied),
             *_scalars(slices, sent, factor),
             warps=_WARPS,
-            moved=moved * each.entries + 8 * each.steps,
+            moved=round(moved * each.entries) + 8 * each.steps,
             SUBTRACTS=subtracts,
             HAS_OWNER_ERROR=bool(slices.owner_error),
             HAS_STEPS=any(step is not None for step in slices.steps),
+            ERRORS_STORED=sent.stores_errors,
             SECOND_DTYPE=DTYPES[each.second],
             HAS_SECOND=bool(slices.second),
             **_constants(slices, plan, each),
@@ -193,7 +196,13 @@ def add(slices: BlockSlices, messages: Tensor) -> None:
 
 
 def _scalars(slices: BlockSlices, sent: SentMessages, factor: float) -> tuple[Any, ...]:
-    return slices.blocks, sent.messages.shape[1] // 16, slices.replica, slices.replicas, factor
+    size = sent.messages.shape[1] // 16
+    return slices.blocks, size, slices.replica, slices.replicas, factor, int(sent.errors_elsewhere)
+
+
+def _error_bytes(slices: BlockSlices, sent: SentMessages) -> float:
+    """Return the bytes per entry of a pass over the owner's errors."""
+    return 0.0 if not slices.owner_error else 4.0 if sent.errors_elsewhere else 4.0 / slices.replicas
 
 
 def _constants(slices: BlockSlices, plan: _Plan, each: _Launch) -> dict[str, Any]:

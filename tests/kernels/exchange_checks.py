@@ -48,10 +48,22 @@ def move_parameters(method: Any, seed: int) -> None:
         moved += torch.randn(moved.shape, generator=generator).to(moved)
 
 
+def load_owner_errors(method: Any) -> None:
+    """Load errors of all entries, those of other owners included, as from a run with another layout."""
+    method.prepare_to_load()
+    generator = torch.Generator().manual_seed(method.collectives.replica)
+    for errors in (state.tensors for state in method.states() if state.kind == "owner_error"):
+        for each in errors.values():
+            each.copy_(torch.randn(each.shape, generator=generator))
+
+
 def sparta(
-    device: str, backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, **options: Any
+    device: str, backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, loaded: int = 0, **options: Any
 ) -> list[Tensor]:
-    """Return parameters and states after a few steps, of which the second one is skipped."""
+    """Return parameters and states after a few steps, of which the second one is skipped.
+
+    loaded: Step before which an owner's errors of all entries are loaded.
+    """
     simulated, methods = SimulatedReplicas(replicas), []
     for endpoint in simulated.endpoints:
         endpoint.chunk_entries = 4096
@@ -64,6 +76,8 @@ def sparta(
     def work(i: int) -> None:
         for number in range(1, steps + 1):
             move_parameters(methods[i], 10 * number + i)
+            if number == loaded:
+                load_owner_errors(methods[i])
             methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():
@@ -71,10 +85,11 @@ def sparta(
     return all_tensors(methods)
 
 
-def quantized(device: str, backend: str, replicas: int, full: int = 0, **options: Any) -> list[Tensor]:
+def quantized(device: str, backend: str, replicas: int, full: int = 0, loaded: int = 0, **options: Any) -> list[Tensor]:
     """Return the synchronized gradients and the errors of four steps, of which the second one is skipped.
 
     full: Step of a full exchange.
+    loaded: Step before which an owner's errors of all entries are loaded.
     """
     simulated, methods, found = SimulatedReplicas(replicas), [], []
     for endpoint in simulated.endpoints:
@@ -90,6 +105,8 @@ def quantized(device: str, backend: str, replicas: int, full: int = 0, **options
         for number in range(1, 5):
             if number == full:
                 methods[i].request_full_exchange()
+            if number == loaded:
+                load_owner_errors(methods[i])
             gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
             gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
             results += methods[i].synchronize(gradients, StepInfo(number, torch.tensor(number != 2, device=device)))

@@ -67,20 +67,22 @@ class ChunkedMethod(GradientMethod):
         """
         raise NotImplementedError
 
-    def start_chunk(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> ChunkInFlight:
+    def start_chunk(
+        self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor], applied: Tensor | None
+    ) -> ChunkInFlight:
         """Start the exchange of a chunk. Collective.
 
-        A chunk that is a part of one gradient and needs no padding is exchanged in the gradient's memory, unless it
-        starts during the backward pass: the check for non-finite gradients comes later.
+        A chunk that is a part of one gradient and needs no padding is exchanged in the gradient's memory if `applied`
+        is known.
 
         Args:
             gradients: the arguments of `synchronize` by number; only those of the chunk are read.
+            applied: `StepInfo.applied`; None during the backward pass, before the check for non-finite gradients.
         """
         chunk = self.chunks[number]
         parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
         size = self.collectives.padded_size(chunk.entries, self.codec)
-        checked = self.overlap is None or not self.overlap.active
-        values = in_place(parts) if checked and parts[0].numel() == size else None
+        values = in_place(parts) if applied is not None and parts[0].numel() == size else None
         views: list[Tensor] = []
         if values is None:
             values = torch.empty(size, dtype=torch.float32, device=parts[0].device)
@@ -105,14 +107,14 @@ class ChunkedMethod(GradientMethod):
         if self.overlap is not None and self.overlap.active:
             return self.overlap.finish(info)
         self.begin()
-        started = (self.start_chunk(number, gradients) for number in range(len(self.chunks)))
+        started = (self.start_chunk(number, gradients, info.applied) for number in range(len(self.chunks)))
         double_buffered((chunk.handle, partial(chunk.finish, info)) for chunk in started)
         return gradients
 
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
         """Start all chunks at once, each with its own buffer."""
         self.begin()
-        started = [self.start_chunk(number, gradients) for number in range(len(self.chunks))]
+        started = [self.start_chunk(number, gradients, info.applied) for number in range(len(self.chunks))]
 
         def finish() -> list[Tensor]:
             for chunk in started:

@@ -129,4 +129,4 @@ class BackwardOverlap:
         for number in self._order[len(self._in_flight) :]:
             if not self._required[number] <= self._gradients.keys():
                 return
-            self._in_flight.append(self._method.start_chunk(number, self._gradients))
+            self._in_flight.append(self._method.start_chunk(number, self._gradients, applied=None))

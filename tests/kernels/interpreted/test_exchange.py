@@ -25,7 +25,8 @@ from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOpt
 @pytest.mark.parametrize(
     ("replicas", "dtype", "options"),
     [
-        (2, torch.float32, {"code": "1bit_unbiased", "warmup_steps": 2}),
+        (2, torch.float32, {"code": "1bit_unbiased", "warmup_steps": 2, "loaded": 2}),
+        slow(2, torch.float32, {"code": "1bit_unbiased", "warmup_steps": 2}),
         slow(3, torch.float32, {"code": "1bit", "warmup_steps": 2}),
         slow(5, torch.float32, {"code": "2bit", "warmup_steps": 0, "orthogonalize": True}),
         slow(2, torch.bfloat16, {"code": "e2m1", "warmup_steps": 0, "interval": 1, "steps": 1}),
@@ -44,7 +45,8 @@ def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[
     ("replicas", "options"),
     [
         (2, {"code": "e2m1"}),
-        (2, {"code": "2bit"}),
+        (2, {"code": "2bit", "loaded": 2}),
+        slow(2, {"code": "2bit"}),
         slow(3, {"code": "2bit"}),
         slow(3, {"code": "e2m1"}),
         slow(2, {"code": "1bit", "block": 32}),

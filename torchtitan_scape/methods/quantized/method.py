@@ -60,6 +60,8 @@ class Quantized(ChunkedMethod):
         fused = self.sends_gradients and len(self.collectives.levels) == 1
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
+        # Bases move errors to other entries. None after a load, which may bring errors of entries that others own.
+        self._errors_elsewhere: bool | None = self._bases is not None
 
     def _check_bases(self) -> None:
         """Raise ValueError if no parameter of any pipeline stage is a matrix of a numbered layer."""
@@ -124,13 +126,19 @@ class Quantized(ChunkedMethod):
 
         return handle, finish
 
-    def start_chunk(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> ChunkInFlight:
-        """Exchange a chunk as with `send`, bitwise. On one level no buffer is filled where the kernels run."""
+    def start_chunk(
+        self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor], applied: Tensor | None
+    ) -> ChunkInFlight:
+        """Exchange a chunk as with `send`, bitwise. On one level no buffer is filled where the kernels run.
+
+        If `applied` is known, the first pass stores the quantization errors. Otherwise the second one computes them
+        again from the gradients and the messages, because the first one must not change the residuals.
+        """
         if self._passes is None or self._uncompressed:
-            return super().start_chunk(number, gradients)
+            return super().start_chunk(number, gradients, applied)
         passes, slices = self._passes, self._slices_of(number, gradients)
         rule = {"subtracts": False, "factor": self.context.gradient_scale}
-        sent = passes.encode(slices, **rule)
+        sent = passes.encode(slices, applied=applied if slices.second else None, **rule)
         handle = self.collectives.all_reduce_messages(
             sent.messages, sent.means, slices.count, slices.code, sent.error, adds_error=bool(slices.owner_error)
         )
@@ -155,6 +163,7 @@ class Quantized(ChunkedMethod):
                 self.collectives.replica,
                 self._parts(self._owner_error, chunk),
                 repeats=self._fills_blocks,
+                errors_elsewhere=self._errors_elsewhere,
             )
         slices = self._slices[number]
         slices.first = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
@@ -200,7 +209,10 @@ class Quantized(ChunkedMethod):
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
-        if self._bases is not None:
+        if self._bases is None:
+            self._errors_elsewhere = None
+            self._slices.clear()
+        else:
             self._bases.reset()
             for errors in (self._pending, self._owner_error):
                 errors.clear(torch.tensor(True))

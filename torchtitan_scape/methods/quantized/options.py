@@ -92,17 +92,16 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter of the kernels on one level.
+        """Return the bytes per parameter of the kernels on one level, without overlap.
 
-        4 to read the gradient, 4 to write the result, and four messages written or read; with error feedback 16 more to
-        read gradient and residual again and write the residual. The share of an owner, 8 / N, is neglected.
-
-        With one and two bits and error feedback an owner's error is read in the first pass, and read and written in the
-        second one: 12 more.
+        4 to read the gradient, 4 to write the result, and three messages written or read; with error feedback 8 more to
+        read and write the residual. The share of an owner is neglected: 16 / N, and 12 / N more with an owner's error.
+        With bases, which move errors to entries of other owners, the latter is read in the first pass, and read and
+        written in the second one.
         """
-        messages = 4.0 * encoded_bytes(self.options.code, self.options.block)
-        owner_error = 12.0 if self.options.keeps_owner_error(2) else 0.0
-        return messages + owner_error + (24.0 if self.options.error_feedback else 8.0)
+        messages = 3.0 * encoded_bytes(self.options.code, self.options.block)
+        owner_error = 12.0 if self.options.keeps_owner_error(2) and self.options.whiten_every else 0.0
+        return messages + owner_error + (16.0 if self.options.error_feedback else 8.0)
 
     def buffered_traffic(self) -> float:
         """Return the bytes per parameter of an exchange through buffers."""

@@ -86,6 +86,8 @@ class Sparta(LocalMethod):
         self._codec: BlockCode | None = None
         self._passes: Any = None  # kernels for an encoded exchange on one level
         self._owner_error: dict[str, Tensor] = {}
+        # None after a load, which may bring errors of entries that other replicas own.
+        self._errors_elsewhere: bool | None = False
         if options.code != "float32" and self.collectives.replicas > 1:
             backend = choose_backend(context.kernels, context.shards[0].device)
             self._codec = block_code(backend, options.encoding(self.collectives.replicas), BLOCK)
@@ -142,6 +144,8 @@ class Sparta(LocalMethod):
         super().prepare_to_load()
         for error in self._owner_error.values():
             error.zero_()
+        self._errors_elsewhere = None
+        self._chunks.clear()
         if self._round is not None:
             self._round.reset(torch.ones((), dtype=torch.bool, device=self.context.grad_norm.device))
 
@@ -178,8 +182,9 @@ class Sparta(LocalMethod):
     ) -> BlockSlices:
         assert self._codec is not None
         size, replicas = self.collectives.padded_size(entries, self._codec), self.collectives.replicas
-        ranks = replicas, self.collectives.replica
-        return BlockSlices(anchors, thetas, self._codec, size, *ranks, owner_error, steps, repeats=True)
+        ranks, elsewhere = (replicas, self.collectives.replica), self._errors_elsewhere
+        tensors = anchors, thetas, self._codec, size, *ranks, owner_error, steps
+        return BlockSlices(*tensors, repeats=True, errors_elsewhere=elsewhere)
 
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
         """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
