@@ -281,7 +281,8 @@ def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
     repeats = FORMATS[name].largest is None  # only these codes keep an owner's error of gradients
     for residuals, owner_errors in ((errors, []), ([], []), *([(errors, errors)] if repeats else [])):
         slices = BlockSlices(anchors, residuals, code, 12 * block, 2, 0, owner_errors, repeats=repeats)
-        passes.apply(slices, passes.encode(slices, subtracts=False), applied, subtracts=False)
+        for known in (None, applied) if residuals else (None,):
+            passes.apply(slices, passes.encode(slices, subtracts=False, applied=known), applied, subtracts=False)
     sent = passes.encode(BlockSlices(anchors, errors, code, 12 * block, 2, 0, repeats=True), False, applied=applied)
     passes.add(BlockSlices(anchors, [], code, 12 * block, 2, 0), sent.messages)
 
