@@ -85,11 +85,14 @@ def sparta(
     return all_tensors(methods)
 
 
-def quantized(device: str, backend: str, replicas: int, full: int = 0, loaded: int = 0, **options: Any) -> list[Tensor]:
+def quantized(
+    device: str, backend: str, replicas: int, full: int = 0, loaded: int = 0, unchecked: bool = False, **options: Any
+) -> list[Tensor]:
     """Return the synchronized gradients and the errors of four steps, of which the second one is skipped.
 
     full: Step of a full exchange.
     loaded: Step before which an owner's errors of all entries are loaded.
+    unchecked: The exchange starts before it is known whether the step is skipped, as during a backward pass.
     """
     simulated, methods, found = SimulatedReplicas(replicas), [], []
     for endpoint in simulated.endpoints:
@@ -109,7 +112,15 @@ def quantized(device: str, backend: str, replicas: int, full: int = 0, loaded: i
                 load_owner_errors(methods[i])
             gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
             gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
-            results += methods[i].synchronize(gradients, StepInfo(number, torch.tensor(number != 2, device=device)))
+            info, method = StepInfo(number, torch.tensor(number != 2, device=device)), methods[i]
+            if unchecked:
+                method.begin()
+                started = [method.start_chunk(k, gradients, applied=None) for k in range(len(method.chunks))]
+                for chunk in started:
+                    chunk.finish(info)
+                results += gradients
+            else:
+                results += method.synchronize(gradients, info)
         return results
 
     with torch.no_grad():

@@ -48,6 +48,8 @@ def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[
         (2, {"code": "2bit", "loaded": 2}),
         slow(2, {"code": "2bit"}),
         slow(3, {"code": "2bit"}),
+        (2, {"code": "e2m1", "unchecked": True}),
+        slow(3, {"code": "2bit", "unchecked": True}),
         slow(3, {"code": "e2m1"}),
         slow(2, {"code": "1bit", "block": 32}),
         slow(3, {"code": "2bit", "full": 3}),
