@@ -13,21 +13,21 @@ torch.set_num_threads(1)
 for _name in (
     "tests.docstrings",
     "torchtitan_scape.titan",  # selects the device before a test imports TorchTitan
-    "tests.test_training",
+    "tests.training",
     "torchtitan_scape.runtime.launch",
     "torchtitan_scape.trainer.command",
     "torch.utils.tensorboard",
 ):
     importlib.import_module(_name)
 
-from tests import test_training  # noqa: E402
+from tests import training  # noqa: E402
 from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data import loader, standard_library  # noqa: E402
 from torchtitan_scape.methods.registry import METHODS  # noqa: E402
 from torchtitan_scape.models.registry import workload_of  # noqa: E402
 from torchtitan_scape.runtime.agreement import code_versions  # noqa: E402
 
-workload_of(parse(test_training.RECIPE))
+workload_of(parse(training.RECIPE))
 code_versions()
 for _entry in METHODS.values():
     _ = _entry.method  # imports its module

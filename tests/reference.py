@@ -81,7 +81,7 @@ _FOUR_REAL = ("nodes", "2x2")
 
 def runs() -> dict[str, Record]:
     """Return world size, arguments and the step with a NaN gradient (or None) of every run, by name."""
-    from tests.test_training import LAYOUTS, METHODS, RECIPE, TWELVE
+    from tests.training import LAYOUTS, METHODS, RECIPE, TWELVE
 
     methods = {**METHODS, "tagc": _TAGC}
     found: dict[str, Record] = {}

@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from tests.marks import slow
 from tests.pool import Pool, attempts
-from tests.test_training import LAYOUTS, METHODS, TWELVE, train
+from tests.training import LAYOUTS, METHODS, TWELVE, train
 from torchtitan_scape.methods.registry import METHODS as REGISTERED
 
 CONTEXT = [*LAYOUTS["1x2"], "--parallelism.context_parallel_degree=2"]

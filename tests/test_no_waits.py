@@ -10,7 +10,7 @@ import torch
 from tests.marks import slow
 from tests.on_a_gpu import TrainingOnAGpu, waits_here
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, RECIPE, train
+from tests.training import LAYOUTS, METHODS, RECIPE, train
 from torchtitan_scape.data.read_ahead import on_host
 
 # Two micro-batches; only the first step is logged.

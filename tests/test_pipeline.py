@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import RECIPE
-from tests.test_training import train as train_with_nan
+from tests.training import RECIPE
+from tests.training import train as train_with_nan
 
 COMMON = [
     *RECIPE,

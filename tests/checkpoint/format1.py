@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.test_training import LAYOUTS, METHODS, RECIPE
+from tests.training import LAYOUTS, METHODS, RECIPE
 
 SAVED_AT, END = 4, 7
 Figures = dict[str, list[float]]  # "losses" and "norms" of the steps taken

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.logs import logged
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, RECIPE
+from tests.training import LAYOUTS, RECIPE
 
 SAVING = [
     "--training.steps=20",

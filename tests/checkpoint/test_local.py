@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.checkpoint.runs import SAVING, WHERE, largest, pool_of, run, whole
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, RECIPE
+from tests.training import LAYOUTS, METHODS, RECIPE
 
 # After step 6 in the middle of a round; of "streaming" and "co2" an exchange is in flight.
 LOCAL = {

@@ -12,7 +12,7 @@ import torch
 from tests.logs import logged
 from tests.marks import slow
 from tests.pool import Pool, attempts
-from tests.test_training import EMBEDDED, METHODS, RECIPE, train
+from tests.training import EMBEDDED, METHODS, RECIPE, train
 
 SAVING = [
     *METHODS["scape"],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.checkpoint.runs import WHERE, largest, pool_of, run, whole
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 
 
 def pending(trainer: Any) -> dict[str, torch.Tensor]:

@@ -301,7 +301,7 @@ def train_each(folder: str, files: dict[str, list[str]]) -> dict[str, tuple[list
     "initial" is AdamW with a learning rate near zero. Every step has other data, whose losses differ by more than three
     steps change them, so that losses are compared with those of the initial weights on the same data.
     """
-    from tests.test_training import train
+    from tests.training import train
 
     found = {}
     for name, more in files.items():

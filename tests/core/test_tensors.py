@@ -5,7 +5,7 @@ import torch
 
 from scripts.benchmarks.step_operators import StepCounter
 from tests.methods.cases import Case
-from tests.methods.test_contract import make
+from tests.methods.steps import make
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core import tensors

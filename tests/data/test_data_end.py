@@ -9,7 +9,7 @@ import torch
 from tests.marks import slow
 from tests.pool import Pool
 from tests.replica.test_simulated import ALONE, simulate
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 
 
 def short_of(folder: Path, texts: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.runs import MORE
 from tests.data.test_prepared import prepared
 from tests.pool import Pool, attempts
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.data.loader import NoTextError
 from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.data.simulated import Batch

@@ -46,7 +46,7 @@ TASKS = {
 @pytest.fixture(scope="session")
 def model_of() -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
     """Factory of a family's model with random weights, and the weights by name."""
-    from tests.test_training import RECIPE
+    from tests.training import RECIPE
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.huggingface.check import filled
     from torchtitan_scape.trainer.specs import whole_model
@@ -68,7 +68,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, model_of: Any) -> dict[st
     """An exported folder of each family."""
     import torch.distributed.checkpoint as dcp
 
-    from tests.test_training import RECIPE
+    from tests.training import RECIPE
     from torchtitan_scape import export
     from torchtitan_scape.checkpoint.storage import CheckedWriter
     from torchtitan_scape.checkpoint.whole import one_process

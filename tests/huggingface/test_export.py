@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.pool import Pool
 from tests.sharding.test_levels_training import on
-from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
+from tests.training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data import standard_library

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.test_training import RECIPE
+from tests.training import RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.export import main

@@ -13,7 +13,7 @@ from kernels.topk.cosine import Basis
 from tests.marks import slow
 from tests.methods import test_local_updates as local
 from tests.methods.cases import Case
-from tests.methods.test_contract import close, mean, play
+from tests.methods.steps import close, mean, play
 from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, final
 from tests.pool import Pool
 from tests.replicas import run_replicas

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.methods.cases import Case
-from tests.methods.test_contract import gradients, make
+from tests.methods.steps import gradients, make
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.methods.interface import StepInfo

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.methods.cases import SHAPES, STEPS, Case
-from tests.methods.test_contract import gradients, make, play
+from tests.methods.steps import gradients, make, play
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.methods.cases import SHAPES as CONTRACT_SHAPES
 from tests.methods.cases import Case
-from tests.methods.test_contract import gradients, kept, make, play, update
+from tests.methods.steps import gradients, kept, make, play, update
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives

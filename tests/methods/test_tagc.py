@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.methods.cases import SHAPES, STEPS, Case
-from tests.methods.test_contract import gradients, make, play
+from tests.methods.steps import gradients, make, play
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from topology.ring_bytes import LevelSize

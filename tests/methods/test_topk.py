@@ -12,7 +12,7 @@ from kernels import block_code
 from kernels.scape.blocks import offset_code
 from kernels.topk.reference import from_blocks, to_blocks, valid_mask
 from tests.methods.cases import SHAPES, STEPS, Case
-from tests.methods.test_contract import gradients, make, play
+from tests.methods.steps import gradients, make, play
 from tests.replicas import run_replicas
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import collect_shards

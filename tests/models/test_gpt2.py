@@ -16,7 +16,7 @@ from torchtitan.components.loss import cross_entropy_loss
 
 from tests.models.literal import logits
 from tests.pool import Pool
-from tests.test_training import RECIPE
+from tests.training import RECIPE
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 

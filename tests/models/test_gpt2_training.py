@@ -12,7 +12,7 @@ from tests.marks import slow
 from tests.models.test_gpt2 import OPS
 from tests.pool import Pool, attempts
 from tests.replica.test_simulated import ALONE
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 
 GPT2_TINY = ["--model.name=gpt2", "--model.flavor=tiny"]
 BATCH = ["--training.local_batch_size=1", "--training.global_batch_size=4"]

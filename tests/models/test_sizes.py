@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pool import Pool
-from tests.test_training import RECIPE, train
+from tests.training import RECIPE, train
 from torchtitan_scape.config.model_sizes import Model, ModelSizes
 from torchtitan_scape.config.parsing import parse, resolve
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama

@@ -16,7 +16,7 @@ from tests.checkpoint.runs import run
 from tests.pool import Pool
 from tests.sharding.test_levels_training import on
 from tests.sharding.test_tagc_training import TAGC
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.observe.record import FILE, Record, Row, read, read_frequencies
 from torchtitan_scape.observe.tensors import Observed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from tests.test_training import METHODS, train
+from tests.training import METHODS, train
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import decay_groups

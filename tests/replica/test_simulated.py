@@ -10,7 +10,7 @@ import torch
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 
 ALONE = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=1"]
 

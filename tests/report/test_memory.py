@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.test_training import EMBEDDED, LAYOUTS, METHODS, RECIPE
+from tests.training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.report.memory import MemoryReport
 

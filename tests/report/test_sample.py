@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.runs import WHERE
 from tests.pool import Pool
-from tests.test_training import METHODS, RECIPE
+from tests.training import METHODS, RECIPE
 
 
 def run(folder: str, arguments: list[str]) -> tuple[list[str], Any]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from tests.test_training import RECIPE, train
+from tests.training import RECIPE, train
 from torchtitan_scape.runtime.agreement import difference, file_facts
 
 

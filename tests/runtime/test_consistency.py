@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, RECIPE
+from tests.training import LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.report.stragglers import delay_text, slowest_rank
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.marks import covering
 from tests.pool import Pool
-from tests.test_training import METHODS, RECIPE
+from tests.training import METHODS, RECIPE
 from torchtitan_scape.core.plausibility import DamagedParametersError, is_plausible
 from torchtitan_scape.trainer.health import PATIENCE, Health
 

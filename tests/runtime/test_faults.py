@@ -17,7 +17,7 @@ from tests.pool import Pool
 from tests.runtime.test_launch import SMALL
 from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
 from tests.server import Process
-from tests.test_training import EMBEDDED, train
+from tests.training import EMBEDDED, train
 from torchtitan_scape.runtime import launch
 
 STEPS = 16

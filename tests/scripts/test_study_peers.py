@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 
 
 def with_peer(folder: str, peer: str, arguments: list[str]) -> dict[str, Any]:

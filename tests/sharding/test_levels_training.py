@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, train
 
 PARTS = ("weights", "gradients", "update", "secondary")
 

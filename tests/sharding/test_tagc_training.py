@@ -9,7 +9,7 @@ import torch
 
 from tests.pool import Pool, RankError
 from tests.sharding.test_training import summary
-from tests.test_training import METHODS, train
+from tests.training import METHODS, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.sharding.levels_options import LevelsOptions

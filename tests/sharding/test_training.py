@@ -11,7 +11,7 @@ import torch
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.test_training import METHODS, TWELVE, train
+from tests.training import METHODS, TWELVE, train
 from topology.layout import plan_layout
 from topology.machines import get_machine
 from torchtitan_scape.sharding import build
