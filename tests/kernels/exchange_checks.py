@@ -86,9 +86,16 @@ def sparta(
 
 
 def quantized(
-    device: str, backend: str, replicas: int, full: int = 0, loaded: int = 0, unchecked: bool = False, **options: Any
+    device: str,
+    backend: str,
+    replicas: int,
+    steps: int = 3,
+    full: int = 0,
+    loaded: int = 0,
+    unchecked: bool = False,
+    **options: Any,
 ) -> list[Tensor]:
-    """Return the synchronized gradients and the errors of four steps, of which the second one is skipped.
+    """Return the synchronized gradients and the errors of a few steps, of which the second one is skipped.
 
     full: Step of a full exchange.
     loaded: Step before which an owner's errors of all entries are loaded.
@@ -105,7 +112,7 @@ def quantized(
 
     def work(i: int) -> list[Tensor]:
         results = []
-        for number in range(1, 5):
+        for number in range(1, steps + 1):
             if number == full:
                 methods[i].request_full_exchange()
             if number == loaded:

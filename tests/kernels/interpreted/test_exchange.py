@@ -52,7 +52,7 @@ def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[
         slow(3, {"code": "2bit", "unchecked": True}),
         slow(3, {"code": "e2m1"}),
         slow(2, {"code": "1bit", "block": 32}),
-        slow(3, {"code": "2bit", "full": 3}),
+        slow(3, {"code": "2bit", "full": 3, "steps": 4}),
         slow(2, {"code": "2bit", "error_feedback": False}),
         slow(2, {"code": "int8", "block": 32, "error_feedback": False}),
     ],
