@@ -84,25 +84,6 @@ class BlockCode:
         self._check(messages, out.shape[1])
         self._passes.decode(messages, self.name, self.block_size, self.scale, out)
 
-    def slice_message(self, message: Tensor, m: int, first: int, count: int) -> Tensor:
-        """Extract the message of entries [first, first + count) from a message of m entries, without decoding it.
-
-        Args:
-            message: uint8 (message_bytes(m),).
-            m: Entries of the message.
-            first: First entry; a multiple of `block_size`.
-            count: Number of entries; a multiple of `block_size`.
-
-        Returns:
-            uint8 (1, message_bytes(count)).
-        """
-        form = FORMATS[self.name]
-        code_bytes, scale_bytes = self.block_size * form.bits // 8, form.scales * self.scale.itemsize  # of a block
-        skipped, blocks = first // self.block_size, count // self.block_size
-        codes = message[skipped * code_bytes :][: blocks * code_bytes]
-        scales = message[m // self.block_size * code_bytes + skipped * scale_bytes :][: blocks * scale_bytes]
-        return torch.cat((codes, scales, message.new_zeros(-(codes.numel() + scales.numel()) % 16))).view(1, -1)
-
     def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
         """Write the sum of the decoded messages to `out`, FP32 (m,). Rows are added in FP32, in row order.
 

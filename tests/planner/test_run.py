@@ -17,7 +17,7 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_entries, largest_rank
+from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_entries
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
@@ -175,10 +175,6 @@ def test_powersgd_sends_its_factors() -> None:
     assert [call.count for call in calls(PowersgdOptions(rank=4), 2)] == [1000 + 4 * (4096 + 1024), 4 * (1024 + 512)]
     # from rank 171 the factors of the smaller one have more than half its entries: it is sent uncompressed
     assert factor_entries(SHAPES, 171)[0] == 1000 + 1024 * 512
-    budget = payload_bytes(SHAPES, 0.01)
-    rank = largest_rank(SHAPES, budget)
-    sums = [4 * sum(factor_entries(SHAPES, r)) for r in (rank, rank + 1)]
-    assert sums[0] <= budget < sums[1]
 
 
 def test_topk_sends_values_and_offsets_and_reduces_the_others() -> None:

@@ -83,11 +83,3 @@ def factor_entries(shapes: Sequence[Shape], rank: int) -> tuple[int, int, int]:
         else:
             whole += math.prod(shape)
     return whole, ps, qs
-
-
-def largest_rank(shapes: Sequence[Shape], nbytes: float) -> int:
-    """Return the largest rank whose messages have at most `nbytes`; at least 1."""
-    rank = 1
-    while rank < 1024 and 4.0 * sum(factor_entries(shapes, rank + 1)) <= nbytes:
-        rank += 1
-    return rank
