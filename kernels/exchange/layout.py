@@ -27,8 +27,8 @@ class BlockSlices:
         steps: FP32, receives the sum of the results; None for slices without one.
         starts: The first block of every slice in the chunk; without them slices follow each other.
         repeats: The entries of a shorter last block are repeated in it; otherwise zeros follow.
-        errors_elsewhere: Whether `owner_error` may be nonzero outside the message of this replica. None if only its
-            values tell, for example after a load from another layout.
+        errors_elsewhere: Whether `owner_error` may be nonzero outside the message of this replica. None if unknown, for
+            example after a load from another layout: the values are then checked.
         plan: Lists of tiles of the Triton passes.
     """
 

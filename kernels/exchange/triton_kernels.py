@@ -7,9 +7,9 @@ addresses of its data. With FULL all entries of a tile exist, and its storage is
 Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) and writes b / 8; `apply_kernel` reads
 them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
 was sent. If `encode_kernel` stores it (4 bytes more), `apply_kernel` reads one message and writes one tensor (4 bytes).
-A sum of steps adds 8 bytes to the second pass. An owner's error adds 4 bytes to the first pass and 8 to the second one,
-in the message of this replica, and with `elsewhere` in all. `add_kernel` reads and writes a tensor (8 bytes). Values
-are bitwise those of the PyTorch operators of the methods.
+A sum of steps adds 8 bytes to the second pass. The first pass reads an owner's error and the second one writes it, 4
+bytes each, in the message of this replica, and with `elsewhere` in all. `add_kernel` reads and writes a tensor (8
+bytes). Values are bitwise those of the PyTorch operators of the methods.
 """
 
 import triton
@@ -195,7 +195,7 @@ def apply_kernel(
     mean = joined(a, b, c, d, EACH)
     firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
-        owned, unsent = everywhere(message == replica, at), everywhere(elsewhere != 0, at)
+        owned, in_others = everywhere(message == replica, at), everywhere(elsewhere != 0, at)
         kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
         owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
@@ -212,7 +212,7 @@ def apply_kernel(
             else:
                 value = first * factor + second
             if HAS_OWNER_ERROR:
-                value += tl.load(errors, mask=inside & unsent & ~owned, other=0.0)
+                value += tl.load(errors, mask=inside & in_others & ~owned, other=0.0)
             error = value - sent
             if not HAS_OWNER_ERROR:
                 error = tl.where(owned, error + rounding, error)
@@ -224,7 +224,7 @@ def apply_kernel(
             error = tl.load(seconds, mask=kept & owned, other=0.0).to(tl.float32)
             tl.store(seconds, (error + rounding).to(SECOND_DTYPE), mask=kept & owned)
         if HAS_OWNER_ERROR:
-            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=kept & (unsent | owned))
+            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=kept & (in_others | owned))
     if HAS_STEPS:
         address = tl.load(table + number * COLUMNS + STEP)
         steps = address.to(tl.pointer_type(tl.float32)) + at

@@ -1,7 +1,8 @@
 """First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
 
-None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send`,
-`quantized.method.Quantized.send` and `quantized_update.method.QuantizedUpdate._send_to_owners`.
+None synchronizes with the device, apart from `BlockSlices.has_errors_elsewhere` after a load. The specification is the
+exchange through a buffer: `sparta.method.Sparta._send`, `quantized.method.Quantized.send` and
+`quantized_update.method.QuantizedUpdate._send_to_owners`.
 """
 
 from typing import Any, NamedTuple
@@ -114,10 +115,15 @@ def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: T
     With `applied`, bool (), second becomes the quantization error if it is true, and `apply` adds the owner's.
     """
     assert slices.second or not (slices.owner_error or applied is not None)
+    assert applied is None or not subtracts  # the second pass would need the parameters
     sent = SentMessages.allocate(slices, applied is not None)
     plan, table = _plan(slices)
     for each in plan.lists(slices):
-        read = each.dtype.itemsize + each.second.itemsize * bool(slices.second) + _error_bytes(slices, sent)
+        read = (
+            each.dtype.itemsize
+            + each.second.itemsize * bool(slices.second)
+            + _owner_error_bytes(slices, sent.errors_elsewhere)
+        )
         launching.launch(
             triton_kernels.encode_kernel,
             (len(each.tiles),),
@@ -150,9 +156,11 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
     """
     plan, table = _plan(slices)
     for each in plan.lists(slices):
-        moved = each.dtype.itemsize + 2 * _error_bytes(slices, sent)
+        moved = each.dtype.itemsize + _owner_error_bytes(slices, sent.errors_elsewhere)
         if slices.second and not sent.stores_errors:
             moved += each.dtype.itemsize + 2 * each.second.itemsize
+            if sent.errors_elsewhere:
+                moved += 4 - _owner_error_bytes(slices, False)
         elif slices.second and not slices.owner_error:
             moved += 2 * each.second.itemsize / slices.replicas
         launching.launch(
@@ -160,7 +168,7 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
             (len(each.tiles),),
             each.tiles,
             table,
-            *message_parts(sent.messages, slices.code.scale),
+            *message_parts(sent.means if sent.stores_errors else sent.messages, slices.code.scale),
             *message_parts(sent.means, slices.code.scale),
             each.tiles if sent.error is None else sent.error,
             as_flag(applied),
@@ -200,9 +208,9 @@ def _scalars(slices: BlockSlices, sent: SentMessages, factor: float) -> tuple[An
     return slices.blocks, size, slices.replica, slices.replicas, factor, int(sent.errors_elsewhere)
 
 
-def _error_bytes(slices: BlockSlices, sent: SentMessages) -> float:
-    """Return the bytes per entry of a pass over the owner's errors."""
-    return 0.0 if not slices.owner_error else 4.0 if sent.errors_elsewhere else 4.0 / slices.replicas
+def _owner_error_bytes(slices: BlockSlices, elsewhere: bool) -> float:
+    """Return the bytes per entry that reading or writing the owner's errors moves, those elsewhere included or not."""
+    return 0.0 if not slices.owner_error else 4.0 if elsewhere else 4.0 / slices.replicas
 
 
 def _constants(slices: BlockSlices, plan: _Plan, each: _Launch) -> dict[str, Any]:

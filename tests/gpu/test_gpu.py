@@ -168,7 +168,7 @@ EXCHANGES: dict[str, Callable[..., list[Tensor]]] = {
     "sparta, owner errors": partial(sparta, replicas=5, dtype=torch.float32, code="2bit", warmup_steps=0),
     "quantized": partial(quantized, replicas=3, code="int4"),
     "quantized, 2 bits": partial(quantized, replicas=3, code="2bit", full=3, steps=4),
-    "quantized, 2 bits, loaded": partial(quantized, replicas=3, code="2bit", loaded=2),
+    "quantized, 2 bits, loaded": partial(quantized, replicas=3, code="2bit", loaded=2, steps=4),
     "quantized, overlapped": partial(quantized, replicas=3, code="2bit", unchecked=True),
     "quantized_update": partial(quantized_update, replicas=3, optimizer="AdamS", update_code="1bit_unbiased"),
     "quantized_update, Muon": partial(quantized_update, replicas=2, optimizer="Muon", interval=2),

@@ -95,7 +95,7 @@ def quantized(
     unchecked: bool = False,
     **options: Any,
 ) -> list[Tensor]:
-    """Return the synchronized gradients and the errors of a few steps, of which the second one is skipped.
+    """Return the synchronized gradients and the errors of a few steps. In the second one gradients are not finite.
 
     full: Step of a full exchange.
     loaded: Step before which an owner's errors of all entries are loaded.
@@ -104,7 +104,8 @@ def quantized(
     simulated, methods, found = SimulatedReplicas(replicas), [], []
     for endpoint in simulated.endpoints:
         endpoint.chunk_entries = 2048
-        optimizer = torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(parameters(device, torch.float32, 0))])
+        named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, torch.float32, 0))]
+        optimizer = torch.optim.SGD(named)
         shards = collect_shards(optimizer.param_groups)
         scale = float(replicas)
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=scale, kernels=backend)
@@ -119,15 +120,17 @@ def quantized(
                 load_owner_errors(methods[i])
             gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
             gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
+            if number == 2:
+                gradients[0][3:5] = torch.tensor([torch.nan, torch.inf])
             info, method = StepInfo(number, torch.tensor(number != 2, device=device)), methods[i]
             if unchecked:
                 method.begin()
                 started = [method.start_chunk(k, gradients, applied=None) for k in range(len(method.chunks))]
                 for chunk in started:
                     chunk.finish(info)
-                results += gradients
             else:
-                results += method.synchronize(gradients, info)
+                gradients = method.synchronize(gradients, info)
+            results += gradients if number != 2 else []
         return results
 
     with torch.no_grad():

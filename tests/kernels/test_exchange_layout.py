@@ -26,6 +26,6 @@ def test_errors_of_other_messages_are_found(replica: int, entry: tuple[int, int]
     assert not chunk.has_errors_elsewhere() and chunk.errors_elsewhere is False
 
 
-def test_errors_are_not_read_if_their_place_is_known() -> None:
+def test_errors_are_not_read_if_it_is_known_where_they_are() -> None:
     unreadable = [torch.zeros(3, 32, device="meta"), torch.zeros(5, device="meta")]
     assert [slices(0, unreadable, known).has_errors_elsewhere() for known in (False, True)] == [False, True]

@@ -78,8 +78,8 @@ def test_measured_pass_times_are_used(tmp_path: Path) -> None:
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)
     # Passes without a measurement use the rate of AdamS.
-    read = QuantizedOptions().cost().traffic_per_parameter()
-    assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((read + 36) * N / 2e12)
+    read = sum(QuantizedOptions().cost().memory_traffic(LOCAL, 64))
+    assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((read + 36 * N) / 2e12)
 
 
 def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:

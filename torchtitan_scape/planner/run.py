@@ -62,6 +62,8 @@ class PlannedRun:
         """Return the bytes that (the packing pass, the other passes) move, the optimizer's included."""
         cost = self.options.cost()
         pack, rest = cost.memory_traffic(model, replicas)
+        if self.overlap and replicas > 1:
+            rest += cost.overlap_traffic() * model.entries
         optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
         return pack, rest + (cost.updated_share(model, replicas) * optimizer if optimizer else 0.0)
 

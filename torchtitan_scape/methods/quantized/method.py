@@ -60,7 +60,7 @@ class Quantized(ChunkedMethod):
         fused = self.sends_gradients and len(self.collectives.levels) == 1
         self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
-        # Bases move errors to other entries. None after a load, which may bring errors of entries that others own.
+        # Bases move errors to other entries. None after a load: another layout may have had other owners.
         self._errors_elsewhere: bool | None = self._bases is not None
 
     def _check_bases(self) -> None:

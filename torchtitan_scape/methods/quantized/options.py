@@ -92,16 +92,20 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter of the kernels on one level, without overlap.
+        """Return the bytes per parameter of the kernels on one level, apart from those of an owner.
 
         4 to read the gradient, 4 to write the result, and three messages written or read; with error feedback 8 more to
-        read and write the residual. The share of an owner is neglected: 16 / N, and 12 / N more with an owner's error.
-        With bases, which move errors to entries of other owners, the latter is read in the first pass, and read and
-        written in the second one.
+        read and write the residual. With bases, which move an owner's errors to entries of other owners, these errors
+        are read in the first pass and written in the second one: 8 more.
         """
         messages = 3.0 * encoded_bytes(self.options.code, self.options.block)
-        owner_error = 12.0 if self.options.keeps_owner_error(2) and self.options.whiten_every else 0.0
-        return messages + owner_error + (16.0 if self.options.error_feedback else 8.0)
+        errors = 8.0 if self.options.keeps_owner_error(2) and self.options.whiten_every else 0.0
+        return messages + errors + (16.0 if self.options.error_feedback else 8.0)
+
+    def overlap_traffic(self) -> float:
+        """Return what the second pass reads again: gradient, residual and message. See `Quantized.start_chunk`."""
+        coded = encoded_bytes(self.options.code, self.options.block)
+        return 8.0 + coded if self.options.error_feedback else 0.0
 
     def buffered_traffic(self) -> float:
         """Return the bytes per parameter of an exchange through buffers."""
@@ -111,9 +115,13 @@ class QuantizedCost(GradientCost):
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of the exchange and of the bases.
 
-        A matrix with bases is read and written for each side and direction, and twice read for each second moment.
+        An owner writes and reads the error of its mean, and adds it to its residual or to its errors of the last mean:
+        20 or 24 bytes for each of its entries. A matrix with bases is read and written for each side and direction, and
+        twice read for each second moment.
         """
         pack, rest = super().memory_traffic(model, replicas)
+        if self.options.error_feedback:
+            rest += (24.0 if self.options.keeps_owner_error(2) else 20.0) / replicas * model.entries
         for shape, sides in self._whitened(model) if replicas > 1 else ():
             rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
         return pack, rest

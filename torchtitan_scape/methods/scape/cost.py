@@ -61,6 +61,9 @@ class ScapeCost:
     divides_update = False
     supports_overlap = False
 
+    def overlap_traffic(self) -> float:
+        return 0.0
+
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         return 1.0
 

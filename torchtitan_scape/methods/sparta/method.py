@@ -86,7 +86,7 @@ class Sparta(LocalMethod):
         self._codec: BlockCode | None = None
         self._passes: Any = None  # kernels for an encoded exchange on one level
         self._owner_error: dict[str, Tensor] = {}
-        # None after a load, which may bring errors of entries that other replicas own.
+        # None after a load: another layout may have had other owners.
         self._errors_elsewhere: bool | None = False
         if options.code != "float32" and self.collectives.replicas > 1:
             backend = choose_backend(context.kernels, context.shards[0].device)

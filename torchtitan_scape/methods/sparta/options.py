@@ -129,12 +129,12 @@ class SpartaCost(GradientCost):
         """Return the traffic of the kernels in bytes per step, as `scripts.benchmarks.step_operators` counts it.
 
         Per entry of an encoded exchange on one level: 8 to read anchor and parameter, 16 to read and write them with
-        the result, four messages, 8 / N for the owner, and 12 / N if its error is a state. FP32 is exchanged by PyTorch
-        operators through buffers, 124 per entry.
+        the result, four messages, 8 / N for the owner, and 8 / N more if its error is a state. FP32 is exchanged by
+        PyTorch operators through buffers, 124 per entry.
         """
         moved = 124.0
         if self.options.code != "float32":
-            owner = (20.0 if self.options.keeps_owner_error(replicas) else 8.0) / replicas
+            owner = (16.0 if self.options.keeps_owner_error(replicas) else 8.0) / replicas
             moved = 24.0 + 4.0 * encoded_bytes(self.options.encoding(replicas), BLOCK) + owner
         return 0.0, moved / self.options.interval * model.entries
 
