@@ -145,7 +145,9 @@ def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(options: Metho
     after, during, backward = steps(on_slow_vista())
     hidden = min(after.exchange, backward)
     assert during.hidden == pytest.approx(hidden, rel=1e-3) and after.hidden == 0
-    assert after.step - during.step == pytest.approx(hidden, rel=1e-3)
+    read_again = during.optimizer - after.optimizer  # by the second pass of `quantized`
+    assert after.step - during.step + read_again == pytest.approx(hidden, rel=1e-3)
+    assert (read_again > 0.0) == isinstance(options, QuantizedOptions)
     assert during.exchange == pytest.approx(max(0.0, after.exchange - backward), abs=1e-3)
     after, during, _ = steps(on_slow_vista(5000.0))
     # The step waits for the finite flag only.
