@@ -130,7 +130,7 @@ def encode_kernel(
             value += second
     if HAS_OWNER_ERROR:
         owned = everywhere(message == replica, at)
-        read = inside & (owned | everywhere(elsewhere != 0, at))
+        read = inside & everywhere((message == replica) | (elsewhere != 0), at)
         error = tl.load(pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at, mask=read, other=0.0)
         divided = tl.div_rn(error, tl.zeros_like(error) + replicas.to(tl.float32))
         owned_at = (start + block[:, None, None]) * BLOCK + offset
@@ -195,7 +195,7 @@ def apply_kernel(
     mean = joined(a, b, c, d, EACH)
     firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
-        owned, in_others = everywhere(message == replica, at), everywhere(elsewhere != 0, at)
+        owned = everywhere(message == replica, at)
         kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
         owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
@@ -212,7 +212,8 @@ def apply_kernel(
             else:
                 value = first * factor + second
             if HAS_OWNER_ERROR:
-                value += tl.load(errors, mask=inside & in_others & ~owned, other=0.0)
+                added = inside & everywhere((message != replica) & (elsewhere != 0), at)
+                value += tl.load(errors, mask=added, other=0.0)
             error = value - sent
             if not HAS_OWNER_ERROR:
                 error = tl.where(owned, error + rounding, error)
@@ -224,7 +225,8 @@ def apply_kernel(
             error = tl.load(seconds, mask=kept & owned, other=0.0).to(tl.float32)
             tl.store(seconds, (error + rounding).to(SECOND_DTYPE), mask=kept & owned)
         if HAS_OWNER_ERROR:
-            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=kept & (in_others | owned))
+            written = kept & everywhere((message == replica) | (elsewhere != 0), at)
+            tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=written)
     if HAS_STEPS:
         address = tl.load(table + number * COLUMNS + STEP)
         steps = address.to(tl.pointer_type(tl.float32)) + at

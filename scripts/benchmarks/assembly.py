@@ -19,10 +19,9 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("scape.write_kernel", 32768, "cuda:90"): 72,
     ("scape.owned_update_kernel", 32768, "cuda:90"): 32,
     ("topk.components_kernel", 0, "cuda:90"): 16,
-    # Tiles that are not complete, with BF16 parameters.
-    ("exchange.apply_kernel", 128, "cuda:90"): 216,
-    ("exchange.apply_kernel", 32, "cuda:90"): 96,
+    # Tiles that are not complete.
     ("exchange.encode_kernel", 128, "cuda:90"): 32,
+    ("exchange.encode_kernel", 1024, "cuda:90"): 16,
 }
 # Barriers in the code for blocks of 128 and 1024 entries in aligned storage, with a payload buffer. More of them are
 # conversions between layouts through shared memory, in a loop or for every tile.

@@ -370,8 +370,8 @@ def run(args: argparse.Namespace) -> int:
     found = launches(args.quick or args.once)
     for kernel, signature, constants, attributes, warps in one_of_each_kernel(found) if args.once else found:
         shown = {name: getattr(value, "name", value) for name, value in constants.items()}
-        for name in args.target:
-            package = kernel.fn.__module__.split(".")[1]
+        package = kernel.fn.__module__.split(".")[1]
+        for name in args.target if args.package in ("", package) else ():
             row: dict[str, Any] = {"package": package, "kernel": kernel.fn.__name__, "target": name, "warps": warps}
             row["constants"] = shown
             try:
@@ -384,7 +384,11 @@ def run(args: argparse.Namespace) -> int:
                 failed += 1
                 print(f"{row['kernel']} for {name} {shown}: {fault}", file=sys.stderr)
             rows.append(row)
-    stored = (read(args.output / "compiled.json") or {}) | {triton.__version__: rows}
+    stored = read(args.output / "compiled.json") or {}
+    if args.package:
+        rows += [row for row in stored.get(triton.__version__, ()) if row["package"] != args.package]
+    rows.sort(key=lambda row: row["package"])
+    stored |= {triton.__version__: rows}
     write(args.output / "compiled.json", stored_text(stored))
     write(args.output / "table.md", page(stored))
     print(table(rows))
@@ -402,6 +406,7 @@ if __name__ == "__main__":
         "--target": dict(nargs="+", choices=TARGETS, default=list(TARGETS)),
         "--quick": dict(action="store_true", help="as few configurations as launch every kernel"),
         "--once": dict(action="store_true", help="one configuration of every kernel, with most of its features"),
+        "--package": dict(default="", help="only the kernels of kernels/PACKAGE; other stored rows stay"),
         "--output": dict(type=Path, default=RESULTS / "compile_kernels"),
     }
     sys.exit(run_command(__doc__, run, options))
