@@ -36,9 +36,9 @@ class QuantizedUpdateOptions(MethodOptions):
     code: Code = field(default="2bit", metadata=LAYOUT)
     """Encoding of the gradients on the way to the replica that updates a parameter, on the outermost level"""
 
-    update_code: Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit", "1bit_unbiased"] = "2bit"
+    update_code: Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit", "1bit_unbiased"] = "1bit_unbiased"
     """Encoding of the change of the weights on the way back. With "1bit" the weights lag behind those of the owner;
-    "1bit_unbiased" has less delay"""
+    "1bit_unbiased" lags less"""
 
     block: int = 512
     """Entries that share BF16 scales, a power of two from 32 to 1024; every parameter starts a new block"""
