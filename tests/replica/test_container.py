@@ -1,4 +1,4 @@
-"""The optimizer around a method in skipped steps."""
+"""The optimizer around a method: the check of gradients, and skipped steps."""
 
 from functools import partial
 
@@ -9,8 +9,10 @@ from torch import nn
 
 from kernels import finite_check
 from tests.pool import Pool
+from torchtitan_scape import replicate
+from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError
+from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
 
 
 def whole_send_after_a_skipped_step(name: str) -> list[float]:
@@ -66,3 +68,32 @@ def test_a_non_finite_sum_is_not_attributed_to_one_rank(summed_over: str) -> Non
     whose = "A rank has a part of the sum over all ranks, any of which may have made it. Parameters and"
     assert (whose in str(raised.value)) is bool(summed_over)
     assert str(raised.value).endswith(f"the data of {summed_over or 'that rank'}.")
+
+
+@pytest.mark.parametrize("by_norms", [False, True])
+def test_both_checks_of_gradients_agree(by_norms: bool) -> None:
+    shards = collect_shards(
+        torch.optim.SGD([nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(7))]).param_groups
+    )
+    for factor, bad, good in ((1.0, (torch.nan, torch.inf, -torch.inf), 3e38), (8.0, (2.0**125, -3e38), 2.0**124)):
+        check = gradient_check("torch", shards, factor, by_norms)
+        for value in (*bad, good):
+            gradients = [torch.randn(15), torch.randn(7)]
+            gradients[0][4] = value
+            assert check(gradients).tolist() == [value == good, True]
+
+
+@pytest.mark.parametrize("name", ["sparta", "diloco"])
+def test_norms_of_the_check_clip_local_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are read once for both, and the logged norm is theirs."""
+    model, calls, norm = nn.Linear(4, 3), [], torch._foreach_norm
+    optimizer = replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), name, max_norm=0.5)
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *arguments: calls.append(len(arguments[0])) or norm(*arguments))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    optimizer.step()
+    assert calls == [2] and optimizer.grad_norm.item() == pytest.approx(whole.item(), rel=1e-6)
+    moved = torch.cat([(a - p.detach()).flatten() for a, p in zip(before, model.parameters(), strict=True)])
+    assert moved.norm().item() == pytest.approx(0.1 * min(0.5, whole.item()), rel=1e-4)

@@ -85,12 +85,12 @@ class LocalMethod(Method):
         context, phase = self.context, self.context.timer.phase
         with phase("clip"):
             scale = context.gradient_scale
+            norms = info.norms or torch._foreach_norm(gradients, 2, torch.float64)
+            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device) * scale
             if scale != 1.0 and (context.max_norm is None or self.observer is not None):
                 torch._foreach_mul_(gradients, scale)
                 scale = 1.0  # otherwise it is part of clipping, so that the gradients are read and written once
             self._observe(gradients, info)
-            norms = torch._foreach_norm(gradients, 2, torch.float64)
-            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device) * scale
             if context.max_norm is not None:
                 context.clip_factor.copy_(clip(gradients, norm, context.max_norm, scale, self.multiply_gradients))
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import choose_backend, finite_check
+from torchtitan_scape.core.parameters import Shard
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,6 +28,39 @@ def summable_below(factor: float) -> float:
     Values are multiplied by the gradient scale and summed over replicas, in which a finite gradient can overflow.
     """
     return 2.0 ** (128 - math.ceil(math.log2(factor))) if factor > 1.0 else math.inf
+
+
+def gradient_check(
+    kernels: str, shards: Sequence[Shard], factor: float, by_norms: bool
+) -> Callable[[list[Tensor]], Tensor]:
+    """Return a function of gradients that returns whether each is finite, also if multiplied by `factor`: bool (n,).
+
+    Args:
+        kernels: "auto", "triton" or "torch".
+        by_norms: Whether the gradients are clipped by their norms afterwards, see `NormCheck`.
+    """
+    backend = choose_backend(kernels, shards[0].device, {shard.parameter.dtype for shard in shards})
+    limit = summable_below(factor)
+    return NormCheck(limit) if by_norms else finite_check(backend, limit)
+
+
+class NormCheck:
+    """Check of gradients by their norms, for methods that clip by them: the gradients are read once instead of twice.
+
+    A norm in FP64 is finite if and only if all FP32 entries are. One that is not below the limit counts as not finite.
+
+
+    Attributes:
+        norms: FP64 (), of the gradients of the last check.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.norms: list[Tensor] = []
+
+    def __call__(self, gradients: list[Tensor]) -> Tensor:
+        self.norms = list(torch._foreach_norm(gradients, 2, torch.float64))
+        return torch.stack(self.norms) < self._limit
 
 
 class FiniteGuard:
@@ -102,6 +138,13 @@ class FiniteGuard:
             # The event belongs to the stream of the copy, because the current device may be another one.
             self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())
         return self.applied
+
+    def norms_by_replica(self, replicas: int) -> Sequence[Sequence[Tensor] | None]:
+        """Return the norms of each replica's gradients in the last check, FP64 (); None if it did not compute them."""
+        if not isinstance(self._finite, NormCheck):
+            return [None] * replicas
+        norms, count = self._finite.norms, len(self.names) // replicas
+        return [norms[i * count : (i + 1) * count] for i in range(replicas)]
 
     def last_applied(self) -> bool:
         """Return whether the last step was applied. Waits for its check, not for later work on the device."""

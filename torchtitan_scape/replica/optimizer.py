@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from kernels import choose_backend, finite_check
 from topology.collectives import ReplicaCollectives
 from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.core.consistency import ReplicatedTensors
@@ -25,7 +24,7 @@ from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import agreement, checks, rank_state
-from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, summable_below
+from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, shared_model, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
@@ -143,10 +142,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def _finite_guard(self, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
         """Return the check of the gradients of all replicas, which are multiplied by `scale` afterwards."""
-        backend = choose_backend(kernels, self.grad_norm.device, {s.parameter.dtype for s in self._shards})
         return FiniteGuard(
             [shard.name + endpoint.label for endpoint in self.replicas.endpoints for shard in self._shards],
-            finite_check(backend, summable_below(scale * self.collectives.replicas)),
+            gradient_check(kernels, self._shards, scale * self.collectives.replicas, by_norms=bool(self.weights)),
             self.timer.timed("wait", self.collectives.all_true),
             self.collectives.gather_objects,
             dist.get_rank() if dist.is_initialized() else 0,
@@ -196,10 +194,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             applied = self.guard.check([gradient for row in gradients for gradient in row], complete)
         self.attempted_steps += 1
         self._full_exchange_in_flight, self._full_exchange_next = self._full_exchange_next, False
-        info = StepInfo(self.attempted_steps, applied)
+        norms = self.guard.norms_by_replica(len(gradients))
+        infos = [StepInfo(self.attempted_steps, applied, each) for each in norms]
         for weights in self.weights[1:]:
             weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
-        self.replicas.run(lambda i: self.methods[i].step(gradients[i], info))
+        self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         for weights in self.weights[1:]:
             weights.optimizer.zero_grad()
         self.sharding.unsent.after_optimizer_step(applied)
