@@ -246,8 +246,13 @@ def main(arguments: list[str]) -> NoReturn:
     if own[0] == "-m" and own[1].startswith(FORKED):
         process = Process(own[1], own[2:], folder=Path.cwd(), at=os.environ[ADDRESS])
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+        def forward(number: int, _: Any) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit code is on the way
+                os.kill(process.pid, number)
+
         for number in numbers:
-            signal.signal(number, lambda number, _: os.kill(process.pid, number))
+            signal.signal(number, forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the launcher starts its ranks with these blocked
         code = process.wait()
         os._exit(code if code >= 0 else 128 - code)

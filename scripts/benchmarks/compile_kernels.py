@@ -52,6 +52,7 @@ from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.methods.topk.blocks import BlockGrid
 from torchtitan_scape.methods.topk.messages import TopkMessages
 
+PACKAGES = ("codec", "dense", "exchange", "scape", "tagc", "topk")
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
 _STALENESS = Staleness((16, 8), keeps=0.5)
 _INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
@@ -406,7 +407,9 @@ if __name__ == "__main__":
         "--target": dict(nargs="+", choices=TARGETS, default=list(TARGETS)),
         "--quick": dict(action="store_true", help="as few configurations as launch every kernel"),
         "--once": dict(action="store_true", help="one configuration of every kernel, with most of its features"),
-        "--package": dict(default="", help="only the kernels of kernels/PACKAGE; other stored rows stay"),
+        "--package": dict(
+            default="", choices=("", *PACKAGES), help="only the kernels of kernels/PACKAGE; other stored rows stay"
+        ),
         "--output": dict(type=Path, default=RESULTS / "compile_kernels"),
     }
     sys.exit(run_command(__doc__, run, options))

@@ -37,7 +37,7 @@ TIMED: dict[str, dict[str, Any]] = {
     "sparta, unbiased bit": {"method": "sparta", "interval": 3, "code": "1bit_unbiased", "warmup_steps": 0},
     "quantized, int4": {"method": "quantized", "code": "int4"},
     "quantized, 2bit": {"method": "quantized", "code": "2bit"},
-    "quantized_update": {"method": "quantized_update"},
+    "quantized_update, 2bit": {"method": "quantized_update", "update_code": "2bit"},
     "topk": {"method": "topk", "density": 0.01, "start": 0},
     "powersgd": {"method": "powersgd", "rank": 4, "start": 0},
     "onebit_adam": {"method": "onebit_adam", "warmup_steps": 1},

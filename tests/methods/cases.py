@@ -73,7 +73,7 @@ CASES = [
     ),
     Case(
         "quantized_update",
-        {"interval": 2, "whiten_every": 0, "block": 32},
+        {"update_code": "2bit", "interval": 2, "whiten_every": 0, "block": 32},
         dense={"code": "int8", "update_code": "int8", "interval": 1},
         tolerance=2e-2,
         period=2,

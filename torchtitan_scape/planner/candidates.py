@@ -36,7 +36,7 @@ COMPARED = (
     PlannedRun(Bf16Options(), overlap=True),
     PlannedRun(DenseOptions(), "Muon", overlap=True),
     *(PlannedRun(SpartaOptions(), optimizer) for optimizer in ("AdamW", "Muon")),
-    *(PlannedRun(QuantizedUpdateOptions(update_code="1bit_unbiased", interval=k), "Muon") for k in (1, 4)),
+    *(PlannedRun(QuantizedUpdateOptions(interval=k), "Muon") for k in (1, 2, 4)),
 )
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (

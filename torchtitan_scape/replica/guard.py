@@ -49,9 +49,8 @@ class NormCheck:
 
     A norm in FP64 is finite if and only if all FP32 entries are. One that is not below the limit counts as not finite.
 
-
     Attributes:
-        norms: FP64 (), of the gradients of the last check.
+        norms: FP64 () for each gradient of the last check, before it is scaled.
     """
 
     def __init__(self, limit: float) -> None:

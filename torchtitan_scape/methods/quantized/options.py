@@ -120,7 +120,7 @@ class QuantizedCost(GradientCost):
         twice read for each second moment.
         """
         pack, rest = super().memory_traffic(model, replicas)
-        if self.options.error_feedback:
+        if self.options.error_feedback and replicas > 1:
             rest += (24.0 if self.options.keeps_owner_error(2) else 20.0) / replicas * model.entries
         for shape, sides in self._whitened(model) if replicas > 1 else ():
             rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
