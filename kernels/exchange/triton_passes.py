@@ -1,6 +1,6 @@
 """First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
 
-None synchronizes with the device, apart from `BlockSlices.has_errors_elsewhere` after a load. The specification is the
+None synchronizes with the device, except `BlockSlices.has_errors_elsewhere` after a load. The specification is the
 exchange through a buffer: `sparta.method.Sparta._send`, `quantized.method.Quantized.send` and
 `quantized_update.method.QuantizedUpdate._send_to_owners`.
 """

@@ -92,7 +92,7 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter of the kernels on one level, apart from those of an owner.
+        """Return the bytes per parameter of the kernels on one level, without those of an owner.
 
         4 to read the gradient, 4 to write the result, and three messages written or read; with error feedback 8 more to
         read and write the residual. With bases, which move an owner's errors to entries of other owners, these errors
