@@ -23,6 +23,7 @@ from topology.stages import (
     all_reduce_encoded,
     all_reduce_messages,
     all_reduce_or_,
+    divide_,
     exchange_pair,
     gather_from_owners,
     pair_mean_,
@@ -69,7 +70,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
         if len(self.levels) == 1:
             work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
             # gloo has no ReduceOp.AVG
-            return Handle(work.wait, partial(tensor.div_, divisor))
+            return Handle(work.wait, partial(divide_, tensor, divisor))
         return self._start(lambda levels: all_reduce_(tensor, levels, divisor), tensor.device)
 
     def _all_reduce_messages(
@@ -91,7 +92,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
         own, group = tensor.view(self.replicas, -1)[self.replica], self.groups.replicate
         if tensor.is_cuda:
             work = reduce_scatter_into(own, tensor, group=group, async_op=True)
-            return Handle(work.wait, partial(own.div_, divisor))
+            return Handle(work.wait, partial(divide_, own, divisor))
         parts = torch.empty_like(tensor)  # gloo: an all-to-all moves fewer bytes, see `topology.stages`
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
         return Handle(work.wait, lambda: torch.sum(parts.view(self.replicas, -1), 0, out=own).div_(divisor))

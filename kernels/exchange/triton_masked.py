@@ -37,13 +37,14 @@ from kernels.common.triton_common import (
 _BLOCK, _WARP = 2048, 256  # entries of a tile and of a warp
 
 
-@triton.jit(do_not_specialize=["chunk_first", "chunk_entries"])
+@triton.jit(do_not_specialize=["factor", "chunk_first", "chunk_entries"])
 def masked_kernel(
     tiles,
     table,
     positions,
     chunk,
     applied,
+    factor,
     chunk_first,
     chunk_entries,
     ROWS: tl.constexpr,
@@ -54,9 +55,10 @@ def masked_kernel(
 ):
     """Process payload entries [chunk_first, chunk_first + chunk_entries), and entries outside the mask before them.
 
-    TO_CHUNK: copy gradients in the mask to `chunk`; outside it set them to zero, after adding them to the residual if
-    `applied`. Otherwise copy `chunk` to the gradients in the mask. Entries after the last one in the mask of a tensor
-    belong to the chunk of that one. positions: int64, first payload entry of every tile, and the end. ROWS is 1.
+    TO_CHUNK: multiply gradients by `factor`, and copy those in the mask to `chunk`; outside it set them to zero, after
+    adding them to the residual if `applied`. Otherwise copy `chunk` to the gradients in the mask. Entries after the
+    last one in the mask of a tensor belong to the chunk of that one. positions: int64, first payload entry of every
+    tile, and the end. ROWS is 1.
     """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     at_tile = positions + cell(table, tensor, FIRST_BLOCK) + row
@@ -75,7 +77,7 @@ def masked_kernel(
     inside = inside & (belongs_at >= 0) & (belongs_at < chunk_entries)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local
     if TO_CHUNK:
-        gradient = tl.load(gradients, mask=inside, other=0.0)
+        gradient = tl.load(gradients, mask=inside, other=0.0) * factor
         tl.store(chunk + at, gradient, mask=inside & used)
         outside = inside & (ones == 0)
         tl.store(gradients, tl.zeros_like(gradient), mask=outside)
@@ -126,12 +128,18 @@ class MaskedPayload:
         gradients: FP32 (n,) of every tensor.
         residuals: FP32 (n,) of every tensor.
         applied: bool ().
+        factor: Multiplies the gradients when they are read.
     """
 
     def __init__(
-        self, masked: MaskedTensors, gradients: Sequence[Tensor], residuals: Sequence[Tensor], applied: Tensor
+        self,
+        masked: MaskedTensors,
+        gradients: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        applied: Tensor,
+        factor: float = 1.0,
     ) -> None:
-        self._masked, self._applied = masked, as_flag(applied)
+        self._masked, self._applied, self._factor = masked, as_flag(applied), factor
         self.entries, self.device = masked.ends[-1], gradients[0].device
         columns = zip(gradients, masked.masks, residuals, masked.sizes, masked.first_tiles, masked.ends, strict=False)
         rows = [
@@ -167,6 +175,7 @@ class MaskedPayload:
                 masked.positions,
                 chunk,
                 self._applied,
+                self._factor,
                 first,
                 chunk.numel(),
                 warps=masked.tiles.warps,

@@ -53,8 +53,9 @@ def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
     return tiles.gather(1, offsets), offsets
 
 
-def accumulate_(residual: Tensor, x: Tensor, decay: float, applied: Tensor) -> None:
-    """Set residual = x + decay * residual, FP32 (n,), if `applied`, bool ()."""
+def accumulate_(residual: Tensor, x: Tensor, decay: float, factor: float, applied: Tensor) -> None:
+    """Set residual = factor * x + decay * residual, FP32 (n,), if `applied`, bool ()."""
+    x = x if factor == 1.0 else x * factor
     if applied.is_cpu:
         if applied:
             torch.add(x, residual, alpha=decay, out=residual)

@@ -53,14 +53,15 @@ def select_kernel(
     tl.store(values + slot, loaded, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["decay"])
-def accumulate_kernel(residual, x, applied, n, decay, TILE: tl.constexpr):
-    """Set residual = x + decay * residual if `applied`, rounded once, as PyTorch does on a GPU."""
+@triton.jit(do_not_specialize=["decay", "factor"])
+def accumulate_kernel(residual, x, applied, n, decay, factor, TILE: tl.constexpr):
+    """Set residual = factor * x + decay * residual if `applied`; the sum is rounded once, as PyTorch does on a GPU."""
     if tl.load(applied) != 0:
         at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         inside = at < n
         before = tl.load(residual + at, mask=inside, other=0.0)
-        after = tl.fma(before, tl.zeros_like(before) + decay, tl.load(x + at, mask=inside, other=0.0))
+        added = tl.load(x + at, mask=inside, other=0.0) * factor
+        after = tl.fma(before, tl.zeros_like(before) + decay, added)
         tl.store(residual + at, after, mask=inside)
 
 

@@ -34,7 +34,7 @@ def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
     return values, offsets
 
 
-def accumulate_(residual: Tensor, x: Tensor, decay: float, applied: Tensor) -> None:
+def accumulate_(residual: Tensor, x: Tensor, decay: float, factor: float, applied: Tensor) -> None:
     """Compute as `reference.accumulate_`; tensors are contiguous."""
     launching.launch(
         triton_kernels.accumulate_kernel,
@@ -44,6 +44,7 @@ def accumulate_(residual: Tensor, x: Tensor, decay: float, applied: Tensor) -> N
         as_flag(applied),
         x.numel(),
         decay,
+        factor,
         warps=8,
         moved=residual.nbytes,
         TILE=_FLAT,

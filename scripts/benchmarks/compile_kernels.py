@@ -166,7 +166,7 @@ def _topk_step(grid: BlockGrid, k: int, form: str) -> None:
     passes, x = topk_passes("triton"), torch.zeros(grid.rows * grid.columns)
     messages = TopkMessages([grid], [k], form)
     values, offsets = passes.select(x, grid, k)
-    passes.accumulate_(x, x, 0.95, torch.tensor(True))
+    passes.accumulate_(x, x, 0.95, 2.0, torch.tensor(True))
     passes.keep_(x, grid, offsets, values, torch.tensor(True))
     received = torch.zeros(2, messages.nbytes, dtype=torch.uint8)
     for over_senders in (False, True):

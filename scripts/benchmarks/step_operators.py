@@ -217,8 +217,15 @@ def build(name: str, model: LocalModel, replicas: int, backend: str, **options: 
     ]
     optimizer = AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
     shards = collect_shards(optimizer.param_groups)
+    # As in the trainer, which divides the loss by the tokens of all replicas.
     context = MethodContext(
-        shards, OneOfManyRanks(replicas), optimizer, total_steps=1000, kernels=backend, max_norm=1.0
+        shards,
+        OneOfManyRanks(replicas),
+        optimizer,
+        gradient_scale=float(replicas),
+        total_steps=1000,
+        kernels=backend,
+        max_norm=1.0,
     )
     entry = METHODS[name]
     return entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))

@@ -169,7 +169,7 @@ def radius(device: str, backend: str, replicas: int, chunk_entries: int, **optio
     methods = []
     for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         endpoint.chunk_entries = chunk_entries
-        context = MethodContext(shards, endpoint, optimizer, kernels=backend, max_norm=1.0)
+        context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, max_norm=1.0)
         methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2, **options)))
 
     def work(i: int) -> None:

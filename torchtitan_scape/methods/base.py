@@ -69,8 +69,13 @@ class GradientMethod(Method):
 
     def scale_to_mean(self, gradients: list[Tensor]) -> None:
         """Multiply by `context.gradient_scale`, in place."""
-        if self.context.gradient_scale != 1.0:
+        if gradients and self.context.gradient_scale != 1.0:
             torch._foreach_mul_(gradients, self.context.gradient_scale)
+
+    def scale_and_add(self, gradients: list[Tensor], residuals: list[Tensor]) -> None:
+        """Replace each gradient by `context.gradient_scale` times itself plus its residual, in one pass over both."""
+        for gradient, residual in zip(gradients, residuals, strict=True):
+            torch.add(residual, gradient, alpha=self.context.gradient_scale, out=gradient)
 
 
 class LocalMethod(Method):

@@ -43,8 +43,7 @@ class GradientCost:
         """Return the memory traffic of the method's passes in bytes per parameter, without the optimizer."""
         return 0.0
 
-    def overlap_traffic(self) -> float:
-        """Return the bytes per parameter that an exchange during the backward pass moves in addition."""
+    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:

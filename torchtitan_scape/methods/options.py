@@ -74,8 +74,8 @@ class MethodCost(Protocol):
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""
 
-    def overlap_traffic(self) -> float:
-        """Return the bytes per parameter that an exchange during the backward pass moves in addition."""
+    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the memory traffic that an exchange during the backward pass adds to a step."""
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory on the device, by kind."""

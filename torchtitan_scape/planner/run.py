@@ -63,7 +63,7 @@ class PlannedRun:
         cost = self.options.cost()
         pack, rest = cost.memory_traffic(model, replicas)
         if self.overlap and replicas > 1:
-            rest += cost.overlap_traffic() * model.entries
+            rest += cost.overlap_traffic(model, replicas)
         optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
         return pack, rest + (cost.updated_share(model, replicas) * optimizer if optimizer else 0.0)
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from topology.calls import CollectiveCall
+from topology.partition import chunk_limit, chunks_of
 from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
+
+_COPIES = 16.0  # bytes to copy an FP32 entry to a chunk and back
 
 
 @dataclass
@@ -31,3 +34,17 @@ class DenseCost(GradientCost):
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         return [all_reduce_stream(model.sizes, levels, chunk_entries)]
+
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic of the copies. A chunk that is a part of one gradient is exchanged in its memory."""
+        return 0.0, _COPIES * self._copied_entries(model, replicas)
+
+    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the traffic of the other chunks' copies, because all have buffers during the backward pass."""
+        return _COPIES * (model.entries - self._copied_entries(model, replicas)) if replicas > 1 else 0.0
+
+    def _copied_entries(self, model: LocalModel, replicas: int) -> int:
+        if replicas < 2:
+            return 0
+        chunks = chunks_of(model.sizes, chunk_limit(model.entries, replicas))
+        return sum(s.length for chunk in chunks if len(chunk.slices) > 1 for s in chunk.slices)

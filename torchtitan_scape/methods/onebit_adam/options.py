@@ -97,8 +97,12 @@ class OnebitAdamCost(GradientCost):
         return self.exchange.collective_calls(model, levels, chunk_entries)
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes of the exchange, and 32 to gather, scale, add and subtract the momentum."""
-        return self.exchange.buffered_traffic() + 32.0
+        """Return the bytes of the exchange, and 60 per parameter before and after it.
+
+        16 to copy the gradient to the chunk and back, 8 to scale it, and 36 to clear, scale, add and subtract the
+        momentum.
+        """
+        return self.exchange.buffered_traffic() + 60.0
 
     @property
     def chunk_bytes(self) -> float:

@@ -46,11 +46,10 @@ class Powersgd(GradientMethod):
         self._start = options.start if options.start >= 0 else context.total_steps // 10
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        self.scale_to_mean(gradients)
         pending = [self._pending.tensors.get(shard.name) for shard in self.context.shards]
         pairs = [(g, r.view(-1)) for g, r in zip(gradients, pending, strict=True) if r is not None]
-        if pairs:
-            torch._foreach_add_([g for g, _ in pairs], [r for _, r in pairs])
+        self.scale_and_add([g for g, _ in pairs], [r for _, r in pairs])
+        self.scale_to_mean([g for g, r in zip(gradients, pending, strict=True) if r is None])
         if self.take_full_exchange_request() or info.number <= self._start:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(info.applied)

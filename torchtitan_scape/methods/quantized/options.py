@@ -102,10 +102,10 @@ class QuantizedCost(GradientCost):
         errors = 8.0 if self.options.keeps_owner_error(2) and self.options.whiten_every else 0.0
         return messages + errors + (16.0 if self.options.error_feedback else 8.0)
 
-    def overlap_traffic(self) -> float:
+    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         """Return what the second pass reads again: gradient, residual and message. See `Quantized.start_chunk`."""
         coded = encoded_bytes(self.options.code, self.options.block)
-        return 8.0 + coded if self.options.error_feedback else 0.0
+        return (8.0 + coded) * model.entries if self.options.error_feedback else 0.0
 
     def buffered_traffic(self) -> float:
         """Return the bytes per parameter of an exchange through buffers."""

@@ -66,13 +66,13 @@ class Radius(GradientMethod):
         self._step_norms: list[Tensor] | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        self.scale_to_mean(gradients)
         full = (
             self.take_full_exchange_request() or info.number < self._start or info.number % self.options.interval == 0
         )
         self._step_norms = None
         self._is_refresh = full and info.number >= self._start
         if full:
+            self.scale_to_mean(gradients)
             self._exchange_all(gradients)
             self._pending.clear(info.applied)
         else:
@@ -139,9 +139,12 @@ class Radius(GradientMethod):
             if versions != self._versions:
                 self._masked = self._kernels.MaskedTensors(self._bits, [x.numel() for x in sparse], counts)
                 self._versions = versions
-            payload = self._kernels.MaskedPayload(self._masked, sparse, self._residuals, applied)
+            scale = self.context.gradient_scale
+            payload = self._kernels.MaskedPayload(self._masked, sparse, self._residuals, applied, scale)
+            self.scale_to_mean(uncompressed)
             self.collectives.all_reduce_chunked(JoinedSource([payload, ConcatSource(uncompressed)]))
             return
+        self.scale_to_mean(gradients)
         for x, residual, bits, k in zip(sparse, self._residuals, self._bits, counts, strict=True):
             if k == x.numel():
                 continue

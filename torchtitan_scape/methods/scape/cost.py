@@ -61,7 +61,7 @@ class ScapeCost:
     divides_update = False
     supports_overlap = False
 
-    def overlap_traffic(self) -> float:
+    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:

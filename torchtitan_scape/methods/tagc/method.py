@@ -45,10 +45,9 @@ class Tagc(GradientMethod):
         self._sends_offsets = sends_offsets(options.density, self.collectives.replicas)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        self.scale_to_mean(gradients)
         sparse = [gradients[i] for i in self._sparse]
-        if sparse:
-            torch._foreach_add_(sparse, self._residuals)
+        self.scale_and_add(sparse, self._residuals)
+        self.scale_to_mean([gradients[i] for i in self._uncompressed])
         if self.take_full_exchange_request() or self._dense:
             self.collectives.all_reduce_chunked(gradients)
             self._pending.clear(info.applied)

@@ -49,11 +49,11 @@ class Topk(GradientMethod):
         self._passes = topk_passes(self._backend)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        self.scale_to_mean(gradients)
         sparse = [gradients[i] for i in self._sparse]
         residuals = [residual.view(-1) for residual in self._residuals]
         density = self._density(info.number)
         if density >= 1.0 or not sparse:
+            self.scale_to_mean(gradients)
             if sparse:
                 torch._foreach_add_(sparse, residuals, alpha=self.options.decay)
             self.collectives.all_reduce_chunked(gradients)
@@ -62,7 +62,8 @@ class Topk(GradientMethod):
         grids = self._grids
         messages = TopkMessages(grids, selected_per_block(grids, density), self.options.values, self._backend)
         for x, residual in zip(sparse, residuals, strict=True):
-            self._passes.accumulate_(residual, x, self.options.decay, info.applied)
+            self._passes.accumulate_(residual, x, self.options.decay, self.context.gradient_scale, info.applied)
+        self.scale_to_mean([gradients[i] for i in self._uncompressed])
         # The residuals contain x. In a skipped step they keep their values, and what is sent is not used.
         chosen = [self._passes.select(*each) for each in zip(residuals, grids, messages.selected, strict=True)]
         values, offsets = [v for v, _ in chosen], [o for _, o in chosen]
