@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,68 +22,68 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
-from scripts.gpu.machine import clocks, folder_of, patience, python, sources
+from scripts.gpu.machine import END_SECONDS, clocks, end_group, folder_of, patience, python, sources
 from scripts.gpu.report import RESULTS_FILE, write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
-END_SECONDS = 10.0  # for a step to end its processes after its limit
 POLL = 0.5
 CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: lowest time limit. arguments: of `python -m`, which receives --result and --smoke too."""
+    """seconds: lowest time limit. module: with its arguments, for `python -m`; --result and --smoke are added."""
 
     name: str
     seconds: float
-    arguments: tuple[str, ...]
+    module: str
 
 
 # By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
 PARTS = {
     "correctness": (
-        Step("tests", 360, ("scripts.gpu.correctness", "tests")),
-        Step("sanitizer", 110, ("scripts.gpu.correctness", "sanitizer")),
+        Step("tests", 360, "scripts.gpu.correctness tests"),
+        Step("sanitizer", 110, "scripts.gpu.correctness sanitizer"),
     ),
     "speed": (
-        Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
-        Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
-        Step("methods", 180, ("scripts.gpu.method_steps",)),
-        Step("traffic", 95, ("scripts.gpu.memory_traffic", "count")),
-        Step("codes", 60, ("scripts.gpu.passes", "codes")),
+        Step("passes-500m", 120, "scripts.gpu.passes passes --model=llama_500m"),
+        Step("passes-1.8b", 150, "scripts.gpu.passes passes --model=llama_1_8b"),
+        Step("methods", 180, "scripts.gpu.method_steps methods"),
+        Step("traffic", 95, "scripts.gpu.memory_traffic count"),
+        Step("codes", 60, "scripts.gpu.passes codes"),
     ),
     "training": (
-        Step("throughput-adamw", 150, ("scripts.gpu.training", "throughput", "adamw")),  # compiles for the others too
-        Step("throughput-scape", 100, ("scripts.gpu.training", "throughput", "scape")),
-        Step("throughput-adams", 80, ("scripts.gpu.training", "throughput", "adams")),
-        Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
+        Step("throughput-adamw", 150, "scripts.gpu.training throughput adamw"),  # compiles for the others too
+        Step("throughput-scape", 100, "scripts.gpu.training throughput scape"),
+        Step("throughput-adams", 80, "scripts.gpu.training throughput adams"),
+        Step("offload", 75, "scripts.gpu.training throughput offload"),
     ),
-    "losses": (Step("quality", 470, ("scripts.gpu.training", "quality")),),
+    "losses": (Step("quality", 470, "scripts.gpu.training quality"),),
     "ranks": (
-        Step("stages", 40, ("scripts.gpu.ranks", "stages")),
-        Step("lost-rank", 130, ("scripts.gpu.ranks", "lost")),
+        Step("stages", 40, "scripts.gpu.ranks stages"),
+        Step("lost-rank", 130, "scripts.gpu.ranks lost"),
     ),
-    "methods": (Step("methods", 440, ("scripts.gpu.methods", "all")),),
+    "methods": (Step("methods", 440, "scripts.gpu.methods all"),),
 }
 
 
-def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any], None]) -> dict[str, Any]:
-    """Run a step and return its record. `note` receives the step's result each time it has changed."""
+def take(step: Step, limit: float, smoke: bool, log: Path, keep: Callable[[dict[str, Any]], None]) -> str:
+    """Run a step and return its status. `keep` receives its record at the begin, at the end, and with each result."""
     begin, begun = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    record: dict[str, Any] = {"status": "cut off", "limit_seconds": limit, "result": None}  # if this process is killed
     samples: list[dict[str, float]] = []
+    keep(record)
     with tempfile.TemporaryDirectory() as scratch, open(log, "a") as output, open(log) as shown:
         print(f"== {step.name}", file=output, flush=True)
         shown.seek(0, os.SEEK_END)
         result, seen, status = Path(scratch, "result.json"), 0, ""
-        command = [python(), "-m", *step.arguments, f"--result={result}", *(["--smoke"] if smoke else [])]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        command = [python(), "-m", *step.module.split(), f"--result={result}", *(["--smoke"] if smoke else [])]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None and not status:
                 if time.monotonic() - begin >= CLOCK_SECONDS * len(samples):
@@ -93,32 +92,16 @@ def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any],
                 print(shown.read(), end="", flush=True)
                 if result.exists() and (changed := result.stat().st_mtime_ns) != seen:
                     seen = changed
-                    note(read(result))
+                    keep(record | {"result": read(result)})
                 status = "cut off" if time.monotonic() - begin > limit else ""
         finally:
-            _end(process)
+            end_group(process)
             print(shown.read(), end="", flush=True)
-        return {
-            "status": status or ("passed" if process.returncode == 0 else "failed"),
-            "seconds": round(time.monotonic() - begin, 1),
-            "limit_seconds": limit,
-            "begun": begun,
-            "clocks": [sample for sample in samples if len(sample) > 1],
-            "result": read(result),
-        }
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End the process group, first by SIGTERM: a step may have started processes in other groups."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        record["status"] = status or ("passed" if process.returncode == 0 else "failed")
+        record |= {"seconds": round(time.monotonic() - begin, 1), "begun": begun, "result": read(result)}
+        keep(record | {"clocks": [sample for sample in samples if len(sample) > 1]})
+    print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
+    return str(record["status"])
 
 
 @contextlib.contextmanager
@@ -175,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"no report: {error!r}", flush=True)
 
     together = min(PART_SECONDS, sum(step.seconds for step in PARTS[args.part]) + 2 * END_SECONDS)
+    passed = 0
     for number, step in enumerate(steps, 1):
         left = more * together - (time.monotonic() - begin) - END_SECONDS
         if left < END_SECONDS:
@@ -183,17 +167,9 @@ def run(args: argparse.Namespace) -> int:
         share = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
         limit = min(max(more * step.seconds, share), left)
         print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
-
-        def note(result: Any, name: str = step.name, limit: float = limit) -> None:
-            # The status that remains if this process is killed.
-            keep(name, {"status": "cut off", "limit_seconds": limit, "result": result})
-
-        note(None)
-        record = take(step, limit, args.smoke, log, note)
-        keep(step.name, record)
-        print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
+        passed += take(step, limit, args.smoke, log, partial(keep, step.name)) == "passed"
     print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
-    return 1 if any(found["steps"][step.name]["status"] != "passed" for step in steps) else 0
+    return 0 if passed == len(steps) else 1
 
 
 def main() -> int:

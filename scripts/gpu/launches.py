@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from scripts.gpu.timing import Clock
 
@@ -20,9 +20,8 @@ Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
     """Return the kernels of `STEPS` calls, by start."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.cuda else [])
     work()
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:  # of the host, and of the device if there is one
         clock.spin(BUSY_MS)
         for _ in range(STEPS):
             work()

@@ -1,7 +1,7 @@
 """Time whole optimizer steps of several methods, against fused AdamW in the same process.
 
-    python -m scripts.gpu.method_steps --model llama_1_8b --result FILE
-    TRITON_INTERPRET=1 python -m scripts.gpu.method_steps --smoke --result FILE    # a tiny model, anywhere
+    python -m scripts.gpu.method_steps methods --model llama_1_8b --result FILE
+    TRITON_INTERPRET=1 python -m scripts.gpu.method_steps methods --smoke --result FILE    # a tiny model, anywhere
 
 Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, clipping, the
 method and the update. Messages are encoded and decoded, and not sent. Afterwards the profiler records the launches of
@@ -19,13 +19,13 @@ from torch import nn
 from kernels.common import launching
 from kernels.dense.triton_kernels import scale_kernel
 from kernels.dense.triton_passes import FlatTensors
-from scripts.common import write
+from scripts.common import RunError, write
 from scripts.gpu.launches import gaps, kernels_of
 from scripts.gpu.machine import run_step
 from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
-from scripts.gpu.timing import Clock, copy_bandwidth, counted_waits, device_for, of
+from scripts.gpu.timing import Clock, clock_of, waits_of
 from torchtitan_scape import AdamS, replicate
-from torchtitan_scape.core.workloads import WORKLOADS, Shape
+from torchtitan_scape.core.workloads import WORKLOADS, Shape, count_entries
 from torchtitan_scape.methods.registry import METHODS
 
 REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
@@ -46,10 +46,9 @@ TIMED: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
-    """Return figures of a method's step; "failed" if it does not fit in memory."""
+def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock) -> dict[str, Any]:
+    """Return figures of a method's step. Raises an error of torch if it does not fit in memory."""
     model = nn.ParameterList(parameters_of(shapes, clock.device))
-    entries = sum(p.numel() for p in model)
     inner: torch.optim.Optimizer
     if METHODS[options["method"]].method.holds_optimizer_state:
         inner = AdamS(list(model.named_parameters()), **RATES, allocate_state=False)
@@ -58,22 +57,20 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock, band
     optimizer = replicate(
         model, inner, options, FirstOfMany(replicas=REPLICAS), max_norm=1.0, total_steps=1000, kernels="triton"
     )
-    parameters = list(model)
+    parameters, entries = list(model), count_entries(shapes)
     for _ in range(WARM_UP):
         draw(parameters)
         optimizer.step()
     draw(parameters)
-    figures = of(clock(optimizer.step).figures(), ADAMW * entries, entries, bandwidth)
+    figures = clock.rates(optimizer.step, ADAMW * entries, entries)
     optimizer.timer.enabled = True
     for _ in range(WARM_UP):
         optimizer.step()
     figures["phases_ms"] = {name: 1e3 * seconds / WARM_UP for name, seconds in optimizer.timer.take().items()}
     optimizer.timer.enabled = False
-    waits = list[list[str]]()
-    with counted_waits(clock.device, waits):
-        optimizer.step()
     if clock.cuda:
-        figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "waits": waits[0]}
+        figures["waits"] = waits_of(optimizer.step, clock.device)
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
     return figures | {"profile": gaps(kernels_of(clock, optimizer.step))}
 
 
@@ -88,39 +85,23 @@ def launch_microseconds(clock: Clock, launches: int) -> float:
                 scale_kernel, (1,), listed, table, factor, warps=tiles.warps, **tiles.shape, ALIGNED_TILE=full
             )
 
-    times = clock(launch)
-    return 1e3 * times.figures()["host_ms"] / launches
-
-
-def clipped_step(shapes: Sequence[Shape], clock: Clock, bandwidth: float) -> dict[str, Any]:
-    """Return figures of what a dense loop runs besides its exchange: `clip_grad_norm_` and fused AdamW."""
-    parameters = parameters_of(shapes, clock.device)
-    draw(parameters)
-    optimizer = torch.optim.AdamW(parameters, **RATES, fused=True)
-
-    def step() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-
-    entries = sum(p.numel() for p in parameters)
-    return of(clock(step).figures(), (ADAMW + 12.0) * entries, entries, bandwidth)
+    return 1e3 * clock(launch)["host_ms"] / launches
 
 
 def run(args: argparse.Namespace) -> None:
-    clock = Clock(device_for(args.smoke), 1 if args.smoke else REPEATS)
+    clock = clock_of(args.smoke, REPEATS)
     shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
-    bandwidth = copy_bandwidth(clock, 0.001 if args.smoke else 4.0)
-    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": bandwidth, "methods": {}, "profiles": {}}
-    adamw = found["fused AdamW"] = dense_step("fused AdamW", parameters_of(shapes, clock.device), clock, bandwidth)
+    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": clock.bandwidth, "methods": {}, "profiles": {}}
+    adamw = found["fused AdamW"] = dense_step("fused AdamW", shapes, clock)
     found["launch_microseconds"] = launch_microseconds(clock, 1 if args.smoke else 100)
-    free(clock)
-    found["with clipping"] = clipped_step(shapes, clock, bandwidth)
+    free()
+    found["with clipping"] = dense_step("fused AdamW", shapes, clock, clips=True)
     for name, options in TIMED.items():
-        free(clock)
+        free()
         if clock.cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
-            figures = measure(options, shapes, clock, bandwidth)
+            figures = measure(options, shapes, clock)
         except Exception as error:  # of torch, Triton or the method; the other methods are measured nevertheless
             found["methods"][name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
             print(f"{name}: {found['methods'][name]['failed']}", flush=True)
@@ -130,8 +111,9 @@ def run(args: argparse.Namespace) -> None:
             print(f"{name}: {figures['ms']:.3f} ms, {figures['ms'] / adamw['ms']:.2f} x fused AdamW", flush=True)
         write(args.result, found)
     if failed := [name for name, one in found["methods"].items() if "failed" in one]:
-        raise RuntimeError(f"not timed: {', '.join(failed)}")
+        raise RunError(f"not timed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-    sys.exit(run_step(__doc__, run, {"--model": dict(choices=[*WORKLOADS], default="llama_1_8b")}))
+    models = dict(choices=[*WORKLOADS], default="llama_1_8b")
+    sys.exit(run_step(__doc__, {"methods": run}, {"--model": models}))

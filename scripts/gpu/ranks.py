@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from topology.stages import (
     reduce_scatter_encoded,
 )
 
-STAGES_SECONDS = 30.0  # until all have ended
+TIMEOUT = timedelta(seconds=30)  # of a stage
 BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 75.0, 15.0, 10.0  # of the lost rank
 
 
@@ -56,20 +57,20 @@ def own_host(rank: int) -> dict[str, str]:
     }
 
 
-def start(args: argparse.Namespace, seconds: float) -> tuple[torch.device, timedelta]:
-    """Create the process group; return this rank's device and the timeout."""
-    on_gpu, timeout = torch.cuda.is_available(), timedelta(seconds=patience(args.smoke) * seconds)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
-    return torch.device("cuda", 0) if on_gpu else torch.device("cpu"), timeout
+def start(timeout: timedelta) -> torch.device:
+    """Create the process group; return this rank's device."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    return device
 
 
-def run_stages(args: argparse.Namespace) -> None:
+def stages(args: argparse.Namespace) -> None:
     """Run each stage of an exchange in a group of one rank, on both comm streams.
 
     The result must be the input, encoded and decoded if the stage has a code. Raises RunError if it is not.
     """
     os.environ |= ALONE | own_host(0)
-    device, _ = start(args, STAGES_SECONDS)
+    device = start(TIMEOUT)
     group = dist.new_group([0])
     levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
     endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
@@ -83,31 +84,24 @@ def run_stages(args: argparse.Namespace) -> None:
 
     x = torch.randn(1 << 20, device=device)
     once, bits = encoded(x), torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device=device)
-    stages: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {
-        "reduce": (lambda t, groups: all_reduce_(t, groups, 1.0), x, x),
-        "reduce_coded": (
-            lambda t, groups: all_reduce_encoded(t, groups, 1.0, code, torch.empty_like(t)),
-            x,
-            encoded(once),
-        ),
-        "scatter": (lambda t, groups: reduce_scatter_(t, groups, 1.0), x, x),
-        "scatter_coded": (
-            lambda t, groups: reduce_scatter_encoded(t, groups, 1.0, code, torch.empty_like(t)),
-            x,
-            once,
-        ),
-        "gather": (lambda t, groups: all_gather_(t, t.clone(), groups), x, x),
+    # The exchange, its input and its expected result.
+    exchanges: dict[str, tuple[Callable[..., None], torch.Tensor, torch.Tensor]] = {
+        "reduce": (lambda t, of: all_reduce_(t, of, 1.0), x, x),
+        "reduce_coded": (lambda t, of: all_reduce_encoded(t, of, 1.0, code, torch.empty_like(t)), x, encoded(once)),
+        "scatter": (lambda t, of: reduce_scatter_(t, of, 1.0), x, x),
+        "scatter_coded": (lambda t, of: reduce_scatter_encoded(t, of, 1.0, code, torch.empty_like(t)), x, once),
+        "gather": (lambda t, of: all_gather_(t, t.clone(), of), x, x),
         "or": (all_reduce_or_, bits, bits),
     }
-    for name, (exchange, given, expected) in stages.items():
+    for name, (exchange, given, expected) in exchanges.items():
         # Twice, once on each comm stream, before either is waited for.
         tensors = [given.clone() for _ in range(2)]
-        handles = [endpoint._start(lambda groups, t=t, e=exchange: e(t, groups), device) for t in tensors]  # type: ignore[misc]
+        handles = [endpoint._start(partial(exchange, t), device) for t in tensors]
         for handle in handles:
             handle.wait()
-        found["stages"][name] = all(torch.equal(t, expected) for t in tensors)
+        good = found["stages"][name] = all(torch.equal(t, expected) for t in tensors)
         write(args.result, found)
-        print(f"{name}: {'as expected' if found['stages'][name] else 'WRONG'}", flush=True)
+        print(f"{name}: {'as expected' if good else 'WRONG'}", flush=True)
     dist.destroy_process_group()
     if wrong := [name for name, good in found["stages"].items() if not good]:
         raise RunError(f"not as expected: {'; '.join(wrong)}")
@@ -145,7 +139,5 @@ def lost(args: argparse.Namespace) -> None:
         raise RunError(f"exit codes {found['exit codes']}; messages: {found['messages']}")
 
 
-WORK = {"stages": run_stages, "lost": lost}
-
 if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), {"work": dict(choices=[*WORK])}))
+    sys.exit(run_step(__doc__, {"stages": stages, "lost": lost}))

@@ -18,7 +18,6 @@ from scripts.gpu.check import Step
 from scripts.gpu.correctness import ended, outcomes
 from scripts.gpu.launches import STEPS, gaps
 from scripts.gpu.report import write_report
-from scripts.gpu.timing import of
 from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
@@ -229,7 +228,7 @@ def test_host_time_is_separated_from_device_time(monkeypatch: pytest.MonkeyPatch
         for _ in range(5):
             fake.launch(1.0, 0.2)
 
-    found = clock(work).figures()
+    found = clock(work)
     assert found["ahead"] and found["ms"] == pytest.approx(1.0) and found["host_ms"] == pytest.approx(5.0)
 
     def waits() -> None:
@@ -237,9 +236,10 @@ def test_host_time_is_separated_from_device_time(monkeypatch: pytest.MonkeyPatch
         fake.synchronize()
         fake.launch(1.0, 0.2)
 
-    found = clock(waits).figures()
+    found = clock(waits)
     assert not found["ahead"] and found["ms"] > 1.3  # the device waits for the second launch, which is reported
-    once = of(clock(work).figures(), 3e9, 10**9, 6e12)
+    clock.bandwidth = 6e12
+    once = clock.rates(work, 3e9, 10**9)
     assert once["bytes_a_second"] == pytest.approx(3e12) and once["share_of_copy"] == pytest.approx(0.5)
 
 
@@ -263,7 +263,7 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
-    losses = [[*compared(700, False), *options] for options in COMPARED.values()]
+    losses = [[*compared(False), *options] for options in COMPARED.values()]
     for arguments in [timed(form, False) for form in TIMED] + losses:
         config = parse(arguments)
         check_config(config, "cpu")
@@ -302,7 +302,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     head += "result = next(a for a in sys.argv if a.startswith('--result=')).partition('=')[2]\n"
     for name, code in STEPS_OF_ALL_KINDS.items():
         (tmp_path / f"step_{name}.py").write_text(head + code)
-    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, (f"step_{name}",)) for name in STEPS_OF_ALL_KINDS)
+    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, f"step_{name}") for name in STEPS_OF_ALL_KINDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "PARTS", {"correctness": steps})
     monkeypatch.setattr(check, "POLL", 0.05)
