@@ -19,7 +19,7 @@ from scripts.common import RunError, read, write
 from scripts.gpu.correctness import ended, environment, program
 from scripts.gpu.machine import python, run_step
 from scripts.gpu.passes import Passes, least_bytes, scape
-from scripts.gpu.timing import device_for
+from scripts.gpu.timing import find_device
 from torchtitan_scape.core.workloads import WORKLOADS
 
 MODEL, DENSITY, WIRE, SECONDS = "llama_500m", 0.05, "int4", 80.0
@@ -38,7 +38,7 @@ SAMPLE = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","g
 def run_passes(args: argparse.Namespace) -> None:
     """Run each pass once, after a spin kernel. ncu profiles the kernels between `start` and `stop`."""
     shapes = WORKLOADS[MODEL].shapes()
-    optimizer = scape(shapes, DENSITY, WIRE, device_for(args.smoke))
+    optimizer = scape(shapes, DENSITY, WIRE, find_device())
     every = Passes(optimizer).works
     works = [every[name] for name in PASSES]
     for work in works:

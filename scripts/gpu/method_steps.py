@@ -10,17 +10,18 @@ further steps.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile
 
 from kernels.common import launching
 from kernels.dense.triton_kernels import scale_kernel
 from kernels.dense.triton_passes import FlatTensors
 from scripts.common import RunError, write
-from scripts.gpu.launches import gaps, kernels_of
 from scripts.gpu.machine import run_step
 from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
 from scripts.gpu.timing import Clock, clock_of, waits_of
@@ -28,6 +29,8 @@ from torchtitan_scape import AdamS, replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape, count_entries
 from torchtitan_scape.methods.registry import METHODS
 
+Kernel = tuple[str, float, float]  # name, start and end in microseconds
+PROFILED, BUSY_MS = 3, 150.0  # steps; longer than the host needs for one
 REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
 # Options, by name in the report. scripts/gpu/passes.py times the passes of SCAPE.
 TIMED: dict[str, dict[str, Any]] = {
@@ -72,6 +75,49 @@ def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock) -> d
         figures["waits"] = waits_of(optimizer.step, clock.device)
         figures["peak_bytes"] = torch.cuda.max_memory_allocated()
     return figures | {"profile": gaps(kernels_of(clock, optimizer.step))}
+
+
+def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
+    """Return the kernels of `PROFILED` calls, by start, from the profiler's trace of the device; none without a GPU.
+
+    The host issues each step while the device is still busy, first with a spin and then with the previous step: gaps
+    between kernels belong to the device if its steps take longer than the host's, as with a large model.
+    """
+    work()
+    with profile() as profiler:  # of the host, and of the device if there is one
+        clock.spin(BUSY_MS)
+        for _ in range(PROFILED):
+            work()
+        if clock.cuda:
+            torch.cuda.synchronize()
+    events = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    # `Optimizer.step` is an annotation among the kernels that would cover the gaps.
+    on_device = [e for e in events if not e.is_user_annotation]
+    return sorted(((e.name, e.time_range.start, e.time_range.end) for e in on_device), key=lambda kernel: kernel[1])
+
+
+def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
+    """Return busy and idle milliseconds per step, the longest gap, and the time by kernel.
+
+    Concurrent kernels, on several streams, count once. The spin is left out.
+    """
+    own = [kernel for kernel in kernels if "spin" not in kernel[0]]
+    busy = idle = longest = 0.0
+    until = own[0][1] if own else 0.0
+    by_name = Counter[str]()
+    for name, start, end in own:
+        gap = max(0.0, start - until)
+        idle, longest = idle + gap, max(longest, gap)
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+        by_name[name[:60]] += end - start
+    return {
+        "launches": len(own) / PROFILED,
+        "busy_ms": busy / 1e3 / PROFILED,
+        "gaps_ms": idle / 1e3 / PROFILED,
+        "longest_gap_ms": longest / 1e3,
+        "ms_by_kernel": {name: us / 1e3 / PROFILED for name, us in by_name.most_common(12)},
+    }
 
 
 def launch_microseconds(clock: Clock, launches: int) -> float:

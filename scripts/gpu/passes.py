@@ -61,9 +61,9 @@ class FirstOfMany(DryRunCollectives):
             return Handle()
         rows, rounding = tensor.view(self.replicas, -1), carried_error
         errors = None if error is None else error.view(self.replicas, -1)
-        sent = codec.encode(rows, errors)
         if errors is not None and carried_error is None:
             rounding = torch.empty_like(errors[0])
+        sent = codec.encode(rows, errors)
         mean = codec.encode_mean(sent, rows.shape[1], divisor, rounding, carried_error is not None)
         if errors is not None and carried_error is None:
             errors[self.replica] += rounding * divisor
@@ -228,29 +228,23 @@ def passes(args: argparse.Namespace) -> None:
         print(f"{args.model} at {density:g}, {wire}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
 
 
-def code_figures(name: str, entries: int, clock: Clock) -> dict[str, Any]:
-    """Return figures by pass of one code. An entry moves 4 bytes and its code, and 4 more for its rounding error."""
-    code = block_code("triton", name)
-    x = torch.randn(1, entries, device=clock.device)
-    error, total = torch.empty_like(x), torch.empty(entries, device=clock.device)
-    message = code.encode(x, error)
-    messages = message.repeat(CODE_REPLICAS, 1)
-    coded = message.shape[1]
-    return {
-        "encode": clock.rates(lambda: code.encode(x, error), 8 * entries + coded, entries),
-        "decode": clock.rates(lambda: code.decode(message, x), 4 * entries + coded, entries),
-        f"add up {CODE_REPLICAS}": clock.rates(
-            lambda: code.decode_and_sum(messages, total), 4 * entries + CODE_REPLICAS * coded, entries
-        ),
-    }
-
-
 def codes(args: argparse.Namespace) -> None:
+    """Time the block codes. An entry moves 4 bytes and its code, and 4 more for its rounding error."""
     clock = clock_of(args.smoke, REPEATS)
     entries = 256 if args.smoke else CODE_ENTRIES
     found: dict[str, Any] = {"copy_bandwidth": clock.bandwidth, "entries": entries, "codes": {}}
+    x = torch.randn(1, entries, device=clock.device)
+    error, total = torch.empty_like(x), torch.empty_like(x)
     for name in FORMATS:
-        found["codes"][name] = code_figures(name, entries, clock)
+        code = block_code("triton", name)
+        message = code.encode(x, error)
+        messages, coded = message.repeat(CODE_REPLICAS, 1), message.shape[1]
+        added = 4 * entries + CODE_REPLICAS * coded
+        found["codes"][name] = {
+            "encode": clock.rates(partial(code.encode, x, error), 8 * entries + coded, entries),
+            "decode": clock.rates(partial(code.decode, message, total), 4 * entries + coded, entries),
+            f"add up {CODE_REPLICAS}": clock.rates(partial(code.decode_and_sum, messages, total[0]), added, entries),
+        }
         write(args.result, found)
     print(f"{len(found['codes'])} codes on {entries:,} entries", flush=True)
 

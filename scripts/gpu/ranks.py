@@ -26,6 +26,7 @@ from kernels import block_code
 from scripts.common import ALONE, RunError, write
 from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone, start_process
 from scripts.gpu.machine import patience, python, run_step
+from scripts.gpu.timing import find_device
 from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives
 from topology.rank_group import RankGroup
@@ -59,7 +60,7 @@ def own_host(rank: int) -> dict[str, str]:
 
 def start(timeout: timedelta) -> torch.device:
     """Create the process group; return this rank's device."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = find_device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     return device
 

@@ -16,7 +16,7 @@ from scripts.common import RESULTS, ROOT, read, write
 from scripts.gpu import check, machine, methods, timing
 from scripts.gpu.check import Step
 from scripts.gpu.correctness import ended, outcomes
-from scripts.gpu.launches import STEPS, gaps
+from scripts.gpu.method_steps import PROFILED, gaps
 from scripts.gpu.report import write_report
 from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
 from tests import server
@@ -184,9 +184,9 @@ def test_gaps_between_launches_exclude_device_work() -> None:
     """Two streams overlap; time in which the device is busy does not count."""
     kernels = [("spin_kernel", 0.0, 900.0), ("a", 1000.0, 1300.0), ("b", 1200.0, 1500.0), ("a", 1800.0, 2400.0)]
     found = gaps(kernels)
-    assert found["launches"] == 3 / STEPS and found["busy_ms"] * STEPS == pytest.approx(1.1)
-    assert found["gaps_ms"] * STEPS == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
-    assert found["ms_by_kernel"]["a"] * STEPS == pytest.approx(0.9)
+    assert found["launches"] == 3 / PROFILED and found["busy_ms"] * PROFILED == pytest.approx(1.1)
+    assert found["gaps_ms"] * PROFILED == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
+    assert found["ms_by_kernel"]["a"] * PROFILED == pytest.approx(0.9)
     assert gaps([])["launches"] == 0
 
 
