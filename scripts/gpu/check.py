@@ -13,21 +13,22 @@ is 1 if a step failed or was cut off.
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
-from scripts.gpu.machine import END_SECONDS, clocks, end_group, folder_of, patience, python, sources
+from scripts.common import OUTPUTS, RESULTS, ROOT, names, read, run_command, write
+from scripts.gpu.machine import END_SECONDS, clocks, end_group, facts, folder_of, patience, python, sources
 from scripts.gpu.report import RESULTS_FILE, write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
@@ -37,38 +38,38 @@ CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: lowest time limit. module: with its arguments, for `python -m`; --result and --smoke are added."""
+    """seconds: lowest time limit. call: function and arguments for `scripts.gpu.step`."""
 
     name: str
     seconds: float
-    module: str
+    call: str
 
 
 # By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
 PARTS = {
     "correctness": (
-        Step("tests", 360, "scripts.gpu.correctness tests"),
-        Step("sanitizer", 110, "scripts.gpu.correctness sanitizer"),
+        Step("tests", 360, "scripts.gpu.correctness:tests"),
+        Step("sanitizer", 110, "scripts.gpu.correctness:sanitizer"),
     ),
     "speed": (
-        Step("passes-500m", 120, "scripts.gpu.passes passes --model=llama_500m"),
-        Step("passes-1.8b", 150, "scripts.gpu.passes passes --model=llama_1_8b"),
-        Step("methods", 180, "scripts.gpu.method_steps methods"),
-        Step("traffic", 95, "scripts.gpu.memory_traffic count"),
-        Step("codes", 60, "scripts.gpu.passes codes"),
+        Step("passes-500m", 120, "scripts.gpu.passes:passes llama_500m"),
+        Step("passes-1.8b", 150, "scripts.gpu.passes:passes llama_1_8b"),
+        Step("methods", 180, "scripts.gpu.method_steps:method_steps"),
+        Step("traffic", 95, "scripts.gpu.memory_traffic:count"),
+        Step("codes", 60, "scripts.gpu.passes:codes"),
     ),
     "training": (
-        Step("throughput-adamw", 150, "scripts.gpu.training throughput adamw"),  # compiles for the others too
-        Step("throughput-scape", 100, "scripts.gpu.training throughput scape"),
-        Step("throughput-adams", 80, "scripts.gpu.training throughput adams"),
-        Step("offload", 75, "scripts.gpu.training throughput offload"),
+        Step("throughput-adamw", 150, "scripts.gpu.training:throughput adamw"),  # compiles for the others too
+        Step("throughput-scape", 100, "scripts.gpu.training:throughput scape"),
+        Step("throughput-adams", 80, "scripts.gpu.training:throughput adams"),
+        Step("offload", 75, "scripts.gpu.training:throughput offload"),
     ),
-    "losses": (Step("quality", 470, "scripts.gpu.training quality"),),
+    "losses": (Step("quality", 470, "scripts.gpu.training:quality"),),
     "ranks": (
-        Step("stages", 40, "scripts.gpu.ranks stages"),
-        Step("lost-rank", 130, "scripts.gpu.ranks lost"),
+        Step("stages", 40, "scripts.gpu.ranks:stages"),
+        Step("lost-rank", 130, "scripts.gpu.ranks:lost"),
     ),
-    "methods": (Step("methods", 440, "scripts.gpu.methods all"),),
+    "methods": (Step("methods", 440, "scripts.gpu.methods:run_all"),),
 }
 
 
@@ -82,7 +83,7 @@ def take(step: Step, limit: float, smoke: bool, log: Path, keep: Callable[[dict[
         print(f"== {step.name}", file=output, flush=True)
         shown.seek(0, os.SEEK_END)
         result, seen, status = Path(scratch, "result.json"), 0, ""
-        command = [python(), "-m", *step.module.split(), f"--result={result}", *(["--smoke"] if smoke else [])]
+        command = [python(), "-m", "scripts.gpu.step", *step.call.split(), f"--result={result}"] + ["--smoke"] * smoke
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None and not status:
@@ -116,12 +117,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return `scripts.gpu.machine.facts` from another process, which then releases the device."""
-    command = [python(), "-m", "scripts.gpu.machine"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        raise RunError(f"no facts about the device:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """Return `facts` from another process, which then releases the device."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(facts).result()
 
 
 def chosen(part: str, only: str) -> list[Step]:
@@ -132,18 +130,18 @@ def chosen(part: str, only: str) -> list[Step]:
 
 
 def run(args: argparse.Namespace) -> int:
-    begin, more, steps, facts = time.monotonic(), patience(args.smoke), chosen(args.part, args.only), machine()
-    on_cpu = facts["device"] == "CPU"
+    begin, more, steps, device = time.monotonic(), patience(args.smoke), chosen(args.part, args.only), machine()
+    on_cpu = device["device"] == "CPU"
     if on_cpu and not args.smoke:
         raise ValueError("torch sees no GPU; --smoke runs the same with tiny sizes on a CPU")
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
-    folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(facts["device"])
+    folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(device["device"])
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{args.part}.log"
     log.write_text("")
     measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
-    found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
+    found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": device, "steps": {}}
 
     def keep(name: str, record: dict[str, Any]) -> None:
         found["steps"][name] = record | {"commit": measured}

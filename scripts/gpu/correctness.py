@@ -1,14 +1,9 @@
 """Run tests/gpu in several processes, or two of its cases under compute-sanitizer.
 
-    python -m scripts.gpu.correctness tests --result FILE
-    python -m scripts.gpu.correctness sanitizer --result FILE
-    TRITON_INTERPRET=1 python -m scripts.gpu.correctness tests --smoke --result FILE    # a case of every test, anywhere
-
 Needs torch, triton, numpy and pytest. Each process runs a share of the cases, so that a kernel that breaks the device's
 context fails the cases of one process only.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -21,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ROOT, RunError, write
-from scripts.gpu.machine import end_group, run_step
+from scripts.gpu.machine import end_group
 
 PROCESSES = 10
 TESTS = "tests/gpu"
@@ -57,17 +52,17 @@ def outcomes(texts: list[str]) -> dict[str, Any]:
     }
 
 
-def tests(args: argparse.Namespace) -> None:
+def tests(result: Path, smoke: bool) -> None:
     """Run the tests. Raises RunError if a test or a process failed."""
     cores = os.cpu_count() or 1
-    count = 1 if args.smoke else min(PROCESSES, cores)
+    count = 1 if smoke else min(PROCESSES, cores)
     threads = str(max(1, cores // count))  # otherwise each process uses all cores for its work on the host
     begin, running, shown, before = time.monotonic(), [], set[int](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as scratch:
         logs = [Path(scratch, f"{i}.log") for i in range(count)]
         for i, log in enumerate(logs):
             with open(log, "wb") as file:
-                env = environment(args.smoke, SCAPE_GPU_SHARE=f"{i}/{count}", OMP_NUM_THREADS=threads)
+                env = environment(smoke, SCAPE_GPU_SHARE=f"{i}/{count}", OMP_NUM_THREADS=threads)
                 running.append(subprocess.Popen(command(TESTS), cwd=ROOT, env=env, stdout=file, stderr=file))
         codes: list[int | None] = [None]
         while None in codes:
@@ -78,7 +73,7 @@ def tests(args: argparse.Namespace) -> None:
             if found != before or None not in codes:
                 before = found
                 times = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes}
-                write(args.result, times | found)
+                write(result, times | found)
                 print(f"{found['passed']} passed, {len(found['failed'])} failed", flush=True)
             for i, (code, text) in enumerate(zip(codes, texts, strict=True)):  # at once: others may not end in time
                 if i not in shown and (code or "Timeout (" in text):
@@ -109,11 +104,11 @@ def program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
 
 
-def sanitizer(args: argparse.Namespace) -> None:
+def sanitizer(result: Path, smoke: bool) -> None:
     """Run cases under compute-sanitizer. Raises RunError if it reports errors or does not end."""
     checker = program("compute-sanitizer")
     if checker is None:
-        write(args.result, {"note": "compute-sanitizer is not installed"})
+        write(result, {"note": "compute-sanitizer is not installed"})
         return
     cases: list[dict[str, Any]] = []
     # Without the cache each tensor is its own allocation, so that accesses beyond its end are detected.
@@ -125,13 +120,9 @@ def sanitizer(args: argparse.Namespace) -> None:
         output, code = ended(check, env, SANITIZER_SECONDS)
         said = (re.findall(r"ERROR SUMMARY: .*", output) or [output[-300:]])[-1]
         cases.append({"test": case, "exit_code": code, "said": said, "seconds": time.monotonic() - begin})
-        write(args.result, {"program": checker, "cases": cases})
+        write(result, {"program": checker, "cases": cases})
         print(f"{case}: {said}", flush=True)
         if code:
             print(output[-4000:], flush=True)
     if bad := [row["test"] for row in cases if row["exit_code"]]:
         raise RunError(f"compute-sanitizer: {', '.join(bad)}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, {"tests": tests, "sanitizer": sanitizer}))

@@ -1,9 +1,5 @@
-"""Shared by the steps of the GPU check: their arguments, and the device and software of a result.
+"""Device and software of a result, and processes of the GPU check."""
 
-python -m scripts.gpu.machine    # prints the latter as JSON
-"""
-
-import argparse
 import contextlib
 import hashlib
 import json
@@ -13,28 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, commit, package_version, run_command, versions
+from scripts.common import ROOT, commit, package_version, versions
 
 END_SECONDS = 10.0  # for a process to end after SIGTERM
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
-
-
-def run_step(
-    doc: str | None,
-    works: Mapping[str, Callable[[argparse.Namespace], Any]],
-    arguments: Mapping[str, dict[str, Any]] | None = None,
-) -> int:
-    """Do the work that the command line names, with its arguments, as in `run_command`; return the exit code."""
-    common = {
-        "work": dict(choices=[*works]),
-        "--result": dict(type=Path, required=True, help="file for what is measured, JSON"),
-        "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
-    }
-    return run_command(doc, lambda args: works[args.work](args), {**common, **(arguments or {})})
 
 
 def python() -> str:
@@ -154,7 +136,3 @@ def _output(asked: list[str]) -> str | None:
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-if __name__ == "__main__":
-    print(json.dumps(facts()))

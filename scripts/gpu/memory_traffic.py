@@ -1,23 +1,19 @@
 """Count the bytes that SCAPE's passes move through device memory, with the hardware counters of Nsight Compute.
 
-    python -m scripts.gpu.memory_traffic count --result FILE     # starts `passes` under ncu
-    python -m scripts.gpu.memory_traffic count --smoke --result FILE    # parses a line without a GPU
-
 The times of `scripts/gpu/passes.py` are compared with the bytes that a pass must move at least. These counters show
 whether it moves more. Needs ncu, which reads counters only where the driver allows it.
 """
 
-import argparse
 import csv
-import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts.common import RunError, read, write
 from scripts.gpu.correctness import ended, environment, program
-from scripts.gpu.machine import python, run_step
+from scripts.gpu.machine import python
 from scripts.gpu.passes import Passes, least_bytes, scape
 from scripts.gpu.timing import find_device
 from torchtitan_scape.core.workloads import WORKLOADS
@@ -35,7 +31,7 @@ SAMPLE = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","g
 """
 
 
-def run_passes(args: argparse.Namespace) -> None:
+def run_passes(result: Path, smoke: bool) -> None:
     """Run each pass once, after a spin kernel. ncu profiles the kernels between `start` and `stop`."""
     shapes = WORKLOADS[MODEL].shapes()
     optimizer = scape(shapes, DENSITY, WIRE, find_device())
@@ -51,7 +47,7 @@ def run_passes(args: argparse.Namespace) -> None:
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
     least = least_bytes(optimizer, shapes)
-    write(args.result, {"least": {name: least[name] for name in PASSES}})
+    write(result, {"least": {name: least[name] for name in PASSES}})
 
 
 def rows(text: str) -> Iterator[dict[str, Any]]:
@@ -81,24 +77,20 @@ def by_pass(kernels: Iterator[dict[str, Any]], passes: Sequence[str]) -> dict[st
     return dict(zip(passes, found, strict=True))
 
 
-def count(args: argparse.Namespace) -> None:
-    if args.smoke:
-        write(args.result, {"counted": by_pass(rows(SAMPLE), ["pack"])})
+def count(result: Path, smoke: bool) -> None:
+    if smoke:
+        write(result, {"counted": by_pass(rows(SAMPLE), ["pack"])})
         return
     profiler = program("ncu")
     if profiler is None:
-        write(args.result, {"note": "ncu is not installed"})
+        write(result, {"note": "ncu is not installed"})
         return
-    part = args.result.with_suffix(".part-result")
-    work = [python(), "-m", "scripts.gpu.memory_traffic", "passes", f"--result={part}"]
+    part = result.with_suffix(".part-result")
+    work = [python(), "-m", "scripts.gpu.step", "scripts.gpu.memory_traffic:run_passes", f"--result={part}"]
     metrics = ["--metrics", ",".join(METRICS.values())]
     profile = [profiler, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw", *metrics]
     output, code = ended([*profile, *work], environment(False), SECONDS)
     if code:
         raise RunError(f"ncu ended with exit code {code}:\n{output[-3000:]}")
     found = {"model": MODEL, "density": DENSITY, "wire": WIRE, **read(part)}
-    write(args.result, found | {"counted": by_pass(rows(output), PASSES)})
-
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, {"count": count, "passes": run_passes}))
+    write(result, found | {"counted": by_pass(rows(output), PASSES)})

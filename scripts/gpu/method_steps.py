@@ -1,17 +1,13 @@
 """Time whole optimizer steps of several methods, against fused AdamW in the same process.
 
-    python -m scripts.gpu.method_steps methods --model llama_1_8b --result FILE
-    TRITON_INTERPRET=1 python -m scripts.gpu.method_steps methods --smoke --result FILE    # a tiny model, anywhere
-
 Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, clipping, the
 method and the update. Messages are encoded and decoded, and not sent. Afterwards the profiler records the launches of
 further steps.
 """
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +18,6 @@ from kernels.common import launching
 from kernels.dense.triton_kernels import scale_kernel
 from kernels.dense.triton_passes import FlatTensors
 from scripts.common import RunError, write
-from scripts.gpu.machine import run_step
 from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
 from scripts.gpu.timing import Clock, clock_of, waits_of
 from torchtitan_scape import AdamS, replicate
@@ -31,6 +26,7 @@ from torchtitan_scape.methods.registry import METHODS
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
 PROFILED, BUSY_MS = 3, 150.0  # steps; longer than the host needs for one
+MODEL = "llama_1_8b"
 REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
 # Options, by name in the report. scripts/gpu/passes.py times the passes of SCAPE.
 TIMED: dict[str, dict[str, Any]] = {
@@ -134,12 +130,12 @@ def launch_microseconds(clock: Clock, launches: int) -> float:
     return 1e3 * clock(launch)["host_ms"] / launches
 
 
-def run(args: argparse.Namespace) -> None:
-    clock = clock_of(args.smoke, REPEATS)
-    shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
-    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": clock.bandwidth, "methods": {}, "profiles": {}}
+def method_steps(result: Path, smoke: bool) -> None:
+    clock = clock_of(smoke, REPEATS)
+    shapes = SMOKE if smoke else WORKLOADS[MODEL].shapes()
+    found: dict[str, Any] = {"model": MODEL, "copy_bandwidth": clock.bandwidth, "methods": {}, "profiles": {}}
     adamw = found["fused AdamW"] = dense_step("fused AdamW", shapes, clock)
-    found["launch_microseconds"] = launch_microseconds(clock, 1 if args.smoke else 100)
+    found["launch_microseconds"] = launch_microseconds(clock, 1 if smoke else 100)
     free()
     found["with clipping"] = dense_step("fused AdamW", shapes, clock, clips=True)
     for name, options in TIMED.items():
@@ -155,11 +151,6 @@ def run(args: argparse.Namespace) -> None:
             found["profiles"][name] = figures.pop("profile")
             found["methods"][name] = figures
             print(f"{name}: {figures['ms']:.3f} ms, {figures['ms'] / adamw['ms']:.2f} x fused AdamW", flush=True)
-        write(args.result, found)
+        write(result, found)
     if failed := [name for name, one in found["methods"].items() if "failed" in one]:
         raise RunError(f"not timed: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    models = dict(choices=[*WORKLOADS], default="llama_1_8b")
-    sys.exit(run_step(__doc__, {"methods": run}, {"--model": models}))

@@ -1,8 +1,5 @@
 """Every method on four ranks of one GPU: NCCL, overlap, [sharding], Muon and local updates.
 
-    python -m scripts.gpu.methods all --result FILE
-    python -m scripts.gpu.methods all --smoke --result FILE    # gloo on a CPU
-
 Each rank appears to NCCL as a host of its own, as in scripts/gpu/ranks.py. Each case trains a small network for some
 steps, the last one with a complete exchange. Afterwards the replicas' parameters must be equal bit for bit, and so must
 the outputs of all ranks for one input, which shows gathered weights. A case with overlap must have the bits of the case
@@ -10,10 +7,8 @@ without it. On a GPU, `torch.cuda.set_sync_debug_mode` counts the operations in 
 device.
 """
 
-import argparse
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +28,6 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from kernels import choose_backend
 from scripts.common import RunError, read, write
 from scripts.faults.fault_runs import free_endpoint
-from scripts.gpu.machine import run_step
 from scripts.gpu.ranks import own_host, start
 from scripts.gpu.timing import waits_of
 from topology.groups import ReplicaGroups, build_groups, build_level_groups
@@ -284,22 +278,18 @@ def verdict(row: dict[str, Any]) -> str:
     return "waits for the device" if row["waits"] and not row["may wait"] else ""
 
 
-def run_all(args: argparse.Namespace) -> None:
+def run_all(result: Path, smoke: bool) -> None:
     """Run the cases on all ranks, of which a failed one ends the others. Raises RunError if one failed."""
     error = ""
     try:
-        spawn(run_rank, (args.result, free_endpoint().partition(":")[2]), RANKS, daemon=True)
+        spawn(run_rank, (result, free_endpoint().partition(":")[2]), RANKS, daemon=True)
     except ProcessException as failure:
         print(failure, flush=True)
         error = str(failure).strip().splitlines()[-1]
-    found = (read(args.result) or {"cases": []}) | {"error": error}
-    write(args.result, found)
+    found = (read(result) or {"cases": []}) | {"error": error}
+    write(result, found)
     wrong = [f"{row['layout']}, {row['case']}: {why}" for row in found["cases"] if (why := verdict(row))]
     if missing := len(LAYOUTS) * len(CASES) - len(found["cases"]):
         wrong.append(f"{missing} cases did not run")
     if error or wrong:
         raise RunError("; ".join([error, *wrong] if error else wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, {"all": run_all}))

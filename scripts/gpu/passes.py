@@ -1,20 +1,15 @@
 """Time the passes of an optimizer step, against fused AdamW and dense AdamS; and the block codes.
 
-    python -m scripts.gpu.passes passes --model llama_1_8b --result FILE
-    python -m scripts.gpu.passes codes --result FILE
-    TRITON_INTERPRET=1 python -m scripts.gpu.passes passes --smoke --result FILE    # a tiny model, anywhere
-
 The optimizer is the product's, as the first of 8 replicas: it selects in its own run of the masks, encodes its payload
 and decodes the size of what it would receive, without a network. Reported for each pass are milliseconds (median,
 least, most), the bytes that it must move, and the bandwidth relative to a copy in the same process.
 """
 
-import argparse
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +20,6 @@ from kernels.codec.formats import FORMATS
 from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs
 from scripts.common import write
-from scripts.gpu.machine import run_step
 from scripts.gpu.timing import Clock, clock_of
 from topology.codecs import Codec
 from topology.comm_stream import Handle
@@ -210,28 +204,28 @@ def dense_step(name: str, shapes: Sequence[Shape], clock: Clock, clips: bool = F
     return clock.rates(work, least * entries, entries)
 
 
-def passes(args: argparse.Namespace) -> None:
-    clock = clock_of(args.smoke, REPEATS)
-    shapes = SMOKE if args.smoke else WORKLOADS[args.model].shapes()
-    found: dict[str, Any] = {"model": args.model, "copy_bandwidth": clock.bandwidth, "settings": [], "dense": {}}
+def passes(result: Path, smoke: bool, model: str) -> None:
+    clock = clock_of(smoke, REPEATS)
+    shapes = SMOKE if smoke else WORKLOADS[model].shapes()
+    found: dict[str, Any] = {"model": model, "copy_bandwidth": clock.bandwidth, "settings": [], "dense": {}}
     print(f"a copy moves {clock.bandwidth / 1e9:.0f} GB/s", flush=True)
     for name in DENSE:
         found["dense"][name] = dense_step(name, shapes, clock)
         free()
-    write(args.result, found)
-    for density, wire in SETTINGS[1:2] if args.smoke else SETTINGS:
+    write(result, found)
+    for density, wire in SETTINGS[1:2] if smoke else SETTINGS:
         free()
         one = measure(shapes, density, wire, clock)
         found["settings"].append(one)
-        write(args.result, found)
+        write(result, found)
         against = one["step"]["ms"] / found["dense"]["fused AdamW"]["ms"]
-        print(f"{args.model} at {density:g}, {wire}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
+        print(f"{model} at {density:g}, {wire}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
 
 
-def codes(args: argparse.Namespace) -> None:
+def codes(result: Path, smoke: bool) -> None:
     """Time the block codes. An entry moves 4 bytes and its code, and 4 more for its rounding error."""
-    clock = clock_of(args.smoke, REPEATS)
-    entries = 256 if args.smoke else CODE_ENTRIES
+    clock = clock_of(smoke, REPEATS)
+    entries = 256 if smoke else CODE_ENTRIES
     found: dict[str, Any] = {"copy_bandwidth": clock.bandwidth, "entries": entries, "codes": {}}
     x = torch.randn(1, entries, device=clock.device)
     error, total = torch.empty_like(x), torch.empty_like(x)
@@ -245,10 +239,5 @@ def codes(args: argparse.Namespace) -> None:
             "decode": clock.rates(partial(code.decode, message, total), 4 * entries + coded, entries),
             f"add up {CODE_REPLICAS}": clock.rates(partial(code.decode_and_sum, messages, total[0]), added, entries),
         }
-        write(args.result, found)
+        write(result, found)
     print(f"{len(found['codes'])} codes on {entries:,} entries", flush=True)
-
-
-if __name__ == "__main__":
-    models = dict(choices=[*WORKLOADS], default="llama_500m")
-    sys.exit(run_step(__doc__, {"passes": passes, "codes": codes}, {"--model": models}))

@@ -1,17 +1,11 @@
 """Ranks of NCCL on one GPU: the comm streams and stages of one rank, and the loss of one of two.
 
-    python -m scripts.gpu.ranks stages --result FILE
-    python -m scripts.gpu.ranks lost --result FILE        # SIGKILL of one of two ranks of the trainer
-    python -m scripts.gpu.ranks stages --smoke --result FILE    # gloo on a CPU
-
 NCCL refuses two ranks on one device of a host. With its own host name (NCCL_HOSTID) each rank appears to be on another
 host, and ranks communicate through sockets of the loopback, so that no time here says anything about NCCL.
 """
 
-import argparse
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,7 +19,7 @@ import torch.distributed as dist
 from kernels import block_code
 from scripts.common import ALONE, RunError, write
 from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone, start_process
-from scripts.gpu.machine import patience, python, run_step
+from scripts.gpu.machine import patience, python
 from scripts.gpu.timing import find_device
 from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives
@@ -65,7 +59,7 @@ def start(timeout: timedelta) -> torch.device:
     return device
 
 
-def stages(args: argparse.Namespace) -> None:
+def stages(result: Path, smoke: bool) -> None:
     """Run each stage of an exchange in a group of one rank, on both comm streams.
 
     The result must be the input, encoded and decoded if the stage has a code. Raises RunError if it is not.
@@ -101,20 +95,20 @@ def stages(args: argparse.Namespace) -> None:
         for handle in handles:
             handle.wait()
         good = found["stages"][name] = all(torch.equal(t, expected) for t in tensors)
-        write(args.result, found)
+        write(result, found)
         print(f"{name}: {'as expected' if good else 'WRONG'}", flush=True)
     dist.destroy_process_group()
     if wrong := [name for name, good in found["stages"].items() if not good]:
         raise RunError(f"not as expected: {'; '.join(wrong)}")
 
 
-def lost(args: argparse.Namespace) -> None:
+def lost(result: Path, smoke: bool) -> None:
     """Kill a rank of the trainer on two launchers without restarts. Raises RunError unless the other one names it."""
 
     def start_node(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> Any:
         return start_process(node, command, environment | own_host(node), log)
 
-    found, more = dict[str, Any](ranks=2), patience(args.smoke)
+    found, more = dict[str, Any](ranks=2), patience(smoke)
     environment = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint(), "PYTHON": python()}
     environment["PET_LOCAL_ADDR"] = "127.0.0.1"  # the machine's own name may not resolve
     arguments = [*TINY, "--training.steps=100000", "--checkpoint.no-enable", "--lr_scheduler.decay_ratio=0.1"]
@@ -129,16 +123,12 @@ def lost(args: argparse.Namespace) -> None:
         os.kill(ranks[1], signal.SIGKILL)
         seconds = seconds_until_gone(list(ranks.values()), more * GONE_SECONDS)
         found["seconds until all ranks had ended"] = round(seconds, 2)
-        write(args.result, found)
+        write(result, found)
         found["exit codes"] = launch.wait(more * END_SECONDS)
         messages = [line for line in launch.output().splitlines() if line.startswith("error: ") or "lost" in line]
         found["lost rank named"] = any("rank 1" in line for line in messages)
         found["messages"] = messages[:6]
-        write(args.result, found)
+        write(result, found)
         print(f"gone after {found['seconds until all ranks had ended']} s: {messages[:2]}", flush=True)
     if not found["lost rank named"] or 0 in found["exit codes"]:
         raise RunError(f"exit codes {found['exit codes']}; messages: {found['messages']}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, {"stages": stages, "lost": lost}))

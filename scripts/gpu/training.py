@@ -1,21 +1,15 @@
 """The trainer on one GPU: tokens/s and MFU of Llama-500M, losses of a 50 M Llama with 4 simulated replicas.
 
-    python -m scripts.gpu.training throughput scape --result FILE    # or adamw, adams, offload
-    python -m scripts.gpu.training quality --result FILE
-    python -m scripts.gpu.training quality --smoke --result FILE     # the smallest flavors, anywhere
-
 Needs TorchTitan, but no network: the text for Llama-500M and the tokenizer are in the repository, and the text of the
 losses is prepared on any machine with `python -m scripts.study.prepare_text --larger`. The tokenizer uses 4,096 of the
 32,000 entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
 """
 
-import argparse
 import contextlib
 import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
-from scripts.gpu.machine import python, run_step
+from scripts.gpu.machine import python
 from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.data.manifest import MANIFEST
@@ -142,20 +136,20 @@ def timed(form: str, smoke: bool) -> list[str]:
     ]
 
 
-def throughput(args: argparse.Namespace) -> None:
-    arguments = timed(args.form, args.smoke)
-    batch, sequence, steps = (1, 32, 3) if args.smoke else (BATCH, SEQUENCE, STEPS)
-    found: dict[str, Any] = {"form": args.form, "arguments": arguments, "batch": batch, "sequence": sequence}
+def throughput(result: Path, smoke: bool, form: str) -> None:
+    arguments = timed(form, smoke)
+    batch, sequence, steps = (1, 32, 3) if smoke else (BATCH, SEQUENCE, STEPS)
+    found: dict[str, Any] = {"form": form, "arguments": arguments, "batch": batch, "sequence": sequence}
 
     def note(runs: dict[str, Run]) -> None:
-        points, summary = runs[args.form].points(), runs[args.form].summary()
+        points, summary = runs[form].points(), runs[form].summary()
         found.update(measured(points), points=points, **{key: summary.get(key) for key in THROUGHPUT})
-        write(args.result, found)
+        write(result, found)
         if points:
             last = "step {step:.0f}: loss {loss:.3f}, {tps:,.0f} tokens/s, MFU {mfu:.1f} %"
             print(last.format(**points[-1]), flush=True)
 
-    follow({args.form: arguments}, steps, note)
+    follow({form: arguments}, steps, note)
 
 
 def measured(points: list[dict[str, float]]) -> dict[str, Any]:
@@ -195,14 +189,14 @@ def compared(smoke: bool) -> list[str]:
     return [*common, f"--validation.freq={steps // 4}", f"--sync.scape.density_warmup_steps={steps // 20}"]
 
 
-def quality(args: argparse.Namespace) -> None:
+def quality(result: Path, smoke: bool) -> None:
     """Compare methods. All runs share the GPU and begin at the same time. Raises RunError if one failed.
 
     The steps of one run of a small model wait for the host's launches; several together keep the device busy.
     """
-    common = compared(args.smoke)
-    found: dict[str, Any] = {"arguments": common, "replicas": 2 if args.smoke else REPLICAS, "runs": {}}
-    if not args.smoke:
+    common = compared(smoke)
+    found: dict[str, Any] = {"arguments": common, "replicas": 2 if smoke else REPLICAS, "runs": {}}
+    if not smoke:
         found["text"] = read(TEXT / MANIFEST)
         found["text"]["source"].pop("path", None)  # differs between machines
 
@@ -216,14 +210,9 @@ def quality(args: argparse.Namespace) -> None:
                 "tokens_per_second_beside_the_others": points[-1]["tps"] if points else None,
                 **{key: summary.get(key) for key in QUALITY},
             }
-        write(args.result, found)
+        write(result, found)
         last = {name: run["training"][-1] for name, run in found["runs"].items() if run["training"]}
         print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
 
     arguments = {name: [*common, *options] for name, options in COMPARED.items()}
-    follow(arguments, 3 if args.smoke else COMPARED_STEPS, note)
-
-
-if __name__ == "__main__":
-    forms = dict(nargs="?", choices=[*TIMED], default="scape")
-    sys.exit(run_step(__doc__, {"throughput": throughput, "quality": quality}, {"form": forms}))
+    follow(arguments, 3 if smoke else COMPARED_STEPS, note)

@@ -298,11 +298,10 @@ STEPS_OF_ALL_KINDS = {
 def test_a_failing_or_hanging_step_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    head = "import sys, time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
-    head += "result = next(a for a in sys.argv if a.startswith('--result=')).partition('=')[2]\n"
+    head = "import time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
     for name, code in STEPS_OF_ALL_KINDS.items():
-        (tmp_path / f"step_{name}.py").write_text(head + code)
-    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, f"step_{name}") for name in STEPS_OF_ALL_KINDS)
+        (tmp_path / f"step_{name}.py").write_text(f"{head}def run(result, smoke):\n    {code}\n")
+    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, f"step_{name}:run") for name in STEPS_OF_ALL_KINDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "PARTS", {"correctness": steps})
     monkeypatch.setattr(check, "POLL", 0.05)
