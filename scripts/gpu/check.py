@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, names, read, run_command, write
-from scripts.gpu.machine import END_SECONDS, clocks, end_group, facts, folder_of, patience, python, sources
+from scripts.gpu.machine import clocks, facts, folder_of, patience, sources
+from scripts.gpu.processes import END_SECONDS, POLL, end_group, python
 from scripts.gpu.report import RESULTS_FILE, write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
-POLL = 0.5
 CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 
 

@@ -6,17 +6,15 @@ context fails the cases of one process only.
 
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, write
-from scripts.gpu.machine import end_group
+from scripts.common import RunError, write
+from scripts.gpu.processes import program, run_limited, run_together
 
 PROCESSES = 10
 TESTS = "tests/gpu"
@@ -28,7 +26,6 @@ SANITIZED = (
 )
 SANITIZER_SECONDS = 120.0  # a case
 HANG_SECONDS = 60
-POLL = 0.5
 
 
 def command(*more: str) -> list[str]:
@@ -37,13 +34,8 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", hangs, *more]
 
 
-def environment(smoke: bool, **more: str) -> dict[str, str]:
-    return {**os.environ, "SCAPE_GPU_TESTS": "smoke" if smoke else "1", **more}
-
-
-def outcomes(texts: list[str]) -> dict[str, Any]:
-    """Return the outcomes that all pytest processes have printed so far."""
-    found = [match for text in texts for match in OUTCOME.findall(text)]
+def outcomes(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the figures of tests and their outcomes, as pytest prints them."""
     counts = Counter(outcome for _, outcome in found)
     return {
         "passed": counts["PASSED"],
@@ -55,53 +47,20 @@ def outcomes(texts: list[str]) -> dict[str, Any]:
 def tests(result: Path, smoke: bool) -> None:
     """Run the tests. Raises RunError if a test or a process failed."""
     cores = os.cpu_count() or 1
-    count = 1 if smoke else min(PROCESSES, cores)
-    threads = str(max(1, cores // count))  # otherwise each process uses all cores for its work on the host
-    begin, running, shown, before = time.monotonic(), [], set[int](), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as scratch:
-        logs = [Path(scratch, f"{i}.log") for i in range(count)]
-        for i, log in enumerate(logs):
-            with open(log, "wb") as file:
-                env = environment(smoke, SCAPE_GPU_SHARE=f"{i}/{count}", OMP_NUM_THREADS=threads)
-                running.append(subprocess.Popen(command(TESTS), cwd=ROOT, env=env, stdout=file, stderr=file))
-        codes: list[int | None] = [None]
-        while None in codes:
-            time.sleep(POLL)
-            codes = [process.poll() for process in running]
-            texts = [log.read_text(errors="replace") for log in logs]
-            found = outcomes(texts)
-            if found != before or None not in codes:
-                before = found
-                times = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes}
-                write(result, times | found)
-                print(f"{found['passed']} passed, {len(found['failed'])} failed", flush=True)
-            for i, (code, text) in enumerate(zip(codes, texts, strict=True)):  # at once: others may not end in time
-                if i not in shown and (code or "Timeout (" in text):
-                    shown.add(i)
-                    print(text[-8000:], flush=True)
-    wrong = sum(map(bool, codes))
-    if wrong or not found["passed"]:
-        raise RunError(f"{len(found['failed'])} tests failed, {wrong} of {count} processes ended badly")
+    count, begin = 1 if smoke else min(PROCESSES, cores), time.monotonic()
+    common = {"SCAPE_GPU_TESTS": "smoke" if smoke else "1"}
+    common["OMP_NUM_THREADS"] = str(max(1, cores // count))  # otherwise each process uses all cores on the host
+    commands = {f"process {i}": (command(TESTS), common | {"SCAPE_GPU_SHARE": f"{i}/{count}"}) for i in range(count)}
 
+    def note(found: dict[str, list[tuple[str, str]]], codes: list[int | None]) -> None:
+        whole = outcomes([one for of_process in found.values() for one in of_process])
+        times = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes}
+        write(result, times | whole)
+        print(f"{whole['passed']} passed, {len(whole['failed'])} failed", flush=True)
 
-def ended(command: list[str], env: dict[str, str], seconds: float) -> tuple[str, int]:
-    """Return a command's output and exit code; -1 if it was ended after the limit, with its process group."""
-    with tempfile.TemporaryFile("w+") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
-        late, code = "", -1
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            late = f"\nnot done within {seconds:g} s"
-        finally:
-            end_group(process)
-        file.seek(0)
-        return file.read() + late, code
-
-
-def program(name: str) -> str | None:
-    """Return the path of a program of the CUDA toolkit, which need not be in PATH."""
-    return shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+    texts = run_together(commands, OUTCOME.findall, note)
+    if not outcomes(OUTCOME.findall("".join(texts.values())))["passed"]:
+        raise RunError("no test has passed")
 
 
 def sanitizer(result: Path, smoke: bool) -> None:
@@ -112,12 +71,12 @@ def sanitizer(result: Path, smoke: bool) -> None:
         return
     cases: list[dict[str, Any]] = []
     # Without the cache each tensor is its own allocation, so that accesses beyond its end are detected.
-    env = environment(False, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    environment = {"SCAPE_GPU_TESTS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for case in SANITIZED:
         begin = time.monotonic()
         # Failed API calls are no error: torch and Triton probe the device.
         check = [checker, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
-        output, code = ended(check, env, SANITIZER_SECONDS)
+        output, code = run_limited(check, SANITIZER_SECONDS, **environment)
         said = (re.findall(r"ERROR SUMMARY: .*", output) or [output[-300:]])[-1]
         cases.append({"test": case, "exit_code": code, "said": said, "seconds": time.monotonic() - begin})
         write(result, {"program": checker, "cases": cases})

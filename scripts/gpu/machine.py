@@ -1,35 +1,18 @@
-"""Device and software of a result, and processes of the GPU check."""
+"""Device, software and clocks of a result."""
 
-import contextlib
 import hashlib
 import json
 import os
 import platform
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scripts.common import ROOT, commit, package_version, versions
 
-END_SECONDS = 10.0  # for a process to end after SIGTERM
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
-
-
-def python() -> str:
-    """Return the interpreter for other processes."""
-    return os.environ.get("PYTHON", sys.executable)
-
-
-def end_group(process: "subprocess.Popen[Any]") -> None:
-    """End a process that leads a group, and the group: first by SIGTERM, so that it can end other groups."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(END_SECONDS)
 
 
 def facts() -> dict[str, Any]:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from scripts.common import RunError, read, write
-from scripts.gpu.correctness import ended, environment, program
-from scripts.gpu.machine import python
 from scripts.gpu.passes import Passes, least_bytes, scape
+from scripts.gpu.processes import program, python, run_limited
 from scripts.gpu.timing import find_device
 from torchtitan_scape.core.workloads import WORKLOADS
 
@@ -89,7 +88,7 @@ def count(result: Path, smoke: bool) -> None:
     work = [python(), "-m", "scripts.gpu.step", "scripts.gpu.memory_traffic:run_passes", f"--result={part}"]
     metrics = ["--metrics", ",".join(METRICS.values())]
     profile = [profiler, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw", *metrics]
-    output, code = ended([*profile, *work], environment(False), SECONDS)
+    output, code = run_limited([*profile, *work], SECONDS)
     if code:
         raise RunError(f"ncu ended with exit code {code}:\n{output[-3000:]}")
     found = {"model": MODEL, "density": DENSITY, "wire": WIRE, **read(part)}

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from kernels import block_code
 from scripts.common import ALONE, RunError, write
 from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone, start_process
-from scripts.gpu.machine import patience, python
+from scripts.gpu.machine import patience
+from scripts.gpu.processes import python
 from scripts.gpu.timing import find_device
 from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives

@@ -5,19 +5,15 @@ losses is prepared on any machine with `python -m scripts.study.prepare_text --l
 32,000 entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
 """
 
-import contextlib
-import os
 import re
 import statistics
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
-from scripts.gpu.machine import python
+from scripts.gpu.processes import python, run_together
 from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.data.manifest import MANIFEST
@@ -57,66 +53,37 @@ COMPARED_STEPS = 700  # of 16,384 tokens
 # Keys of the trainer's summary that `throughput` and `quality` store.
 THROUGHPUT = ("seconds_by_phase", "peak_memory_bytes", "predicted_memory_bytes")
 QUALITY = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
-POLL = 1.0
 
 
-class Run:
-    """A process of the trainer without other ranks, and its log."""
-
-    def __init__(self, arguments: list[str], folder: str) -> None:
-        self._log, self._summary = Path(folder, "run.log"), Path(folder, "summary.json")
-        command = [python(), "-m", "torchtitan_scape.train", *arguments, f"--job.dump_folder={folder}"]
-        with open(self._log, "wb") as file:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ALONE, stdout=file, stderr=file)
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.process.poll() is None:  # cut off
-            print(self.text()[-2000:], flush=True)
-        self.process.kill()
-        self.process.wait()
-
-    def text(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def points(self) -> list[dict[str, float]]:
-        """Return the figures of the log's lines."""
-        found = [match.groupdict() for match in LOGGED.finditer(self.text())]
-        return [{key: float(value.replace(",", "")) for key, value in one.items()} for one in found]
-
-    def validated(self) -> list[list[float]]:
-        return [[float(match["step"]), float(match["loss"])] for match in VALIDATED.finditer(self.text())]
-
-    def summary(self) -> dict[str, Any]:
-        return read(self._summary) or {}
+def parse(text: str) -> dict[str, Any]:
+    """Return the figures of a log's lines, and the (step, loss) of validations."""
+    points = [
+        {key: float(value.replace(",", "")) for key, value in match.groupdict().items()}
+        for match in LOGGED.finditer(text)
+    ]
+    return {"points": points, "validation": [[float(step), float(loss)] for step, loss in VALIDATED.findall(text)]}
 
 
-def follow(arguments: dict[str, list[str]], steps: int, note: Callable[[dict[str, Run]], None]) -> None:
-    """Run the trainer with each of the arguments, all at the same time; call `note` when their logs have grown.
+def train(arguments: dict[str, list[str]], steps: int, note: Callable[[dict[str, Any]], None]) -> None:
+    """Run the trainer with each of the arguments, without other ranks, all at the same time.
 
-    Raises RunError if one failed, or its log ends before the last step.
+    `note` receives the figures of the logs, and the summaries, when they have changed. Raises RunError if a run failed,
+    or if its log ends before the last step.
     """
-    before, shown, ended = 0, set[str](), False
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        runs = {name: stack.enter_context(Run(own, tempfile.mkdtemp(dir=scratch))) for name, own in arguments.items()}
-        while not ended:
-            time.sleep(POLL)
-            ended = all(run.process.poll() is not None for run in runs.values())
-            for name, run in runs.items():
-                if run.process.poll() and name not in shown:  # at once: the step may be cut off before the others end
-                    shown.add(name)
-                    print(f"{name} ended with exit code {run.process.returncode}:\n{run.text()[-3000:]}", flush=True)
-            points = sum(len(run.points()) for run in runs.values())
-            if points != before or ended:
-                before = points
-                note(runs)
-        for name, run in runs.items():
-            if code := run.process.returncode:
-                raise RunError(f"{name} ended with exit code {code}; the end of its log is above")
-            if [point["step"] for point in run.points()][-1:] != [steps]:
-                raise RunError(f"the log of {name} ends before step {steps}:\n{run.text()[-3000:]}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: Path(scratch, str(number)) for number, name in enumerate(arguments)}
+        commands = {
+            name: ([python(), "-m", "torchtitan_scape.train", *own, f"--job.dump_folder={folders[name]}"], ALONE)
+            for name, own in arguments.items()
+        }
+
+        def note_with_summaries(found: dict[str, Any], codes: list[int | None]) -> None:
+            summaries = {name: read(folder / "summary.json") or {} for name, folder in folders.items()}
+            note({name: one | {"summary": summaries[name]} for name, one in found.items()})
+
+        for name, text in run_together(commands, parse, note_with_summaries).items():
+            if [point["step"] for point in parse(text)["points"]][-1:] != [steps]:
+                raise RunError(f"the log of {name} ends before step {steps}:\n{text[-3000:]}")
 
 
 def timed(form: str, smoke: bool) -> list[str]:
@@ -141,15 +108,15 @@ def throughput(result: Path, smoke: bool, form: str) -> None:
     batch, sequence, steps = (1, 32, 3) if smoke else (BATCH, SEQUENCE, STEPS)
     found: dict[str, Any] = {"form": form, "arguments": arguments, "batch": batch, "sequence": sequence}
 
-    def note(runs: dict[str, Run]) -> None:
-        points, summary = runs[form].points(), runs[form].summary()
+    def note(runs: dict[str, Any]) -> None:
+        points, summary = runs[form]["points"], runs[form]["summary"]
         found.update(measured(points), points=points, **{key: summary.get(key) for key in THROUGHPUT})
         write(result, found)
         if points:
             last = "step {step:.0f}: loss {loss:.3f}, {tps:,.0f} tokens/s, MFU {mfu:.1f} %"
             print(last.format(**points[-1]), flush=True)
 
-    follow({form: arguments}, steps, note)
+    train({form: arguments}, steps, note)
 
 
 def measured(points: list[dict[str, float]]) -> dict[str, Any]:
@@ -200,13 +167,13 @@ def quality(result: Path, smoke: bool) -> None:
         found["text"] = read(TEXT / MANIFEST)
         found["text"]["source"].pop("path", None)  # differs between machines
 
-    def note(runs: dict[str, Run]) -> None:
+    def note(runs: dict[str, Any]) -> None:
         for name, run in runs.items():
-            points, summary = run.points(), run.summary()
+            points, summary = run["points"], run["summary"]
             found["runs"][name] = {
                 "options": COMPARED[name],
                 "training": [[point["step"], point["loss"]] for point in points],
-                "validation": run.validated(),
+                "validation": run["validation"],
                 "tokens_per_second_beside_the_others": points[-1]["tps"] if points else None,
                 **{key: summary.get(key) for key in QUALITY},
             }
@@ -215,4 +182,4 @@ def quality(result: Path, smoke: bool) -> None:
         print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
 
     arguments = {name: [*common, *options] for name, options in COMPARED.items()}
-    follow(arguments, 3 if smoke else COMPARED_STEPS, note)
+    train(arguments, 3 if smoke else COMPARED_STEPS, note)

@@ -15,8 +15,9 @@ import torch
 from scripts.common import RESULTS, ROOT, read, write
 from scripts.gpu import check, machine, methods, timing
 from scripts.gpu.check import Step
-from scripts.gpu.correctness import ended, outcomes
+from scripts.gpu.correctness import OUTCOME, outcomes
 from scripts.gpu.method_steps import PROFILED, gaps
+from scripts.gpu.processes import run_limited
 from scripts.gpu.report import write_report
 from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
 from tests import server
@@ -248,7 +249,7 @@ def test_output_of_pytest_and_the_trainer_is_parsed() -> None:
 tests/gpu/test_gpu.py::test_b FAILED                                    [ 75%]
 tests/gpu/test_gpu.py::test_c SKIPPED (only a GPU can show it)          [100%]
 FAILED tests/gpu/test_gpu.py::test_b - assert 0"""
-    found = outcomes([text, ""])
+    found = outcomes(OUTCOME.findall(text))
     assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, ["tests/gpu/test_gpu.py::test_b"])
     line = "[titan] - root - INFO - step: 20  loss:  8.63301  grad_norm:  1.2  memory: 40.65GiB(51.1%)  tps: 129,061  "
     match = LOGGED.search(line + "tflops: 400.10  mfu: 41.90%")
@@ -278,13 +279,13 @@ def test_stored_results_come_from_a_gpu() -> None:
 
 
 def test_a_hanging_case_keeps_its_output_and_leaves_no_process() -> None:
-    output, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
+    output, code = run_limited(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], 0.5)
     assert code == -1 and output.startswith("begun\n") and output.endswith("not done within 0.5 s")
     with pytest.raises(ProcessLookupError):
         for _ in range(50):  # killed processes need a moment to end
             os.kill(int(output.split()[1]), 0)
             time.sleep(0.1)
-    assert ended(["sh", "-c", "echo done; exit 9"], dict(os.environ), 60.0) == ("done\n", 9)
+    assert run_limited(["sh", "-c", "echo $SAID; exit 9"], 60.0, SAID="done") == ("done\n", 9)
 
 
 STEPS_OF_ALL_KINDS = {
