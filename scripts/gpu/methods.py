@@ -10,7 +10,6 @@ device.
 import hashlib
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
@@ -52,11 +51,7 @@ LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exch
 TIMEOUT = timedelta(seconds=420)  # of a collective
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamS": AdamS,
-    "AdamW": partial(torch.optim.AdamW, fused=True),
-    "Muon": Muon,
-}
+OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": Muon}
 # Options with which a method compresses from an early step on.
 OPTIONS: dict[str, dict[str, Any]] = {
     "scape": {"density": 0.1, "density_warmup_steps": 2, "wire": "int4"},
@@ -108,7 +103,7 @@ class Case:
         return waits or "tagc" in self.sharding
 
 
-SPARSE = TagcShardingOptions(min_entries=1024)
+INT8 = {"weights": "int8", "gradients": "int8"}
 CASES: dict[str, Case] = {
     **{
         name: Case(name, OPTIONS.get(name, {}), "AdamS" if "AdamS" in entry.optimizers else entry.optimizers[0])
@@ -128,12 +123,10 @@ CASES: dict[str, Case] = {
     "diloco, sharded": Case("diloco", OPTIONS["diloco"], shard=2),
     "dense, sharded": Case(shard=2),
     "dense, sharded, overlap": Case(shard=2, overlap=True),
-    "[sharding] int8": Case(shard=2, sharding={"weights": "int8", "gradients": "int8"}),
-    "[sharding] int8, int4, stochastic": Case(
-        shard=4, sharding={"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
-    ),
-    "[sharding.levels] int8": Case(shard=2, levels=True, sharding={"weights": "int8", "gradients": "int8"}),
-    "[sharding] tagc": Case(shard=4, sharding={"gradients": "tagc", "tagc": SPARSE}),
+    "[sharding] int8": Case(shard=2, sharding=INT8),
+    "[sharding] int8, int4, stochastic": Case(shard=4, sharding=INT8 | {"gradients": "int4", "rounding": "stochastic"}),
+    "[sharding.levels] int8": Case(shard=2, levels=True, sharding=INT8),
+    "[sharding] tagc": Case(shard=4, sharding={"gradients": "tagc", "tagc": TagcShardingOptions(min_entries=1024)}),
 }
 
 
@@ -223,8 +216,8 @@ def train(case: Case, layout: Layout, hierarchical: bool, device: torch.device) 
                 optimizer.prepare_last_backward()
             x = torch.randn(BATCH, WIDTH, generator=generator).to(device)
             (model(x).square().mean() / (MICRO_BATCHES * RANKS)).backward()
-        waited = waits_of(optimizer.step, device)
-        waits += waited if step > WARM else []
+        lines = waits_of(optimizer.step, device)
+        waits += lines if step > WARM else []
         optimizer.zero_grad()
     optimizer.finish_previous_step()
     optimizer.check_consistency(STEPS)
@@ -291,5 +284,5 @@ def run_all(result: Path, smoke: bool) -> None:
     wrong = [f"{row['layout']}, {row['case']}: {why}" for row in found["cases"] if (why := verdict(row))]
     if missing := len(LAYOUTS) * len(CASES) - len(found["cases"]):
         wrong.append(f"{missing} cases did not run")
-    if error or wrong:
-        raise RunError("; ".join([error, *wrong] if error else wrong))
+    if failures := [text for text in (error, *wrong) if text]:
+        raise RunError("; ".join(failures))

@@ -62,6 +62,10 @@ def clock_range(samples: Sequence[dict[str, float]]) -> str:
     return f"{min(found):.0f} to {max(found):.0f}" + (f" of {most:.0f}" if most else "") if found else "-"
 
 
+def joined(texts: Sequence[str]) -> str:
+    return ", ".join(texts) or "-"
+
+
 def correctness(results: dict[str, Any]) -> Iterator[str]:
     if tests := results.get("tests"):
         failed = "".join(f"\n- failed: `{name}`" for name in tests["failed"])
@@ -100,10 +104,9 @@ def pass_rows(first: Row, passes: dict[str, Any]) -> list[Row]:
 
 
 def speed(results: dict[str, Any]) -> Iterator[str]:
-    rates = {name: one["copy_bandwidth"] for name, one in results.items() if "copy_bandwidth" in one}
-    if rates:
-        copies = "; ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
-        yield f"A copy on the device, read and written: {copies}."
+    rates = {name: one["copy_bandwidth"] / 1e9 for name, one in results.items() if "copy_bandwidth" in one}
+    if copies := [f"{name} {rate:.0f} GB/s" for name, rate in rates.items()]:
+        yield f"A copy on the device, read and written: {'; '.join(copies)}."
     compared, rows = [], []
     for result in (one for name, one in results.items() if name.startswith("passes")):
         rows += pass_rows({"model": result["model"], "density, wire": "dense"}, result["dense"])
@@ -168,7 +171,7 @@ def method_rows(steps: dict[str, Any]) -> list[Row]:
                 f"against fused AdamW (at most {TARGETS['method']:g})": f"{against:.2f}",
                 "host, ms": f"{one['host_ms']:.1f}",
                 **{phase: number(phases.get(phase)) for phase in ("check", "clip", "exchange", "update")},
-                "waits for the device at": ", ".join(one.get("waits", ())) or "-",
+                "waits for the device at": joined(one.get("waits", ())),
             }
         )
     return rows
@@ -176,20 +179,17 @@ def method_rows(steps: dict[str, Any]) -> list[Row]:
 
 def launch_rows(profiles: dict[str, Any], kernels: int = 5) -> list[Row]:
     """Return launches, gaps and the kernels that take longest."""
-    rows = []
-    for name, found in profiles.items():
-        longest = [f"`{kernel}` {ms:.2f}" for kernel, ms in found["ms_by_kernel"].items()][:kernels]
-        rows.append(
-            {
-                "step": name,
-                "launches": f"{found['launches']:.0f}",
-                "busy, ms": f"{found['busy_ms']:.1f}",
-                "gaps, ms": f"{found['gaps_ms']:.2f}",
-                "longest gap, ms": f"{found['longest_gap_ms']:.3f}",
-                "kernels, ms": ", ".join(longest) or "-",
-            }
-        )
-    return rows
+    return [
+        {
+            "step": name,
+            "launches": f"{found['launches']:.0f}",
+            "busy, ms": f"{found['busy_ms']:.1f}",
+            "gaps, ms": f"{found['gaps_ms']:.2f}",
+            "longest gap, ms": f"{found['longest_gap_ms']:.3f}",
+            "kernels, ms": joined([f"`{kernel}` {ms:.2f}" for kernel, ms in found["ms_by_kernel"].items()][:kernels]),
+        }
+        for name, found in profiles.items()
+    ]
 
 
 def traffic_rows(counted: dict[str, Any], least: dict[str, float]) -> list[Row]:
@@ -297,7 +297,7 @@ def methods(results: dict[str, Any]) -> Iterator[str]:
                     "case": row["case"],
                     "replicas equal": "yes" if row["equal"] else "NO",
                     "waits for the device": number(row["waits"], ".0f") + ("" if row["may wait"] else " (at most 0)"),
-                    "at": ", ".join(row.get("where", ())) or "-",
+                    "at": joined(row.get("where", ())),
                     "s": number(row["seconds"]),
                 }
                 for row in found["cases"]
