@@ -74,7 +74,7 @@ PARTS = {
 
 
 def take(step: Step, limit: float, smoke: bool, log: Path, keep: Callable[[dict[str, Any]], None]) -> str:
-    """Run a step and return its status. `keep` receives its record at the start, at the end, and with each new result."""
+    """Run a step and return its status. `keep` receives its record at the start, with each result, and at the end."""
     begin, begun = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     record: dict[str, Any] = {"status": "cut off", "limit_seconds": limit, "result": None}  # if this process is killed
     samples: list[dict[str, float]] = []
