@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
@@ -36,54 +35,43 @@ PART_SECONDS = 480.0  # at most; the limits of the steps together if these are l
 CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 
 
-@dataclass(frozen=True)
-class Step:
-    """seconds: lowest time limit. call: function and arguments for `scripts.gpu.step`."""
-
-    name: str
-    seconds: float
-    call: str
-
-
-# By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
-PARTS = {
-    "correctness": (
-        Step("tests", 360, "scripts.gpu.correctness:tests"),
-        Step("sanitizer", 110, "scripts.gpu.correctness:sanitizer"),
-    ),
-    "speed": (
-        Step("passes-500m", 120, "scripts.gpu.passes:passes llama_500m"),
-        Step("passes-1.8b", 150, "scripts.gpu.passes:passes llama_1_8b"),
-        Step("methods", 180, "scripts.gpu.method_steps:method_steps"),
-        Step("traffic", 95, "scripts.gpu.memory_traffic:count"),
-        Step("codes", 60, "scripts.gpu.passes:codes"),
-    ),
-    "training": (
-        Step("throughput-adamw", 150, "scripts.gpu.training:throughput adamw"),  # compiles for the others too
-        Step("throughput-scape", 100, "scripts.gpu.training:throughput scape"),
-        Step("throughput-adams", 80, "scripts.gpu.training:throughput adams"),
-        Step("offload", 75, "scripts.gpu.training:throughput offload"),
-    ),
-    "losses": (Step("quality", 470, "scripts.gpu.training:quality"),),
-    "ranks": (
-        Step("stages", 40, "scripts.gpu.ranks:stages"),
-        Step("lost-rank", 130, "scripts.gpu.ranks:lost"),
-    ),
-    "methods": (Step("methods", 440, "scripts.gpu.methods:run_all"),),
+# By importance: the lowest time limit of each step in seconds, and its function and arguments for `scripts.gpu.step`.
+# The limits may exceed the part's: the last steps then have less time, or are not started.
+PARTS: dict[str, dict[str, tuple[float, str]]] = {
+    "correctness": {
+        "tests": (360, "scripts.gpu.correctness:tests"),
+        "sanitizer": (110, "scripts.gpu.correctness:sanitizer"),
+    },
+    "speed": {
+        "passes-500m": (120, "scripts.gpu.passes:passes llama_500m"),
+        "passes-1.8b": (150, "scripts.gpu.passes:passes llama_1_8b"),
+        "methods": (180, "scripts.gpu.method_steps:method_steps"),
+        "traffic": (95, "scripts.gpu.memory_traffic:count"),
+        "codes": (60, "scripts.gpu.passes:codes"),
+    },
+    "training": {
+        "throughput-adamw": (150, "scripts.gpu.training:throughput adamw"),  # compiles for the others too
+        "throughput-scape": (100, "scripts.gpu.training:throughput scape"),
+        "throughput-adams": (80, "scripts.gpu.training:throughput adams"),
+        "offload": (75, "scripts.gpu.training:throughput offload"),
+    },
+    "losses": {"quality": (470, "scripts.gpu.training:quality")},
+    "ranks": {"stages": (40, "scripts.gpu.ranks:stages"), "lost-rank": (130, "scripts.gpu.ranks:lost")},
+    "methods": {"methods": (440, "scripts.gpu.methods:run_all")},
 }
 
 
-def take(step: Step, limit: float, smoke: bool, log: Path, keep: Callable[[dict[str, Any]], None]) -> str:
-    """Run a step and return its status. `keep` receives its record at the start, with each result, and at the end."""
+def take(call: str, limit: float, smoke: bool, log: Path, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run a step and return its record. `keep` receives it at the start, with each result, and at the end."""
     begin, begun = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     record: dict[str, Any] = {"status": "cut off", "limit_seconds": limit, "result": None}  # if this process is killed
     samples: list[dict[str, float]] = []
     keep(record)
     with tempfile.TemporaryDirectory() as scratch, open(log, "a") as output, open(log) as shown:
-        print(f"== {step.name}", file=output, flush=True)
+        print(f"== {call}", file=output, flush=True)
         shown.seek(0, os.SEEK_END)
         result, seen, status = Path(scratch, "result.json"), 0, ""
-        command = [python(), "-m", "scripts.gpu.step", *step.call.split(), f"--result={result}"] + ["--smoke"] * smoke
+        command = [python(), "-m", "scripts.gpu.step", *call.split(), f"--result={result}"] + ["--smoke"] * smoke
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None and not status:
@@ -100,9 +88,9 @@ def take(step: Step, limit: float, smoke: bool, log: Path, keep: Callable[[dict[
             print(shown.read(), end="", flush=True)
         record["status"] = status or ("passed" if process.returncode == 0 else "failed")
         record |= {"seconds": round(time.monotonic() - begin, 1), "begun": begun, "result": read(result)}
-        keep(record | {"clocks": [sample for sample in samples if len(sample) > 1]})
-    print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
-    return str(record["status"])
+        record["clocks"] = [sample for sample in samples if len(sample) > 1]
+        keep(record)
+    return record
 
 
 @contextlib.contextmanager
@@ -122,11 +110,11 @@ def machine() -> dict[str, Any]:
         return pool.submit(facts).result()
 
 
-def chosen(part: str, only: str) -> list[Step]:
-    known = {step.name: step for step in PARTS[part]}
+def chosen(part: str, only: str) -> dict[str, tuple[float, str]]:
+    known = PARTS[part]
     if unknown := [name for name in names(only) if name not in known]:
         raise ValueError(f"--only {unknown[0]}: {part} has no such step, only {', '.join(known)}")
-    return [step for step in PARTS[part] if not only or step.name in names(only)]
+    return {name: step for name, step in known.items() if not only or name in names(only)}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,17 +143,19 @@ def run(args: argparse.Namespace) -> int:
             except Exception as error:  # it can be made later; the remaining steps cannot
                 print(f"no report: {error!r}", flush=True)
 
-    together = min(PART_SECONDS, sum(step.seconds for step in PARTS[args.part]) + 2 * END_SECONDS)
-    passed = 0
-    for number, step in enumerate(steps, 1):
+    together = min(PART_SECONDS, sum(seconds for seconds, _ in PARTS[args.part].values()) + 2 * END_SECONDS)
+    passed, remaining = 0, sum(seconds for seconds, _ in steps.values())
+    for number, (name, (seconds, call)) in enumerate(steps.items(), 1):
         left = more * together - (time.monotonic() - begin) - END_SECONDS
         if left < END_SECONDS:
-            keep(step.name, {"status": "no time left", "result": None})
+            keep(name, {"status": "no time left", "result": None})
             continue
-        share = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
-        limit = min(max(more * step.seconds, share), left)
-        print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
-        passed += take(step, limit, args.smoke, log, partial(keep, step.name)) == "passed"
+        limit = min(max(more * seconds, left * seconds / remaining), left)
+        remaining -= seconds
+        print(f"{args.part} {number}/{len(steps)}: {name}, at most {limit:.0f} s", flush=True)
+        record = take(call, limit, args.smoke, log, partial(keep, name))
+        passed += record["status"] == "passed"
+        print(f"{name}: {record['status']} after {record['seconds']} s", flush=True)
     print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
     return 0 if passed == len(steps) else 1
 

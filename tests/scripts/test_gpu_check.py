@@ -14,7 +14,6 @@ import torch
 
 from scripts.common import RESULTS, ROOT, read, write
 from scripts.gpu import check, machine, methods, timing
-from scripts.gpu.check import Step
 from scripts.gpu.correctness import OUTCOME, outcomes
 from scripts.gpu.method_steps import PROFILED, gaps
 from scripts.gpu.processes import run_limited
@@ -302,7 +301,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     head = "import time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
     for name, code in STEPS_OF_ALL_KINDS.items():
         (tmp_path / f"step_{name}.py").write_text(f"{head}def run(result, smoke):\n    {code}\n")
-    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, f"step_{name}:run") for name in STEPS_OF_ALL_KINDS)
+    steps = {name: (0.2 if name == "endless" else 3.0, f"step_{name}:run") for name in STEPS_OF_ALL_KINDS}
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "PARTS", {"correctness": steps})
     monkeypatch.setattr(check, "POLL", 0.05)
