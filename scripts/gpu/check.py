@@ -19,15 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.common import OUTPUTS, RESULTS, ROOT, names, read, run_command, write
-from scripts.gpu.machine import clocks, facts, folder_of, patience, sources
+from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
+from scripts.gpu.machine import clocks, folder_of, patience, sources
 from scripts.gpu.processes import END_SECONDS, POLL, end_group, python
 from scripts.gpu.report import RESULTS_FILE, write_report
 
@@ -105,9 +103,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return `facts` from another process, which then releases the device."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(facts).result()
+    """Return what `scripts.gpu.machine.facts` stores, in another process, which then releases the device."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch, "facts.json")
+        command = [python(), "-m", "scripts.gpu.step", "scripts.gpu.machine:facts", f"--result={result}"]
+        if subprocess.run(command, cwd=ROOT, timeout=180).returncode:
+            raise RunError("no facts about the device; the reason is above")
+        return dict(read(result))
 
 
 def chosen(part: str, only: str) -> dict[str, tuple[float, str]]:

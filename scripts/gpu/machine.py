@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, commit, package_version, versions
+from scripts.common import ROOT, commit, package_version, versions, write
 
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
 
 
-def facts() -> dict[str, Any]:
-    """Return device and software: the first GPU, or the CPU if there is none.
+def facts(result: Path, smoke: bool) -> None:
+    """Store device and software: the first GPU, or the CPU if there is none.
 
     nominal_bandwidth is in bytes/s, 0 if unknown.
     """
@@ -35,12 +35,13 @@ def facts() -> dict[str, Any]:
             "driver": _driver(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-    return found | {
+    found |= {
         "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
         "versions": versions() | {name: package_version(name) for name in ("triton", "numpy", "pytest")},
     }
+    write(result, found)
 
 
 def patience(smoke: bool) -> float:
