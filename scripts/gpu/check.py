@@ -13,78 +13,64 @@ is 1 if a step failed or was cut off.
 import argparse
 import contextlib
 import fcntl
-import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
-from scripts.gpu.machine import clocks, folder_of, patience, python, sources
+from scripts.gpu.machine import clocks, folder_of, patience, sources
+from scripts.gpu.processes import END_SECONDS, POLL, end_group, python
 from scripts.gpu.report import RESULTS_FILE, write_report
 
 PART_SECONDS = 480.0  # at most; the limits of the steps together if these are lower
-END_SECONDS = 10.0  # for a step to end its processes after its limit
-POLL = 0.5
 CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 
 
-@dataclass(frozen=True)
-class Step:
-    """seconds: lowest time limit. arguments: of `python -m`, which receives --result and --smoke too."""
-
-    name: str
-    seconds: float
-    arguments: tuple[str, ...]
-
-
-# By importance. The limits may exceed the part's: the last steps then have less time, or are not started.
-PARTS = {
-    "correctness": (
-        Step("tests", 360, ("scripts.gpu.correctness", "tests")),
-        Step("sanitizer", 110, ("scripts.gpu.correctness", "sanitizer")),
-    ),
-    "speed": (
-        Step("passes-500m", 120, ("scripts.gpu.passes", "passes", "--model=llama_500m")),
-        Step("passes-1.8b", 150, ("scripts.gpu.passes", "passes", "--model=llama_1_8b")),
-        Step("methods", 180, ("scripts.gpu.method_steps",)),
-        Step("traffic", 95, ("scripts.gpu.memory_traffic", "count")),
-        Step("codes", 60, ("scripts.gpu.passes", "codes")),
-    ),
-    "training": (
-        Step("throughput-adamw", 150, ("scripts.gpu.training", "throughput", "adamw")),  # compiles for the others too
-        Step("throughput-scape", 100, ("scripts.gpu.training", "throughput", "scape")),
-        Step("throughput-adams", 80, ("scripts.gpu.training", "throughput", "adams")),
-        Step("offload", 75, ("scripts.gpu.training", "throughput", "offload")),
-    ),
-    "losses": (Step("quality", 470, ("scripts.gpu.training", "quality")),),
-    "ranks": (
-        Step("stages", 40, ("scripts.gpu.ranks", "stages")),
-        Step("lost-rank", 130, ("scripts.gpu.ranks", "lost")),
-    ),
-    "methods": (Step("methods", 440, ("scripts.gpu.methods", "all")),),
+# By importance: the lowest time limit of each step in seconds, and its function and arguments for `scripts.gpu.step`.
+# The limits may exceed the part's: the last steps then have less time, or are not started.
+PARTS: dict[str, dict[str, tuple[float, str]]] = {
+    "correctness": {
+        "tests": (360, "scripts.gpu.correctness:tests"),
+        "sanitizer": (110, "scripts.gpu.correctness:sanitizer"),
+    },
+    "speed": {
+        "passes-500m": (120, "scripts.gpu.passes:passes llama_500m"),
+        "passes-1.8b": (150, "scripts.gpu.passes:passes llama_1_8b"),
+        "methods": (180, "scripts.gpu.method_steps:method_steps"),
+        "traffic": (95, "scripts.gpu.memory_traffic:count"),
+        "codes": (60, "scripts.gpu.passes:codes"),
+    },
+    "training": {
+        "throughput-adamw": (150, "scripts.gpu.training:throughput adamw"),  # compiles for the others too
+        "throughput-scape": (100, "scripts.gpu.training:throughput scape"),
+        "throughput-adams": (80, "scripts.gpu.training:throughput adams"),
+        "offload": (75, "scripts.gpu.training:throughput offload"),
+    },
+    "losses": {"quality": (470, "scripts.gpu.training:quality")},
+    "ranks": {"stages": (40, "scripts.gpu.ranks:stages"), "lost-rank": (130, "scripts.gpu.ranks:lost")},
+    "methods": {"methods": (440, "scripts.gpu.methods:run_all")},
 }
 
 
-def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any], None]) -> dict[str, Any]:
-    """Run a step and return its record. `note` receives the step's result each time it has changed."""
+def take(call: str, limit: float, smoke: bool, log: Path, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run a step and return its record. `keep` receives it at the start, with each result, and at the end."""
     begin, begun = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    record: dict[str, Any] = {"status": "cut off", "limit_seconds": limit, "result": None}  # if this process is killed
     samples: list[dict[str, float]] = []
+    keep(record)
     with tempfile.TemporaryDirectory() as scratch, open(log, "a") as output, open(log) as shown:
-        print(f"== {step.name}", file=output, flush=True)
+        print(f"== {call}", file=output, flush=True)
         shown.seek(0, os.SEEK_END)
         result, seen, status = Path(scratch, "result.json"), 0, ""
-        command = [python(), "-m", *step.arguments, f"--result={result}", *(["--smoke"] if smoke else [])]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        command = [python(), "-m", "scripts.gpu.step", *call.split(), f"--result={result}"] + ["--smoke"] * smoke
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None and not status:
                 if time.monotonic() - begin >= CLOCK_SECONDS * len(samples):
@@ -93,32 +79,16 @@ def take(step: Step, limit: float, smoke: bool, log: Path, note: Callable[[Any],
                 print(shown.read(), end="", flush=True)
                 if result.exists() and (changed := result.stat().st_mtime_ns) != seen:
                     seen = changed
-                    note(read(result))
+                    keep(record | {"result": read(result)})
                 status = "cut off" if time.monotonic() - begin > limit else ""
         finally:
-            _end(process)
+            end_group(process)
             print(shown.read(), end="", flush=True)
-        return {
-            "status": status or ("passed" if process.returncode == 0 else "failed"),
-            "seconds": round(time.monotonic() - begin, 1),
-            "limit_seconds": limit,
-            "begun": begun,
-            "clocks": [sample for sample in samples if len(sample) > 1],
-            "result": read(result),
-        }
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End the process group, first by SIGTERM: a step may have started processes in other groups."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        record["status"] = status or ("passed" if process.returncode == 0 else "failed")
+        record |= {"seconds": round(time.monotonic() - begin, 1), "begun": begun, "result": read(result)}
+        record["clocks"] = [sample for sample in samples if len(sample) > 1]
+        keep(record)
+    return record
 
 
 @contextlib.contextmanager
@@ -133,34 +103,35 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return `scripts.gpu.machine.facts` from another process, which then releases the device."""
-    command = [python(), "-m", "scripts.gpu.machine"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        raise RunError(f"no facts about the device:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """Return what `scripts.gpu.machine.facts` stores, in another process, which then releases the device."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch, "facts.json")
+        command = [python(), "-m", "scripts.gpu.step", "scripts.gpu.machine:facts", f"--result={result}"]
+        if subprocess.run(command, cwd=ROOT, timeout=180).returncode:
+            raise RunError("no facts about the device; the reason is above")
+        return dict(read(result))
 
 
-def chosen(part: str, only: str) -> list[Step]:
-    known = {step.name: step for step in PARTS[part]}
+def chosen(part: str, only: str) -> dict[str, tuple[float, str]]:
+    known = PARTS[part]
     if unknown := [name for name in names(only) if name not in known]:
         raise ValueError(f"--only {unknown[0]}: {part} has no such step, only {', '.join(known)}")
-    return [step for step in PARTS[part] if not only or step.name in names(only)]
+    return {name: step for name, step in known.items() if not only or name in names(only)}
 
 
 def run(args: argparse.Namespace) -> int:
-    begin, more, steps, facts = time.monotonic(), patience(args.smoke), chosen(args.part, args.only), machine()
-    on_cpu = facts["device"] == "CPU"
+    begin, more, steps, device = time.monotonic(), patience(args.smoke), chosen(args.part, args.only), machine()
+    on_cpu = device["device"] == "CPU"
     if on_cpu and not args.smoke:
         raise ValueError("torch sees no GPU; --smoke runs the same with tiny sizes on a CPU")
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"
-    folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(facts["device"])
+    folder = (args.output or (OUTPUTS / "gpu_smoke" if args.smoke else RESULTS / "gpu")) / folder_of(device["device"])
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{args.part}.log"
     log.write_text("")
     measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
-    found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": facts, "steps": {}}
+    found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": device, "steps": {}}
 
     def keep(name: str, record: dict[str, Any]) -> None:
         found["steps"][name] = record | {"commit": measured}
@@ -174,26 +145,21 @@ def run(args: argparse.Namespace) -> int:
             except Exception as error:  # it can be made later; the remaining steps cannot
                 print(f"no report: {error!r}", flush=True)
 
-    together = min(PART_SECONDS, sum(step.seconds for step in PARTS[args.part]) + 2 * END_SECONDS)
-    for number, step in enumerate(steps, 1):
+    together = min(PART_SECONDS, sum(seconds for seconds, _ in PARTS[args.part].values()) + 2 * END_SECONDS)
+    passed, remaining = 0, sum(seconds for seconds, _ in steps.values())
+    for number, (name, (seconds, call)) in enumerate(steps.items(), 1):
         left = more * together - (time.monotonic() - begin) - END_SECONDS
         if left < END_SECONDS:
-            keep(step.name, {"status": "no time left", "result": None})
+            keep(name, {"status": "no time left", "result": None})
             continue
-        share = left * step.seconds / sum(later.seconds for later in steps[number - 1 :])
-        limit = min(max(more * step.seconds, share), left)
-        print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
-
-        def note(result: Any, name: str = step.name, limit: float = limit) -> None:
-            # The status that remains if this process is killed.
-            keep(name, {"status": "cut off", "limit_seconds": limit, "result": result})
-
-        note(None)
-        record = take(step, limit, args.smoke, log, note)
-        keep(step.name, record)
-        print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
+        limit = min(max(more * seconds, left * seconds / remaining), left)
+        remaining -= seconds
+        print(f"{args.part} {number}/{len(steps)}: {name}, at most {limit:.0f} s", flush=True)
+        record = take(call, limit, args.smoke, log, partial(keep, name))
+        passed += record["status"] == "passed"
+        print(f"{name}: {record['status']} after {record['seconds']} s", flush=True)
     print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
-    return 1 if any(found["steps"][step.name]["status"] != "passed" for step in steps) else 0
+    return 0 if passed == len(steps) else 1
 
 
 def main() -> int:

@@ -1,29 +1,20 @@
 """Run tests/gpu in several processes, or two of its cases under compute-sanitizer.
 
-    python -m scripts.gpu.correctness tests --result FILE
-    python -m scripts.gpu.correctness sanitizer --result FILE
-    TRITON_INTERPRET=1 python -m scripts.gpu.correctness tests --smoke --result FILE    # a case of every test, anywhere
-
 Needs torch, triton, numpy and pytest. Each process runs a share of the cases, so that a kernel that breaks the device's
 context fails the cases of one process only.
 """
 
-import argparse
-import contextlib
 import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, write
-from scripts.gpu.machine import run_step
+from scripts.common import RunError, write
+from scripts.gpu.processes import program, run_limited, run_together
 
 PROCESSES = 10
 TESTS = "tests/gpu"
@@ -35,7 +26,6 @@ SANITIZED = (
 )
 SANITIZER_SECONDS = 120.0  # a case
 HANG_SECONDS = 60
-POLL = 0.5
 
 
 def command(*more: str) -> list[str]:
@@ -44,13 +34,8 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", hangs, *more]
 
 
-def environment(smoke: bool, **more: str) -> dict[str, str]:
-    return {**os.environ, "SCAPE_GPU_TESTS": "smoke" if smoke else "1", **more}
-
-
-def outcomes(texts: list[str]) -> dict[str, Any]:
-    """Return the outcomes that all pytest processes have printed so far."""
-    found = [match for text in texts for match in OUTCOME.findall(text)]
+def outcomes(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the figures of tests and their outcomes, as pytest prints them."""
     counts = Counter(outcome for _, outcome in found)
     return {
         "passed": counts["PASSED"],
@@ -59,86 +44,44 @@ def outcomes(texts: list[str]) -> dict[str, Any]:
     }
 
 
-def tests(args: argparse.Namespace) -> None:
+def tests(result: Path, smoke: bool) -> None:
     """Run the tests. Raises RunError if a test or a process failed."""
     cores = os.cpu_count() or 1
-    count = 1 if args.smoke else min(PROCESSES, cores)
-    threads = str(max(1, cores // count))  # otherwise each process uses all cores for its work on the host
-    begin, before, shown = time.monotonic(), -1, [False] * count
-    with tempfile.TemporaryDirectory() as scratch:
-        logs = [Path(scratch, f"{i}.log") for i in range(count)]
-        running = []
-        for i, log in enumerate(logs):
-            with open(log, "wb") as file:
-                env = environment(args.smoke, SCAPE_GPU_SHARE=f"{i}/{count}", OMP_NUM_THREADS=threads)
-                running.append(subprocess.Popen(command(TESTS), cwd=ROOT, env=env, stdout=file, stderr=file))
-        while True:
-            codes = [process.poll() for process in running]
-            texts = [log.read_text(errors="replace") for log in logs]
-            found: dict[str, Any] = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes}
-            found |= outcomes(texts)
-            if found["passed"] + len(found["failed"]) != before or None not in codes:
-                before = found["passed"] + len(found["failed"])
-                write(args.result, found)
-                print(f"{found['passed']} passed, {len(found['failed'])} failed", flush=True)
-            for i, (code, text) in enumerate(zip(codes, texts, strict=True)):  # at once: others may not end in time
-                if not shown[i] and (code or "Timeout (" in text):
-                    shown[i] = True
-                    print(text[-8000:], flush=True)
-            if None not in codes:
-                break
-            time.sleep(POLL)
-    wrong = sum(bool(code) for code in codes)
-    if wrong or not found["passed"]:
-        raise RunError(f"{len(found['failed'])} tests failed, {wrong} of {count} processes ended badly")
+    count, begin = 1 if smoke else min(PROCESSES, cores), time.monotonic()
+    common = {"SCAPE_GPU_TESTS": "smoke" if smoke else "1"}
+    common["OMP_NUM_THREADS"] = str(max(1, cores // count))  # otherwise each process uses all cores on the host
+    commands = {f"process {i}": (command(TESTS), common | {"SCAPE_GPU_SHARE": f"{i}/{count}"}) for i in range(count)}
+
+    def note(found: dict[str, list[tuple[str, str]]], codes: list[int | None]) -> None:
+        whole = outcomes([one for of_process in found.values() for one in of_process])
+        times = {"processes": count, "seconds": time.monotonic() - begin, "exit_codes": codes}
+        write(result, times | whole)
+        print(f"{whole['passed']} passed, {len(whole['failed'])} failed", flush=True)
+
+    texts = run_together(commands, OUTCOME.findall, note)
+    if not outcomes(OUTCOME.findall("".join(texts.values())))["passed"]:
+        raise RunError("no test has passed")
 
 
-def ended(command: list[str], env: dict[str, str], seconds: float) -> tuple[str, int]:
-    """Return a command's output and exit code; -1 if it was killed after the limit, with its process group."""
-    with tempfile.TemporaryFile("w+") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        late, code = "", -1
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            late = f"\nnot done within {seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        file.seek(0)
-        return file.read() + late, code
-
-
-def sanitizer(args: argparse.Namespace) -> None:
+def sanitizer(result: Path, smoke: bool) -> None:
     """Run cases under compute-sanitizer. Raises RunError if it reports errors or does not end."""
-    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if program is None:
-        write(args.result, {"note": "compute-sanitizer is not installed"})
-        print("compute-sanitizer is not installed", flush=True)
+    checker = program("compute-sanitizer")
+    if checker is None:
+        write(result, {"note": "compute-sanitizer is not installed"})
         return
-    found: dict[str, Any] = {"program": program, "cases": []}
+    cases: list[dict[str, Any]] = []
     # Without the cache each tensor is its own allocation, so that accesses beyond its end are detected.
-    env = environment(False, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    environment = {"SCAPE_GPU_TESTS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for case in SANITIZED:
         begin = time.monotonic()
         # Failed API calls are no error: torch and Triton probe the device.
-        check = [program, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
-        output, code = ended(check, env, SANITIZER_SECONDS)
-        summary = re.findall(r"ERROR SUMMARY: .*", output)
-        row = {"test": case, "exit_code": code, "said": (summary or [output[-300:]])[-1]}
-        found["cases"].append(row | {"seconds": time.monotonic() - begin})
-        write(args.result, found)
-        print(f"{case}: {found['cases'][-1]['said']}", flush=True)
+        check = [checker, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
+        output, code = run_limited(check, SANITIZER_SECONDS, **environment)
+        said = (re.findall(r"ERROR SUMMARY: .*", output) or [output[-300:]])[-1]
+        cases.append({"test": case, "exit_code": code, "said": said, "seconds": time.monotonic() - begin})
+        write(result, {"program": checker, "cases": cases})
+        print(f"{case}: {said}", flush=True)
         if code:
             print(output[-4000:], flush=True)
-    if bad := [row["test"] for row in found["cases"] if row["exit_code"]]:
+    if bad := [row["test"] for row in cases if row["exit_code"]]:
         raise RunError(f"compute-sanitizer: {', '.join(bad)}")
-
-
-WORK = {"tests": tests, "sanitizer": sanitizer}
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.what](args), {"what": dict(choices=[*WORK])}))

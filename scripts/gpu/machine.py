@@ -1,42 +1,22 @@
-"""Shared by the steps of the GPU check: their arguments, and the device and software of a result.
+"""Device, software and clocks of a result."""
 
-python -m scripts.gpu.machine    # prints the latter as JSON
-"""
-
-import argparse
 import hashlib
 import json
 import os
 import platform
 import re
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, commit, package_version, run_command
+from scripts.common import ROOT, commit, package_version, versions, write
 
-PACKAGES = ("torch", "triton", "numpy", "pytest", "torchtitan")
 SOURCES = ("kernels", "topology", "torchtitan_scape", "scripts", "tests", "train_configs")
 
 
-def run_step(doc: str | None, work: Callable[[argparse.Namespace], Any], arguments: dict[str, Any]) -> int:
-    """Do the work of a step with its arguments, as in `run_command`; return the exit code."""
-    common = {
-        "--result": dict(type=Path, required=True, help="file for what is measured, JSON"),
-        "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
-    }
-    return run_command(doc, work, common | arguments)
-
-
-def python() -> str:
-    """Return the interpreter for other processes."""
-    return os.environ.get("PYTHON", sys.executable)
-
-
-def facts() -> dict[str, Any]:
-    """Return device and software: the first GPU, or the CPU if there is none.
+def facts(result: Path, smoke: bool) -> None:
+    """Store device and software: the first GPU, or the CPU if there is none.
 
     nominal_bandwidth is in bytes/s, 0 if unknown.
     """
@@ -48,21 +28,20 @@ def facts() -> dict[str, Any]:
         # Two transfers per clock cycle; kHz and bits.
         clock, width = getattr(seen, "memory_clock_rate", 0), getattr(seen, "memory_bus_width", 0)
         found = {
-            "device": torch.cuda.get_device_name(0),
+            "device": seen.name,
             "memory": seen.total_memory,
             "nominal_bandwidth": 2e3 * clock * width / 8,
             "multiprocessors": seen.multi_processor_count,
             "driver": _driver(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return {
-        **found,
-        "runtime": runtime,
+    found |= {
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES},
+        "versions": versions() | {name: package_version(name) for name in ("triton", "numpy", "pytest")},
     }
+    write(result, found)
 
 
 def patience(smoke: bool) -> float:
@@ -79,20 +58,15 @@ def sources() -> str:
     """Return the commit of the sources, or a hash of them outside a git repository."""
     if name := commit(*SOURCES, untracked="normal"):
         return name
-    whole = hashlib.sha256()
-    paths = (path for root in SOURCES for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".toml", ".sh"))
-    for path in sorted(paths):
-        whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"no git here; the sources' SHA-256 is {whole.hexdigest()[:16]}"
+    files = [path for folder in SOURCES for kind in ("py", "toml", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    whole = b"".join(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0" for path in sorted(files))
+    return f"no git here; the sources' SHA-256 is {hashlib.sha256(whole).hexdigest()[:16]}"
 
 
 def _driver() -> str:
-    if text := _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]):
-        return text.split()[0]
-    for path in (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version")):
-        if path.exists():
-            return path.read_text().strip()
-    return "unknown"
+    text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    files = [path for name in ("nvidia", "amdgpu") if (path := Path(f"/sys/module/{name}/version")).exists()]
+    return (text or (files[0].read_text() if files else "unknown")).split()[0]
 
 
 # Readings of nvidia-smi, by the name under which they are stored, and the keys of rocm-smi's JSON.
@@ -122,25 +96,23 @@ def clocks() -> dict[str, float]:
 
 def nvidia_clocks(text: str) -> dict[str, float]:
     """Return the readings of a line of nvidia-smi; those that are not available are absent."""
-    values = (text.splitlines() or [""])[0].split(",")
-    return {name: float(value) for name, value in zip(NVIDIA, values, strict=False) if _NUMBER.fullmatch(value.strip())}
+    return _numbers(dict(zip(NVIDIA, text.partition("\n")[0].split(","), strict=False)))
 
 
 def amd_clocks(text: str) -> dict[str, float]:
     """Return the readings of the first card in rocm-smi's JSON."""
     try:
-        card = next(values for name, values in sorted(json.loads(text).items()) if name.startswith("card"))
-    except (ValueError, StopIteration):
+        cards = [values for name, values in sorted(json.loads(text).items()) if name.startswith("card")]
+    except ValueError:
         return {}
-    found = {}
-    for name, keys in AMD.items():
-        value = next((card[key] for key in keys if key in card), "").strip("()").lower().removesuffix("mhz")
-        if _NUMBER.fullmatch(value):
-            found[name] = float(value)
-    return found
+    card = cards[0] if cards else {}
+    return _numbers({name: next((card[key] for key in keys if key in card), "") for name, keys in AMD.items()})
 
 
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+def _numbers(texts: Mapping[str, str]) -> dict[str, float]:
+    """Return the number in each text, such as "(800Mhz)"; texts without one are absent."""
+    found = {name: re.search(r"\d+(\.\d+)?", text) for name, text in texts.items()}
+    return {name: float(match[0]) for name, match in found.items() if match}
 
 
 def _output(asked: list[str]) -> str | None:
@@ -148,7 +120,3 @@ def _output(asked: list[str]) -> str | None:
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-if __name__ == "__main__":
-    print(json.dumps(facts()))

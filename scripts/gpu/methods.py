@@ -1,8 +1,5 @@
 """Every method on four ranks of one GPU: NCCL, overlap, [sharding], Muon and local updates.
 
-    python -m scripts.gpu.methods all --result FILE
-    python -m scripts.gpu.methods all --smoke --result FILE    # gloo on a CPU
-
 Each rank appears to NCCL as a host of its own, as in scripts/gpu/ranks.py. Each case trains a small network for some
 steps, the last one with a complete exchange. Afterwards the replicas' parameters must be equal bit for bit, and so must
 the outputs of all ranks for one input, which shows gathered weights. A case with overlap must have the bits of the case
@@ -10,16 +7,13 @@ without it. On a GPU, `torch.cuda.set_sync_debug_mode` counts the operations in 
 device.
 """
 
-import argparse
 import hashlib
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from kernels import choose_backend
-from scripts.common import ROOT, RunError, read, write
+from scripts.common import RunError, read, write
 from scripts.faults.fault_runs import free_endpoint
-from scripts.gpu.machine import patience, python, run_step
 from scripts.gpu.ranks import own_host, start
-from scripts.gpu.timing import counted_waits
+from scripts.gpu.timing import waits_of
 from topology.groups import ReplicaGroups, build_groups, build_level_groups
 from topology.layout import Layout, plan_layout
 from topology.machines import get_machine
@@ -54,14 +48,10 @@ from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 
 RANKS = 4
 LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exchanges go level by level
-SECONDS = 420.0  # until all ranks have ended
+TIMEOUT = timedelta(seconds=420)  # of a collective
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamS": AdamS,
-    "AdamW": partial(torch.optim.AdamW, fused=True),
-    "Muon": Muon,
-}
+OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": Muon}
 # Options with which a method compresses from an early step on.
 OPTIONS: dict[str, dict[str, Any]] = {
     "scape": {"density": 0.1, "density_warmup_steps": 2, "wire": "int4"},
@@ -113,7 +103,7 @@ class Case:
         return waits or "tagc" in self.sharding
 
 
-SPARSE = TagcShardingOptions(min_entries=1024)
+INT8 = {"weights": "int8", "gradients": "int8"}
 CASES: dict[str, Case] = {
     **{
         name: Case(name, OPTIONS.get(name, {}), "AdamS" if "AdamS" in entry.optimizers else entry.optimizers[0])
@@ -133,22 +123,11 @@ CASES: dict[str, Case] = {
     "diloco, sharded": Case("diloco", OPTIONS["diloco"], shard=2),
     "dense, sharded": Case(shard=2),
     "dense, sharded, overlap": Case(shard=2, overlap=True),
-    "[sharding] int8": Case(shard=2, sharding={"weights": "int8", "gradients": "int8"}),
-    "[sharding] int8, int4, stochastic": Case(
-        shard=4, sharding={"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
-    ),
-    "[sharding.levels] int8": Case(shard=2, levels=True, sharding={"weights": "int8", "gradients": "int8"}),
-    "[sharding] tagc": Case(shard=4, sharding={"gradients": "tagc", "tagc": SPARSE}),
+    "[sharding] int8": Case(shard=2, sharding=INT8),
+    "[sharding] int8, int4, stochastic": Case(shard=4, sharding=INT8 | {"gradients": "int4", "rounding": "stochastic"}),
+    "[sharding.levels] int8": Case(shard=2, levels=True, sharding=INT8),
+    "[sharding] tagc": Case(shard=4, sharding={"gradients": "tagc", "tagc": TagcShardingOptions(min_entries=1024)}),
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -157,66 +136,50 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.output = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(LAYERS)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
         for layer in self.layers:
-            x = layer(x)
+            x = x + layer(x)
         return self.output(x)
 
 
-@dataclass
-class Groups:
-    """Process groups of all cases. Cases with the same layout share them, because communicators need memory."""
-
-    device: torch.device
-    timeout: timedelta
-    of_replicas: dict[Any, ReplicaGroups] = field(default_factory=dict)
-    meshes: dict[int, DeviceMesh] = field(default_factory=dict)
-
-    def replicas(self, layout: Layout, hierarchical: bool) -> ReplicaGroups:
-        """Return the groups of the replicate axis. Collective."""
-        key = layout, hierarchical
-        if key not in self.of_replicas:
-            self.of_replicas[key] = build_groups(layout, self.timeout, hierarchical=hierarchical)
-        return self.of_replicas[key]
-
-    def mesh(self, shard: int) -> DeviceMesh:
-        """Return the mesh of FSDP2's shard axis. Collective."""
-        if shard not in self.meshes:
-            shape, names = (RANKS // shard, shard), ("replicate", "shard")
-            self.meshes[shard] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["shard"]
-        return self.meshes[shard]
+# Cases with the same layout share their groups, because communicators need memory.
+replica_groups = cache(partial(build_groups, timeout=TIMEOUT))
 
 
-def build(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> tuple[nn.Module, ReplicaOptimizer]:
+@cache
+def shard_mesh(device: str, shard: int) -> DeviceMesh:
+    """Return the mesh of FSDP2's shard axis. Collective."""
+    return init_device_mesh(device, (RANKS // shard, shard), mesh_dim_names=("replicate", "shard"))["shard"]
+
+
+def build(case: Case, layout: Layout, hierarchical: bool, device: torch.device) -> tuple[nn.Module, ReplicaOptimizer]:
     """Return the model and its optimizer. Collective."""
     torch.manual_seed(0)
-    device, mesh = groups.device, groups.mesh(case.shard)
-    model = Net().to(device)
+    model, mesh = Net().to(device), shard_mesh(device.type, case.shard)
     if case.shard > 1:
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     own: dict[str, Any] = dict(kernels=choose_backend("auto", device), seed=0)
-    replicas, optimized, levels, sharding = groups.replicas(layout, hierarchical), model, None, None
+    replicas, optimized, levels, sharding = replica_groups(layout, hierarchical=hierarchical), model, None, None
     if case.levels:
         options = ShardingOptions(levels=LevelsOptions(case.shard, layout.shard), **case.sharding)
-        level_groups = build_level_groups(layout, case.shard, groups.timeout)
+        level_groups = build_level_groups(layout, case.shard, TIMEOUT)
         levels = build_levels(model, options, layout, level_groups, TrafficLedger(), sums=True, bf16=False, **own)
-        replicas, optimized, sharding = (
-            ReplicaGroups(None, level_groups.world, layout),  # gradients are summed over nodes by the levels
-            holder_of(levels.parameters),
-            levels.sharding,
-        )
+        # Gradients are summed over nodes by the levels.
+        replicas, optimized = ReplicaGroups(None, level_groups.world, layout), holder_of(levels.parameters)
+        sharding = levels.sharding
     elif case.sharding:
         options = ShardingOptions(**case.sharding)
         options.check(layout)
-        sharding = build_sharding(model, options, groups_for(options, layout, groups.timeout), TrafficLedger(), **own)
+        sharding = build_sharding(model, options, groups_for(options, layout, TIMEOUT), TrafficLedger(), **own)
     optimizer = replicate(
         optimized,
         partial(OPTIMIZERS[case.optimizer], lr=1e-2),
@@ -235,16 +198,14 @@ def build(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> tup
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    whole = hashlib.sha256()
-    for tensor in tensors:
-        whole.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+    parts = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def train(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> dict[str, Any]:
+def train(case: Case, layout: Layout, hierarchical: bool, device: torch.device) -> dict[str, Any]:
     """Return digests of the parameters and of an output, and how often the warm steps waited for the device."""
-    device, (model, optimizer) = groups.device, build(case, layout, hierarchical, groups)
-    generator, waits = torch.Generator().manual_seed(dist.get_rank()), list[list[str]]()
+    model, optimizer = build(case, layout, hierarchical, device)
+    generator, waits = torch.Generator().manual_seed(dist.get_rank()), list[str]()
     for step in range(1, STEPS + 1):
         if step == STEPS:
             optimizer.request_full_exchange()
@@ -255,45 +216,45 @@ def train(case: Case, layout: Layout, hierarchical: bool, groups: Groups) -> dic
                 optimizer.prepare_last_backward()
             x = torch.randn(BATCH, WIDTH, generator=generator).to(device)
             (model(x).square().mean() / (MICRO_BATCHES * RANKS)).backward()
-        with counted_waits(device, waits):
-            optimizer.step()
+        lines = waits_of(optimizer.step, device)
+        waits += lines if step > WARM else []
         optimizer.zero_grad()
     optimizer.finish_previous_step()
     optimizer.check_consistency(STEPS)
     parameters = [local(p).detach() for p in model.parameters()]
-    fixed = torch.linspace(-1, 1, 4 * WIDTH, device=device).view(4, WIDTH)
     with torch.no_grad():
-        output = model(fixed)
+        output = model(torch.linspace(-1, 1, 4 * WIDTH, device=device).view(4, WIDTH))
     return {
         "parameters": digest(parameters),
         "output": digest([output]),
         "finite": all(bool(p.isfinite().all()) for p in (*parameters, output)),
-        "waits": sum(map(len, waits[WARM:])) if waits else None,
-        "where": sorted({line for lines in waits[WARM:] for line in lines}),
+        "waits": len(waits) if device.type == "cuda" else None,
+        "where": sorted(set(waits)),
     }
 
 
-def run_cases(args: argparse.Namespace) -> None:
-    """Run all cases on this rank; rank 0 writes the result."""
-    groups = Groups(*start(args, SECONDS))
+def run_rank(rank: int, result: Path, port: str) -> None:
+    """Run all cases on a rank; rank 0 writes the result."""
+    os.environ |= own_host(rank) | {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    device = start(TIMEOUT)
     found: dict[str, Any] = {"error": "", "backend": dist.get_backend(), "ranks": RANKS, "cases": []}
     outputs: dict[tuple[str, str], str] = {}
-    for layout_name, (per_node, hierarchical) in LAYOUTS.items():
-        for name, case in CASES.items():
-            begin = time.monotonic()
-            own = train(case, case.layout(per_node), hierarchical, groups)
-            every: list[Any] = [None] * RANKS
-            dist.all_gather_object(every, own)
-            row = {"layout": layout_name, "case": name, "may wait": case.may_wait()}
-            row |= {key: own[key] for key in ("waits", "where")}
-            row["equal"] = agree(every, case.shard)
-            outputs[layout_name, name] = own["output"]
-            if case.overlap:
-                row["equal"] &= own["output"] == outputs[layout_name, name.removesuffix(", overlap")]
-            found["cases"].append(row | {"seconds": round(time.monotonic() - begin, 2)})
-            if dist.get_rank() == 0:
-                write(args.result, found)
-                print(f"{layout_name}, {name}: {verdict(row) or 'equal'}, {row['waits']} waits", flush=True)
+    for (layout, (per_node, hierarchical)), (name, case) in product(LAYOUTS.items(), CASES.items()):
+        begin = time.monotonic()
+        own = train(case, case.layout(per_node), hierarchical, device)
+        every: list[Any] = [None] * RANKS
+        dist.all_gather_object(every, own)
+        equal = agree(every, case.shard)
+        outputs[layout, name] = own["output"]
+        if case.overlap:
+            equal &= own["output"] == outputs[layout, name.removesuffix(", overlap")]
+        row = {"layout": layout, "case": name, "equal": equal, "may wait": case.may_wait()}
+        row |= {"waits": own["waits"], "where": own["where"], "seconds": round(time.monotonic() - begin, 2)}
+        found["cases"].append(row)
+        if rank == 0:
+            write(result, found)
+            print(f"{layout}, {name}: {verdict(row) or 'equal'}, {row['waits']} waits", flush=True)
     dist.destroy_process_group()
 
 
@@ -310,43 +271,18 @@ def verdict(row: dict[str, Any]) -> str:
     return "waits for the device" if row["waits"] and not row["may wait"] else ""
 
 
-def run_ranks(result: Path, smoke: bool) -> str:
-    """Run the cases on all ranks; return the error, "" if there is none. A failed rank ends the others."""
-    seconds = patience(smoke) * SECONDS
-    port, deadline = free_endpoint().partition(":")[2], time.monotonic() + seconds
-    command = [python(), "-m", "scripts.gpu.methods", "cases", f"--result={result}", *(["--smoke"] if smoke else [])]
-    common = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    running = [
-        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank), **own_host(rank)})
-        for rank in range(RANKS)
-    ]
+def run_all(result: Path, smoke: bool) -> None:
+    """Run the cases on all ranks, of which a failed one ends the others. Raises RunError if one failed."""
+    error = ""
     try:
-        while (codes := {process.poll() for process in running}) != {0}:
-            if codes - {0, None}:
-                return f"a rank ended with exit code {next(iter(codes - {0, None}))}; its output is in the log"
-            if time.monotonic() > deadline:
-                return f"not done within {seconds:g} s"
-            time.sleep(0.2)
-        return ""
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def run_all(args: argparse.Namespace) -> None:
-    """Run the cases on all ranks. Raises RunError if one failed."""
-    error = run_ranks(args.result, args.smoke)
-    found = (read(args.result) or {"cases": []}) | {"error": error}
-    write(args.result, found)
+        spawn(run_rank, (result, free_endpoint().partition(":")[2]), RANKS, daemon=True)
+    except ProcessException as failure:
+        print(failure, flush=True)
+        error = str(failure).strip().splitlines()[-1]
+    found = (read(result) or {"cases": []}) | {"error": error}
+    write(result, found)
     wrong = [f"{row['layout']}, {row['case']}: {why}" for row in found["cases"] if (why := verdict(row))]
     if missing := len(LAYOUTS) * len(CASES) - len(found["cases"]):
         wrong.append(f"{missing} cases did not run")
-    if errors := [*([error] if error else []), *wrong]:
-        raise RunError("; ".join(errors))
-
-
-WORK = {"all": run_all, "cases": run_cases}
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), {"work": dict(choices=[*WORK])}))
+    if failures := [text for text in (error, *wrong) if text]:
+        raise RunError("; ".join(failures))

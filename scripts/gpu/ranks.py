@@ -1,20 +1,15 @@
 """Ranks of NCCL on one GPU: the comm streams and stages of one rank, and the loss of one of two.
 
-    python -m scripts.gpu.ranks stages --result FILE
-    python -m scripts.gpu.ranks lost --result FILE        # SIGKILL of one of two ranks of the trainer
-    python -m scripts.gpu.ranks stages --smoke --result FILE    # gloo on a CPU
-
 NCCL refuses two ranks on one device of a host. With its own host name (NCCL_HOSTID) each rank appears to be on another
 host, and ranks communicate through sockets of the loopback, so that no time here says anything about NCCL.
 """
 
-import argparse
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +19,9 @@ import torch.distributed as dist
 from kernels import block_code
 from scripts.common import ALONE, RunError, write
 from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone, start_process
-from scripts.gpu.machine import patience, python, run_step
+from scripts.gpu.machine import patience
+from scripts.gpu.processes import python
+from scripts.gpu.timing import find_device
 from topology.groups import ReplicaGroups
 from topology.process_groups import ProcessGroupCollectives
 from topology.rank_group import RankGroup
@@ -37,8 +34,8 @@ from topology.stages import (
     reduce_scatter_encoded,
 )
 
-STAGES_SECONDS = 30.0  # until all have ended
-BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 75.0, 15.0, 10.0  # of the lost rank
+TIMEOUT = timedelta(seconds=30)  # of a stage
+BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 150.0, 15.0, 10.0  # of the lost rank
 
 
 def own_host(rank: int) -> dict[str, str]:
@@ -56,20 +53,20 @@ def own_host(rank: int) -> dict[str, str]:
     }
 
 
-def start(args: argparse.Namespace, seconds: float) -> tuple[torch.device, timedelta]:
-    """Create the process group; return this rank's device and the timeout."""
-    on_gpu, timeout = torch.cuda.is_available(), timedelta(seconds=patience(args.smoke) * seconds)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
-    return torch.device("cuda", 0) if on_gpu else torch.device("cpu"), timeout
+def start(timeout: timedelta) -> torch.device:
+    """Create the process group; return this rank's device."""
+    device = find_device()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    return device
 
 
-def run_stages(args: argparse.Namespace) -> None:
+def stages(result: Path, smoke: bool) -> None:
     """Run each stage of an exchange in a group of one rank, on both comm streams.
 
     The result must be the input, encoded and decoded if the stage has a code. Raises RunError if it is not.
     """
     os.environ |= ALONE | own_host(0)
-    device, _ = start(args, STAGES_SECONDS)
+    device = start(TIMEOUT)
     group = dist.new_group([0])
     levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
     endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
@@ -83,43 +80,36 @@ def run_stages(args: argparse.Namespace) -> None:
 
     x = torch.randn(1 << 20, device=device)
     once, bits = encoded(x), torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device=device)
-    stages: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {
-        "reduce": (lambda t, groups: all_reduce_(t, groups, 1.0), x, x),
-        "reduce_coded": (
-            lambda t, groups: all_reduce_encoded(t, groups, 1.0, code, torch.empty_like(t)),
-            x,
-            encoded(once),
-        ),
-        "scatter": (lambda t, groups: reduce_scatter_(t, groups, 1.0), x, x),
-        "scatter_coded": (
-            lambda t, groups: reduce_scatter_encoded(t, groups, 1.0, code, torch.empty_like(t)),
-            x,
-            once,
-        ),
-        "gather": (lambda t, groups: all_gather_(t, t.clone(), groups), x, x),
+    # The exchange, its input and its expected result.
+    exchanges: dict[str, tuple[Callable[..., None], torch.Tensor, torch.Tensor]] = {
+        "reduce": (lambda t, of: all_reduce_(t, of, 1.0), x, x),
+        "reduce_coded": (lambda t, of: all_reduce_encoded(t, of, 1.0, code, torch.empty_like(t)), x, encoded(once)),
+        "scatter": (lambda t, of: reduce_scatter_(t, of, 1.0), x, x),
+        "scatter_coded": (lambda t, of: reduce_scatter_encoded(t, of, 1.0, code, torch.empty_like(t)), x, once),
+        "gather": (lambda t, of: all_gather_(t, t.clone(), of), x, x),
         "or": (all_reduce_or_, bits, bits),
     }
-    for name, (exchange, given, expected) in stages.items():
+    for name, (exchange, given, expected) in exchanges.items():
         # Twice, once on each comm stream, before either is waited for.
         tensors = [given.clone() for _ in range(2)]
-        handles = [endpoint._start(lambda groups, t=t, e=exchange: e(t, groups), device) for t in tensors]  # type: ignore[misc]
+        handles = [endpoint._start(partial(exchange, t), device) for t in tensors]
         for handle in handles:
             handle.wait()
-        found["stages"][name] = all(torch.equal(t, expected) for t in tensors)
-        write(args.result, found)
-        print(f"{name}: {'as expected' if found['stages'][name] else 'WRONG'}", flush=True)
+        good = found["stages"][name] = all(torch.equal(t, expected) for t in tensors)
+        write(result, found)
+        print(f"{name}: {'as expected' if good else 'WRONG'}", flush=True)
     dist.destroy_process_group()
     if wrong := [name for name, good in found["stages"].items() if not good]:
         raise RunError(f"not as expected: {'; '.join(wrong)}")
 
 
-def lost(args: argparse.Namespace) -> None:
+def lost(result: Path, smoke: bool) -> None:
     """Kill a rank of the trainer on two launchers without restarts. Raises RunError unless the other one names it."""
 
     def start_node(node: int, command: Sequence[str], environment: dict[str, str], log: Any) -> Any:
         return start_process(node, command, environment | own_host(node), log)
 
-    found, more = dict[str, Any](ranks=2), patience(args.smoke)
+    found, more = dict[str, Any](ranks=2), patience(smoke)
     environment = {"NNODES": "2", "RDZV_ENDPOINT": free_endpoint(), "PYTHON": python()}
     environment["PET_LOCAL_ADDR"] = "127.0.0.1"  # the machine's own name may not resolve
     arguments = [*TINY, "--training.steps=100000", "--checkpoint.no-enable", "--lr_scheduler.decay_ratio=0.1"]
@@ -127,25 +117,18 @@ def lost(args: argparse.Namespace) -> None:
         tempfile.TemporaryDirectory() as folder,
         Launch(arguments, Path(folder), 2, 1, environment, start_node) as launch,
     ):
-        launch.wait_for_training(1, more * BEGIN_SECONDS)
         launch.wait_until(lambda: max(launch.steps(), default=0) >= 3, more * BEGIN_SECONDS, "step 3")
         ranks = launch.ranks()
         found["step"] = max(launch.steps())
         os.kill(ranks[1], signal.SIGKILL)
         seconds = seconds_until_gone(list(ranks.values()), more * GONE_SECONDS)
         found["seconds until all ranks had ended"] = round(seconds, 2)
-        write(args.result, found)
+        write(result, found)
         found["exit codes"] = launch.wait(more * END_SECONDS)
         messages = [line for line in launch.output().splitlines() if line.startswith("error: ") or "lost" in line]
         found["lost rank named"] = any("rank 1" in line for line in messages)
         found["messages"] = messages[:6]
-        write(args.result, found)
+        write(result, found)
         print(f"gone after {found['seconds until all ranks had ended']} s: {messages[:2]}", flush=True)
     if not found["lost rank named"] or 0 in found["exit codes"]:
         raise RunError(f"exit codes {found['exit codes']}; messages: {found['messages']}")
-
-
-WORK = {"stages": run_stages, "lost": lost}
-
-if __name__ == "__main__":
-    sys.exit(run_step(__doc__, lambda args: WORK[args.work](args), {"work": dict(choices=[*WORK])}))

@@ -5,12 +5,12 @@ the host between them, and the measured time is the host's. So the device first 
 issue the work.
 """
 
+import math
 import statistics
 import time
+import timeit
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +24,61 @@ LONGEST_SPIN = 200.0  # milliseconds; work with a longer host time waits for the
 SWEPT_BYTES = 1 << 28  # several times the cache of any device
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of repeats on the device, and of the host until it has issued the work.
-
-    ahead: In each repeat the host had issued all work before the device began with it; otherwise the device's times
-        contain waits for the host. False on a CPU, and if the work itself waits for the device.
-    """
-
-    device: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
-    ahead: bool = False
-
-    @property
-    def ms(self) -> float:
-        return statistics.median(self.device)
-
-    def figures(self) -> dict[str, Any]:
-        """Return medians and extremes."""
-        return {
-            "ms": self.ms,
-            "least_ms": min(self.device),
-            "most_ms": max(self.device),
-            "host_ms": statistics.median(self.host),
-            "ahead": self.ahead,
-        }
-
-
-def device_for(smoke: bool) -> torch.device:
-    """Return the GPU, or the CPU in a smoke test. Raises ValueError if there is no GPU."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not smoke:
-        raise ValueError("torch sees no GPU; --smoke checks the script without one")
-    return device
+def find_device() -> torch.device:
+    """Return the first GPU, or the CPU if there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Clock:
-    """Measures calls on a device."""
+    """Measures calls on a device.
+
+    Attributes:
+        bandwidth: Bytes per second, read and written, of a copy on the device, if `measure_copy` was called.
+    """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+        self.device, self.repeats, self.bandwidth = device, repeats, math.nan
         self.cuda = device.type == "cuda"
         self._cycles = self._cycles_of_a_millisecond() if self.cuda else 0.0
         self._swept: Tensor | None = None
 
-    def __call__(self, work: Callable[[], Any]) -> Times:
+    def __call__(self, work: Callable[[], Any]) -> dict[str, Any]:
+        """Return the milliseconds of repeats on the device, and of the host until it has issued the work.
+
+        ahead: In each repeat the host had issued all work before the device began with it; otherwise the device's times
+        contain waits for the host. False on a CPU, and if the work itself waits for the device.
+        """
         for _ in range(min(WARM_UP, self.repeats)):
             work()
-        return self._on_gpu(work) if self.cuda else self._on_cpu(work)
+        if self.cuda:
+            device, host, ahead = self._on_gpu(work)
+        else:
+            device = host = [1e3 * seconds for seconds in timeit.repeat(work, number=1, repeat=self.repeats)]
+            ahead = False
+        return {
+            "ms": statistics.median(device),
+            "least_ms": min(device),
+            "most_ms": max(device),
+            "host_ms": statistics.median(host),
+            "ahead": ahead,
+        }
+
+    def measure_copy(self, gigabytes: float) -> None:
+        """Measure the bound of streaming passes."""
+        source = torch.rand(int(gigabytes * 2**28), device=self.device)
+        target = torch.empty_like(source)
+        self.bandwidth = 2 * source.nbytes / (self(lambda: target.copy_(source))["ms"] / 1e3)
+
+    def rates(self, work: Callable[[], Any], least: float, entries: int) -> dict[str, Any]:
+        """Return the times of a pass, the bytes that it must move, and its bandwidth."""
+        figures = self(work)
+        rate = least / (figures["ms"] / 1e3)
+        return figures | {
+            "minimal_bytes": least,
+            "bytes_an_entry": least / entries,
+            "bytes_a_second": rate,
+            "share_of_copy": rate / self.bandwidth,
+        }
 
     def spin(self, milliseconds: float) -> None:
         """Let a GPU spin from here on."""
@@ -84,20 +91,12 @@ class Clock:
             self._swept = torch.zeros(SWEPT_BYTES // 4, device=self.device)
         self._swept.sum()
 
-    def _on_cpu(self, work: Callable[[], Any]) -> Times:
-        times = Times()
-        for _ in range(self.repeats):
-            begin = time.perf_counter()
-            work()
-            times.device.append(1e3 * (time.perf_counter() - begin))
-        return Times(times.device, list(times.device))
-
-    def _on_gpu(self, work: Callable[[], Any]) -> Times:
+    def _on_gpu(self, work: Callable[[], Any]) -> tuple[list[float], list[float], bool]:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         work()
         spin = min(0.5 + 2e3 * (time.perf_counter() - begin), LONGEST_SPIN)
-        times, ahead = Times(), True
+        times, hosts, ahead = list[float](), list[float](), True
         for _ in range(self.repeats):
             for _attempt in range(ATTEMPTS):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -116,9 +115,9 @@ class Clock:
                 spin = min(2 * spin, LONGEST_SPIN)
             if not in_time:
                 ahead, spin = False, 0.0
-            times.device.append(start.elapsed_time(end))
-            times.host.append(host)
-        return Times(times.device, times.host, ahead)
+            times.append(start.elapsed_time(end))
+            hosts.append(host)
+        return times, hosts, ahead
 
     def _cycles_of_a_millisecond(self) -> float:
         for _ in range(2):  # the first one wakes the device up
@@ -130,36 +129,24 @@ class Clock:
         return SPIN_CYCLES / start.elapsed_time(end)
 
 
-@contextmanager
-def counted_waits(device: torch.device, found: list[list[str]]) -> Iterator[None]:
-    """Append the lines of code that waited for the device, as "file:line"; nothing without a GPU."""
+def clock_of(smoke: bool, repeats: int) -> Clock:
+    """Return the clock of a step, with the bandwidth of a copy; without repeats in a smoke test."""
+    clock = Clock(find_device(), 1 if smoke else repeats)
+    clock.measure_copy(0.001 if smoke else 4.0)
+    return clock
+
+
+def waits_of(work: Callable[[], Any], device: torch.device) -> list[str]:
+    """Call `work`. Return the lines of code that waited for the device, as "file:line"; [] without a GPU."""
     if device.type != "cuda":
-        yield
-        return
+        work()
+        return []
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield
+            work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
-    found.append([f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits])
-
-
-def copy_bandwidth(clock: Clock, gigabytes: float) -> float:
-    """Return bytes per second, read and written, of a copy on the device: the bound of streaming passes."""
-    source = torch.rand(int(gigabytes * 2**28), device=clock.device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (clock(lambda: target.copy_(source)).ms / 1e3)
-
-
-def of(figures: dict[str, Any], least: float, entries: int, bandwidth: float) -> dict[str, Any]:
-    """Return a pass's figures with the bytes that it must move, and its bandwidth."""
-    rate = least / (figures["ms"] / 1e3)
-    return figures | {
-        "minimal_bytes": least,
-        "bytes_an_entry": least / entries,
-        "bytes_a_second": rate,
-        "share_of_copy": rate / bandwidth,
-    }
+    return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits]

@@ -1,28 +1,19 @@
 """The trainer on one GPU: tokens/s and MFU of Llama-500M, losses of a 50 M Llama with 4 simulated replicas.
 
-    python -m scripts.gpu.training throughput scape --result FILE    # or adamw, adams, offload
-    python -m scripts.gpu.training quality --steps 700 --result FILE
-    python -m scripts.gpu.training quality --smoke --result FILE     # the smallest flavors, anywhere
-
 Needs TorchTitan, but no network: the text for Llama-500M and the tokenizer are in the repository, and the text of the
 losses is prepared on any machine with `python -m scripts.study.prepare_text --larger`. The tokenizer uses 4,096 of the
 32,000 entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
 """
 
-import argparse
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
-from scripts.gpu.machine import python, run_step
+from scripts.gpu.processes import python, run_together
 from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.data.manifest import MANIFEST
@@ -33,10 +24,10 @@ LOGGED = re.compile(
 )
 VALIDATED = re.compile(r"\bvalidate step: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+)")
 OWN_TEXT = ["--model.hf_assets_path=./torchtitan_scape/data/tokenizer", "--training.dataset=standard_library"]
-PLAIN = [
-    *("--metrics.no-enable-tensorboard", "--validation.no-enable", "--checkpoint.no-enable", "--sample.characters=0"),
-    *("--sync.consistency_interval=0", "--sync.scape.density_warmup_steps=0"),
-]
+PLAIN = ["--metrics.no-enable-tensorboard", "--checkpoint.no-enable", "--sample.characters=0"]
+PLAIN += ["--sync.consistency_interval=0"]
+SMOKE = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=3", "--metrics.log_freq=1"]
+SMOKE += ["--lr_scheduler.warmup_steps=1"]
 # A recipe of train_configs/methods, and options.
 OFFLOADED = ("--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master")
 TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -58,102 +49,74 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "dense AdamW": ("--sync.method=dense", "--optimizer.name=AdamW", "--optimizer.lr=0.002"),
     "SCAPE": (*SCAPE, "--optimizer.name=AdamS", "--optimizer.lr=0.001"),
 }
-RUN_STEPS = 700  # of 16,384 tokens
-KEPT = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
-POLL = 1.0
+COMPARED_STEPS = 700  # of 16,384 tokens
+# Keys of the trainer's summary that `throughput` and `quality` store.
+THROUGHPUT = ("seconds_by_phase", "peak_memory_bytes", "predicted_memory_bytes")
+QUALITY = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
 
 
-class Run:
-    """A process of the trainer without other ranks, and its log."""
-
-    def __init__(self, arguments: list[str], folder: Path) -> None:
-        self.folder, self._log = folder, folder / "run.log"
-        folder.mkdir(parents=True)
-        command = [python(), "-m", "torchtitan_scape.train", *arguments]
-        env = {**os.environ, **ALONE}
-        with open(self._log, "wb") as file:
-            self.process = subprocess.Popen(
-                [*command, f"--job.dump_folder={folder}"], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.process.poll() is None:  # cut off
-            print(self.text()[-2000:], flush=True)
-        self.process.kill()
-        self.process.wait()
-
-    def text(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def points(self) -> list[dict[str, float]]:
-        """Return the figures of the log's lines."""
-        found = [match.groupdict() for match in LOGGED.finditer(self.text())]
-        return [{key: float(value.replace(",", "")) for key, value in one.items()} for one in found]
-
-    def validated(self) -> list[list[float]]:
-        return [[float(match["step"]), float(match["loss"])] for match in VALIDATED.finditer(self.text())]
-
-    def summary(self) -> dict[str, Any]:
-        return read(self.folder / "summary.json") or {}
+def parse(text: str) -> dict[str, Any]:
+    """Return the figures of a log's lines, and the (step, loss) of validations."""
+    points = [
+        {key: float(value.replace(",", "")) for key, value in match.groupdict().items()}
+        for match in LOGGED.finditer(text)
+    ]
+    return {"points": points, "validation": [[float(step), float(loss)] for step, loss in VALIDATED.findall(text)]}
 
 
-def follow(runs: dict[str, Run], note: Callable[[], None]) -> None:
-    """Wait until all have ended, and call `note` when their logs have grown. Raises RunError if one failed."""
-    before, shown = 0, set[str]()
-    while True:
-        ended = all(run.process.poll() is not None for run in runs.values())
-        for name, run in runs.items():
-            if run.process.poll() and name not in shown:  # at once: the step may be cut off before the others end
-                shown.add(name)
-                print(f"{name} ended with exit code {run.process.returncode}:\n{run.text()[-3000:]}", flush=True)
-        points = sum(len(run.points()) for run in runs.values())
-        if points != before or ended:
-            before = points
-            note()
-        if ended:
-            break
-        time.sleep(POLL)
-    for name, run in runs.items():
-        if code := run.process.returncode:
-            raise RunError(f"{name} ended with exit code {code}; the end of its log is above")
+def train(arguments: dict[str, list[str]], steps: int, note: Callable[[dict[str, Any]], None]) -> None:
+    """Run the trainer with each of the arguments, without other ranks, all at the same time.
+
+    `note` receives the figures of the logs, and the summaries, when they have changed. Raises RunError if a run failed,
+    or if its log ends before the last step.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: Path(scratch, str(number)) for number, name in enumerate(arguments)}
+        commands = {
+            name: ([python(), "-m", "torchtitan_scape.train", *own, f"--job.dump_folder={folders[name]}"], ALONE)
+            for name, own in arguments.items()
+        }
+
+        def note_with_summaries(found: dict[str, Any], codes: list[int | None]) -> None:
+            summaries = {name: read(folder / "summary.json") or {} for name, folder in folders.items()}
+            note({name: one | {"summary": summaries[name]} for name, one in found.items()})
+
+        for name, text in run_together(commands, parse, note_with_summaries).items():
+            if [point["step"] for point in parse(text)["points"]][-1:] != [steps]:
+                raise RunError(f"the log of {name} ends before step {steps}:\n{text[-3000:]}")
 
 
 def timed(form: str, smoke: bool) -> list[str]:
     """Return the trainer's arguments."""
     recipe, options = TIMED[form]
+    common = [*PLAIN, "--validation.no-enable", "--sync.scape.density_warmup_steps=0", *options]
     if smoke:
-        arguments = [f"--job.config_file={EMBEDDED},train_configs/methods/{recipe}.toml", *PLAIN, *options]
-        arguments += ["--training.local_batch_size=1", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1"]
-        return [*arguments, "--training.steps=3", "--metrics.log_freq=1"]
+        return [f"--job.config_file={EMBEDDED},train_configs/methods/{recipe}.toml", *common, *SMOKE]
     parts = ("models/llama_500m", f"methods/{recipe}", "machines/one_gpu")
-    arguments = [f"--job.config_file={','.join(f'train_configs/{part}.toml' for part in parts)}", *OWN_TEXT, *PLAIN]
-    arguments += [f"--training.local_batch_size={BATCH}", f"--training.global_batch_size={BATCH}", *options]
-    arguments += [f"--training.seq_len={SEQUENCE}", f"--training.steps={STEPS}", f"--metrics.log_freq={EVERY}"]
-    return [*arguments, "--lr_scheduler.warmup_steps=10", "--compile.enable", "--activation_checkpoint.mode=none"]
+    return [
+        f"--job.config_file={','.join(f'train_configs/{part}.toml' for part in parts)}",
+        *OWN_TEXT,
+        *common,
+        *(f"--training.local_batch_size={BATCH}", f"--training.global_batch_size={BATCH}"),
+        *(f"--training.seq_len={SEQUENCE}", f"--training.steps={STEPS}", f"--metrics.log_freq={EVERY}"),
+        *("--lr_scheduler.warmup_steps=10", "--compile.enable", "--activation_checkpoint.mode=none"),
+    ]
 
 
-def throughput(args: argparse.Namespace, scratch: Path) -> None:
-    arguments = timed(args.form, args.smoke)
-    batch, sequence, steps = (1, 32, 3) if args.smoke else (BATCH, SEQUENCE, STEPS)
-    found: dict[str, Any] = {"form": args.form, "arguments": arguments, "batch": batch, "sequence": sequence}
-    with Run(arguments, scratch / args.form) as run:
+def throughput(result: Path, smoke: bool, form: str) -> None:
+    arguments = timed(form, smoke)
+    batch, sequence, steps = (1, 32, 3) if smoke else (BATCH, SEQUENCE, STEPS)
+    found: dict[str, Any] = {"form": form, "arguments": arguments, "batch": batch, "sequence": sequence}
 
-        def note() -> None:
-            points = run.points()
-            write(args.result, found | measured(points) | {"points": points})
-            if points:
-                last = "step {step:.0f}: loss {loss:.3f}, {tps:,.0f} tokens/s, MFU {mfu:.1f} %"
-                print(last.format(**points[-1]), flush=True)
+    def note(runs: dict[str, Any]) -> None:
+        points, summary = runs[form]["points"], runs[form]["summary"]
+        found.update(measured(points), points=points, **{key: summary.get(key) for key in THROUGHPUT})
+        write(result, found)
+        if points:
+            last = "step {step:.0f}: loss {loss:.3f}, {tps:,.0f} tokens/s, MFU {mfu:.1f} %"
+            print(last.format(**points[-1]), flush=True)
 
-        follow({args.form: run}, note)
-        points, summary = run.points(), run.summary()
-        if not points or points[-1]["step"] != steps:
-            raise RunError(f"the log ends before step {steps}:\n{run.text()[-3000:]}")
-        kept = {key: summary.get(key) for key in ("seconds_by_phase", "peak_memory_bytes", "predicted_memory_bytes")}
-        write(args.result, found | measured(points) | {"points": points} | kept)
+    train({form: arguments}, steps, note)
 
 
 def measured(points: list[dict[str, float]]) -> dict[str, Any]:
@@ -177,65 +140,46 @@ def measured(points: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def compared(steps: int, smoke: bool) -> list[str]:
+def compared(smoke: bool) -> list[str]:
     """Return the trainer's arguments that all runs have in common."""
-    common = [f"--job.config_file={EMBEDDED}", "--checkpoint.no-enable", "--sample.characters=0"]
-    common += ["--metrics.no-enable-tensorboard", "--sync.consistency_interval=0"]
+    common = [f"--job.config_file={EMBEDDED}", *PLAIN]
     if smoke:
-        common += ["--topology.simulate_replicas=2", "--training.local_batch_size=1", "--training.seq_len=32"]
-        common += ["--training.steps=3", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
-        common += ["--validation.steps=1", "--validation.seq_len=32", "--validation.freq=3"]
-        return [*common, "--sync.scape.density_warmup_steps=2"]
+        common += [*SMOKE, "--topology.simulate_replicas=2", "--sync.scape.density_warmup_steps=2"]
+        return [*common, "--validation.steps=1", "--validation.seq_len=32", "--validation.freq=3"]
+    steps = COMPARED_STEPS
     common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=8", "--training.seq_len=512"]
     common += [f"--training.steps={steps}", "--metrics.log_freq=20", f"--lr_scheduler.warmup_steps={steps // 20}"]
     common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
     for section in ("training", "validation"):
         common += [f"--{section}.dataset=prepared", f"--{section}.dataset_path={TEXT.relative_to(ROOT)}"]
     common += ["--validation.seq_len=512", "--validation.local_batch_size=32", "--validation.steps=-1"]
-    common += [f"--validation.freq={steps // 4}"]
-    return [*common, f"--sync.scape.density_warmup_steps={steps // 20}"]
+    return [*common, f"--validation.freq={steps // 4}", f"--sync.scape.density_warmup_steps={steps // 20}"]
 
 
-def quality(args: argparse.Namespace, scratch: Path) -> None:
+def quality(result: Path, smoke: bool) -> None:
     """Compare methods. All runs share the GPU and begin at the same time. Raises RunError if one failed.
 
     The steps of one run of a small model wait for the host's launches; several together keep the device busy.
     """
-    common = compared(args.steps or RUN_STEPS, args.smoke)
-    runs: dict[str, Run] = {}
-    found: dict[str, Any] = {"arguments": common, "replicas": 2 if args.smoke else REPLICAS, "runs": {}}
-    if not args.smoke:
+    common = compared(smoke)
+    found: dict[str, Any] = {"arguments": common, "replicas": 2 if smoke else REPLICAS, "runs": {}}
+    if not smoke:
         found["text"] = read(TEXT / MANIFEST)
         found["text"]["source"].pop("path", None)  # differs between machines
 
-    def note() -> None:
+    def note(runs: dict[str, Any]) -> None:
         for name, run in runs.items():
-            points, summary = run.points(), run.summary()
-            own: dict[str, Any] = {"options": COMPARED[name], "validation": run.validated()}
-            own["training"] = [[p["step"], p["loss"]] for p in points]
-            own["tokens_per_second_beside_the_others"] = points[-1]["tps"] if points else None
-            found["runs"][name] = own | {key: summary.get(key) for key in KEPT}
-        write(args.result, found)
+            points, summary = run["points"], run["summary"]
+            found["runs"][name] = {
+                "options": COMPARED[name],
+                "training": [[point["step"], point["loss"]] for point in points],
+                "validation": run["validation"],
+                "tokens_per_second_beside_the_others": points[-1]["tps"] if points else None,
+                **{key: summary.get(key) for key in QUALITY},
+            }
+        write(result, found)
         last = {name: run["training"][-1] for name, run in found["runs"].items() if run["training"]}
         print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
 
-    try:
-        for number, (name, options) in enumerate(COMPARED.items()):
-            runs[name] = Run([*common, *options], scratch / str(number))
-        follow(runs, note)
-    finally:
-        for run in runs.values():
-            run.__exit__()
-
-
-def run(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        WORK[args.what](args, Path(scratch))
-
-
-WORK = {"throughput": throughput, "quality": quality}
-
-if __name__ == "__main__":
-    forms = dict(nargs="?", choices=[*TIMED], default="scape")
-    steps = dict(type=int, default=0, help="of the losses' runs")
-    sys.exit(run_step(__doc__, run, {"what": dict(choices=[*WORK]), "form": forms, "--steps": steps}))
+    arguments = {name: [*common, *options] for name, options in COMPARED.items()}
+    train(arguments, 3 if smoke else COMPARED_STEPS, note)

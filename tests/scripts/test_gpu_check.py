@@ -14,11 +14,10 @@ import torch
 
 from scripts.common import RESULTS, ROOT, read, write
 from scripts.gpu import check, machine, methods, timing
-from scripts.gpu.check import Step
-from scripts.gpu.correctness import ended, outcomes
-from scripts.gpu.launches import STEPS, gaps
+from scripts.gpu.correctness import OUTCOME, outcomes
+from scripts.gpu.method_steps import PROFILED, gaps
+from scripts.gpu.processes import run_limited
 from scripts.gpu.report import write_report
-from scripts.gpu.timing import of
 from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
@@ -185,9 +184,9 @@ def test_gaps_between_launches_exclude_device_work() -> None:
     """Two streams overlap; time in which the device is busy does not count."""
     kernels = [("spin_kernel", 0.0, 900.0), ("a", 1000.0, 1300.0), ("b", 1200.0, 1500.0), ("a", 1800.0, 2400.0)]
     found = gaps(kernels)
-    assert found["launches"] == 3 / STEPS and found["busy_ms"] * STEPS == pytest.approx(1.1)
-    assert found["gaps_ms"] * STEPS == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
-    assert found["ms_by_kernel"]["a"] * STEPS == pytest.approx(0.9)
+    assert found["launches"] == 3 / PROFILED and found["busy_ms"] * PROFILED == pytest.approx(1.1)
+    assert found["gaps_ms"] * PROFILED == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
+    assert found["ms_by_kernel"]["a"] * PROFILED == pytest.approx(0.9)
     assert gaps([])["launches"] == 0
 
 
@@ -229,7 +228,7 @@ def test_host_time_is_separated_from_device_time(monkeypatch: pytest.MonkeyPatch
         for _ in range(5):
             fake.launch(1.0, 0.2)
 
-    found = clock(work).figures()
+    found = clock(work)
     assert found["ahead"] and found["ms"] == pytest.approx(1.0) and found["host_ms"] == pytest.approx(5.0)
 
     def waits() -> None:
@@ -237,9 +236,10 @@ def test_host_time_is_separated_from_device_time(monkeypatch: pytest.MonkeyPatch
         fake.synchronize()
         fake.launch(1.0, 0.2)
 
-    found = clock(waits).figures()
+    found = clock(waits)
     assert not found["ahead"] and found["ms"] > 1.3  # the device waits for the second launch, which is reported
-    once = of(clock(work).figures(), 3e9, 10**9, 6e12)
+    clock.bandwidth = 6e12
+    once = clock.rates(work, 3e9, 10**9)
     assert once["bytes_a_second"] == pytest.approx(3e12) and once["share_of_copy"] == pytest.approx(0.5)
 
 
@@ -248,7 +248,7 @@ def test_output_of_pytest_and_the_trainer_is_parsed() -> None:
 tests/gpu/test_gpu.py::test_b FAILED                                    [ 75%]
 tests/gpu/test_gpu.py::test_c SKIPPED (only a GPU can show it)          [100%]
 FAILED tests/gpu/test_gpu.py::test_b - assert 0"""
-    found = outcomes([text, ""])
+    found = outcomes(OUTCOME.findall(text))
     assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, ["tests/gpu/test_gpu.py::test_b"])
     line = "[titan] - root - INFO - step: 20  loss:  8.63301  grad_norm:  1.2  memory: 40.65GiB(51.1%)  tps: 129,061  "
     match = LOGGED.search(line + "tflops: 400.10  mfu: 41.90%")
@@ -263,7 +263,7 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
-    losses = [[*compared(700, False), *options] for options in COMPARED.values()]
+    losses = [[*compared(False), *options] for options in COMPARED.values()]
     for arguments in [timed(form, False) for form in TIMED] + losses:
         config = parse(arguments)
         check_config(config, "cpu")
@@ -278,13 +278,13 @@ def test_stored_results_come_from_a_gpu() -> None:
 
 
 def test_a_hanging_case_keeps_its_output_and_leaves_no_process() -> None:
-    output, code = ended(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], dict(os.environ), 0.5)
+    output, code = run_limited(["sh", "-c", "echo begun; sleep 600 & echo $!; wait"], 0.5)
     assert code == -1 and output.startswith("begun\n") and output.endswith("not done within 0.5 s")
     with pytest.raises(ProcessLookupError):
         for _ in range(50):  # killed processes need a moment to end
             os.kill(int(output.split()[1]), 0)
             time.sleep(0.1)
-    assert ended(["sh", "-c", "echo done; exit 9"], dict(os.environ), 60.0) == ("done\n", 9)
+    assert run_limited(["sh", "-c", "echo $SAID; exit 9"], 60.0, SAID="done") == ("done\n", 9)
 
 
 STEPS_OF_ALL_KINDS = {
@@ -298,11 +298,10 @@ STEPS_OF_ALL_KINDS = {
 def test_a_failing_or_hanging_step_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    head = "import sys, time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
-    head += "result = next(a for a in sys.argv if a.startswith('--result=')).partition('=')[2]\n"
+    head = "import time, json\ndef write(path, found): open(path, 'w').write(json.dumps(found))\n"
     for name, code in STEPS_OF_ALL_KINDS.items():
-        (tmp_path / f"step_{name}.py").write_text(head + code)
-    steps = tuple(Step(name, 0.2 if name == "endless" else 3.0, (f"step_{name}",)) for name in STEPS_OF_ALL_KINDS)
+        (tmp_path / f"step_{name}.py").write_text(f"{head}def run(result, smoke):\n    {code}\n")
+    steps = {name: (0.2 if name == "endless" else 3.0, f"step_{name}:run") for name in STEPS_OF_ALL_KINDS}
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "PARTS", {"correctness": steps})
     monkeypatch.setattr(check, "POLL", 0.05)
