@@ -24,15 +24,17 @@ MAX_MICRO_BATCH = 32  # sequences
 _WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
 # Fields of a method's section that a run's identity contains only where a grid or recipe sets them.
 _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes", "whiten_every")
-_TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
-# Keys of a method that are not options of the trainer.
-_METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
-_METHOD_KEYS += ("every_forward", "last_only", "start_from")
+# Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity; tables,
+# of which `also` has further options to tune, with their values; and others.
+_LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from")
+_TABLES = ("also", "planned", "targets")
+_METHOD_KEYS = (*_LAUNCH_KEYS, *_TABLES, "label", "density_warmup", "settles", "period")
 # Sections and keys that a method given as a recipe file may set.
 _OF_A_METHOD = ("optimizer.", "sync.", "sharding.", "parallelism.", "compile.", "activation_checkpoint.")
 _OF_A_METHOD += ("training.mixed_precision",)
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
+_LISTS = ("methods", "learning_rates", "seeds", "sizes", "sequences")  # of a set
 Options = dict[str, Any]
 
 
@@ -101,12 +103,12 @@ class RunSpec:
     Attributes:
         overrides: What the trainer receives beyond the recipe.
         options: Recipe and overrides together, without what has no effect on the result; their digest is `key`.
+        about: What the method declares beyond options.
         also: Values of the options that the method is tuned in besides the learning rate; {} for its own.
     """
 
     of: BudgetSet
     method: str
-    label: str
     recipe: str
     size: int
     sequences: int
@@ -115,11 +117,15 @@ class RunSpec:
     overrides: Options
     options: Options
     about: Options
-    also: Options = field(default_factory=dict)
+    also: Options
 
     @functools.cached_property
     def key(self) -> str:
         return digest(self.options)
+
+    @property
+    def label(self) -> str:
+        return str(self.about.get("label", self.method))
 
     @property
     def steps(self) -> int:
@@ -141,14 +147,12 @@ class RunSpec:
 
     @property
     def config_file(self) -> str:
-        """The recipe's files with absolute paths."""
         return _absolute(self.recipe)
 
     @property
     def name(self) -> str:
         rate = "" if self.learning_rate is None else f"-lr{self.learning_rate:g}"
-        method = Path(self.method).stem if is_file(self.method) else self.method
-        return f"{self.of.name}-{method}{rate}-{self.key}"
+        return f"{self.of.name}-{Path(self.method).name.removesuffix('.toml')}{rate}-{self.key}"
 
     @property
     def title(self) -> str:
@@ -182,9 +186,10 @@ class Grid:
         self.parameters = int(declared.get("parameters", 0))
         self.report: dict[str, Any] = declared.get("report", {})
         self.shared = list(declared.get("shared", []))
-        own = {name: _flat_method(table) for name, table in declared.get("methods", {}).items()}
-        others = Grid(path.parent / declared["methods_of"]).methods if "methods_of" in declared else {}
-        self.methods: dict[str, Options] = others | own
+        self.methods = dict(Grid(path.parent / declared["methods_of"]).methods) if "methods_of" in declared else {}
+        for name, table in declared.get("methods", {}).items():
+            tables = {key: table.pop(key) for key in _TABLES if key in table}
+            self.methods[name] = flatten(table) | tables
         self.sets = [self._set(self._with_defaults(table)) for table in declared["sets"]]
         names = [one.name for one in self.sets]
         if len(set(names)) != len(names):
@@ -217,12 +222,10 @@ class Grid:
         if launcher not in LAUNCHERS:
             raise ValueError(f"{where}: launcher = {launcher!r}; known are {', '.join(LAUNCHERS)}")
         tokens = table.get("tokens_per_parameter", 0) * self.parameters
-        lists = {}
-        for key in ("methods", "learning_rates", "seeds", "sizes", "sequences"):
-            if key in table:
-                lists[key] = tuple(float(v) for v in table[key]) if key == "learning_rates" else tuple(table[key])
-                if not table[key] or len(set(table[key])) != len(table[key]):
-                    raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
+        lists = {key: tuple(table[key]) for key in _LISTS if key in table}
+        for key, values in lists.items():
+            if not 0 < len(values) == len(set(values)):
+                raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
         steps = table.get("steps") or (max(1, round(tokens / batch)) if tokens else 0)
         given = {key: value for key, value in table.items() if key not in ("tokens_per_parameter", "recipe")} | lists
         return BudgetSet(**given | {"recipes": tuple(recipes), "launcher": launcher, "steps": steps})
@@ -266,14 +269,13 @@ class Grid:
 
     def also(self, method: str) -> list[Options]:
         """Return the options that the method is tuned in besides the learning rate, one value at a time."""
-        declared = {} if is_file(method) else self.methods[method]
-        declared = {k.removeprefix(_TUNED): v for k, v in declared.items() if k.startswith(_TUNED)}
+        declared = flatten(self.methods.get(method, {}).get("also", {}))
         return [{option: value} for option, values in declared.items() for value in values]
 
     def specs(self, one: BudgetSet, method: str) -> list[RunSpec]:
         """Return the runs of a method of a set that is not tuned: every recipe, size, batch and seed."""
         axes = itertools.product(one.recipes, one.sequences, one.sizes, one.seeds)
-        return [self.spec(one, method, None, seed, size=n, sequences=s, recipe=r) for r, s, n, seed in axes]
+        return [self.spec(one, method, None, seed, recipe=r, sequences=s, size=n) for r, s, n, seed in axes]
 
     def spec(
         self,
@@ -283,15 +285,15 @@ class Grid:
         seed: int | None,
         also: Options | None = None,
         *,
-        size: int | None = None,
-        sequences: int | None = None,
         recipe: str = "",
+        sequences: int = 0,
+        size: int = 0,
     ) -> RunSpec:
-        recipe, base = recipe or one.recipes[0], read_recipe(recipe or one.recipes[0])
-        size, sequences = size or one.sizes[0], one.sequences[0] if sequences is None else sequences
-        declared = self.method(method, recipe)
-        own = {k: v for k, v in declared.items() if k not in _METHOD_KEYS and not k.startswith(_TUNED)} | (also or {})
+        """Return a run; recipe, batch and size are the first of the set by default."""
+        recipe, sequences, size = recipe or one.recipes[0], sequences or one.sequences[0], size or one.sizes[0]
+        base, declared = read_recipe(recipe), self.method(method, recipe)
         about = {k: v for k, v in declared.items() if k in _METHOD_KEYS}
+        own = {k: v for k, v in declared.items() if k not in about} | (also or {})
         shared = self._budget(one, base) if one.batch else _ranks(one, base, size, sequences)
         shared |= one.options
         kind = str((base | shared | own)["sync.method"])
@@ -310,11 +312,9 @@ class Grid:
         known = spelled_out | base | overrides
         if one.launcher != "simulated":
             known |= {f"launch.{k}": v for k, v in {"launcher": one.launcher, "ranks": size, **one.launch}.items()}
-        for name in ("peer", "rank", "every_forward", "last_only", "start_from"):
-            known |= {f"launch.{name}": about[name]} if name in about else {}
+        known |= {f"launch.{name}": about[name] for name in _LAUNCH_KEYS if name in about}
         options = {key: value for key, value in sorted(known.items()) if counts(key)}
-        label = str(declared.get("label", method))
-        axes = (label, recipe, size, sequences, learning_rate, seed)
+        axes = (recipe, size, sequences, learning_rate, seed)
         return RunSpec(one, method, *axes, overrides, options, about, also or {})
 
     def _budget(self, one: BudgetSet, base: Options) -> Options:
@@ -329,8 +329,8 @@ class Grid:
             "training.local_batch_size": largest_divisor(sequences // max(1, one.replicas), MAX_MICRO_BATCH),
             "lr_scheduler.warmup_steps": max(1, round(float(self.declared["lr_warmup"]) * one.steps)),
             "validation.freq": -(-one.steps // validations),
-            "validation.local_batch_size": largest_divisor(validated, MAX_MICRO_BATCH),
-            "validation.steps": validated // largest_divisor(validated, MAX_MICRO_BATCH),
+            "validation.local_batch_size": (at_a_time := largest_divisor(validated, MAX_MICRO_BATCH)),
+            "validation.steps": validated // at_a_time,
             "metrics.log_freq": max(1, one.steps // (CURVE_POINTS * LOGS_PER_POINT)),
             **({"topology.simulate_replicas": one.replicas} if one.replicas else {}),
         }
@@ -384,11 +384,6 @@ def describe_also(also: Options) -> str:
 def largest_divisor(count: int, limit: int) -> int:
     """Return the largest divisor of `count` that is at most `limit`."""
     return max(n for n in range(1, limit + 1) if count % n == 0)
-
-
-def _flat_method(table: dict[str, Any]) -> Options:
-    nested = {key: table[key] for key in ("planned", "targets") if key in table}
-    return flatten({key: value for key, value in table.items() if key not in nested}) | nested
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:
