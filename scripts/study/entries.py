@@ -15,6 +15,15 @@ Run = dict[str, Any]
 BETA2 = 0.95  # of train_configs/study.toml
 
 
+class _Stored(NamedTuple):
+    """A stored run, with what the grid declares of it if it does."""
+
+    method: str
+    options: Options
+    run: Run
+    spec: RunSpec | None
+
+
 class Trial(NamedTuple):
     """A learning rate of a method's tuning, with the values of what else it is tuned in; loss None: failed."""
 
@@ -124,60 +133,53 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
     Runs are those of the grid, whichever study has them, and all others of this study.
     """
     queue = Queue(grid, [one for one in grid.sets if one.tuned], store, 1, store.path.parent)
-    specs = queue.runs()
-    groups: dict[str, dict[str, list[tuple[Options, Run, RunSpec | None]]]] = {}
+    specs, groups = queue.runs(), dict[str, list[_Stored]]()
     for key, line in store.lines.items():
-        spec, run = specs.get(key), line["result"]
-        if (spec is None and key not in store.own) or not isinstance(run, dict) or "replicas" not in run:
-            continue
-        method = spec.method if spec else line["method"]
-        groups.setdefault(_setting(line["options"]), {}).setdefault(method, []).append((line["options"], run, spec))
-    found = [_budget(methods, bool(grid.report.get("planned_bytes"))) for methods in groups.values()]
-    titles = [one.title for one in found]
-    for one, methods in zip(found, groups.values(), strict=True):
-        same = [group for title, group in zip(titles, groups.values(), strict=True) if title == one.title]
-        if others := [_common(group) for group in same if group is not methods]:
-            own = {k: v for k, v in _common(methods).items() if any(o.get(k, v) != v for o in others)}
+        if (key in specs or key in store.own) and isinstance(line["result"], dict) and "replicas" in line["result"]:
+            spec, options = specs.get(key), line["options"]
+            setting = {k: v for k, v in options.items() if not k.startswith(("sync.", "optimizer.", "debug.seed"))}
+            method = spec.method if spec else line["method"]
+            groups.setdefault(digest(setting), []).append(_Stored(method, options, line["result"], spec))
+    found = [(_budget(group, bool(grid.report.get("planned_bytes"))), _common(group)) for group in groups.values()]
+    titles = [one.title for one, _ in found]
+    for one, common in found:
+        others = [other for title, (_, other) in zip(titles, found, strict=True) if title == one.title]
+        if len(others) > 1:
+            own = {k: v for k, v in common.items() if any(other.get(k, v) != v for other in others)}
             one.title += f" ({', '.join(f'{k} = {v}' for k, v in own.items())})"
-    found = [one for one in found if one.entries]
-    return sorted(found, key=lambda b: (b.steps * b.batch, -b.batch, b.replicas, b.title)), len(queue.missing())
+    budgets = [one for one, _ in found if one.entries]
+    return sorted(budgets, key=lambda b: (b.steps * b.batch, -b.batch, b.replicas, b.title)), len(queue.missing())
 
 
-def _setting(options: Options) -> str:
-    varied = ("sync.", "optimizer.", "debug.seed")
-    return digest({key: value for key, value in options.items() if not key.startswith(varied)})
-
-
-def _budget(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]], planned_bytes: bool) -> Budget:
-    every = [run for runs in methods.values() for _, run, _ in runs]
-    run = next((run for run in every if "error" not in run), every[0])
+def _budget(group: list[_Stored], planned_bytes: bool) -> Budget:
+    run = next((one.run for one in group if "error" not in one.run), group[0].run)
     steps, batch, replicas = run["steps"], run["batch"], run["replicas"]
     title = f"{steps * batch / run.get('parameters', 1):.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
     one = Budget(title + f"{replicas} replica{'s' if replicas > 1 else ''}", steps, batch, replicas)
-    for method, runs in methods.items():
+    for method in dict.fromkeys(stored.method for stored in group):
+        runs = [stored for stored in group if stored.method == method]
         trials: dict[Trial, Options] = {}
         by_trial: dict[str, dict[int, Run]] = {}
-        for options, run, spec in runs:
+        for _, options, run, spec in runs:
             first = spec.of.seeds[0] if spec else run["tuning_seed"]
             trial = Trial(run["learning_rate"], describe_also(spec.also) if spec else "", run.get("validation_loss"))
             by_trial.setdefault(trial.text, {})[run["seed"]] = run
             if run["seed"] == first:
                 trials[trial] = options
-        done = [trial for trial in trials if trial.loss is not None]
-        if done:
+        if done := [trial for trial in trials if trial.loss is not None]:
             best = min(done, key=lambda trial: (trial.loss, trial.rate))
             chosen = {s: run for s, run in sorted(by_trial[best.text].items()) if "error" not in run}
-            label = next((spec.label for *_, spec in runs if spec), runs[0][1]["label"])
+            label = next((stored.spec.label for stored in runs if stored.spec), runs[0].run["label"])
             ordered = sorted(trials, key=lambda trial: (trial.also, trial.rate))
             one.entries.append(Entry(label, method, trials[best], best, ordered, chosen, planned_bytes))
     one.entries.sort(key=lambda entry: (not entry.is_dense, -entry.shares[0], len(entry.label), entry.label))
     return one
 
 
-def _common(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]]) -> Options:
+def _common(group: list[_Stored]) -> Options:
     """Return the options that have one value in all runs."""
-    every = [options for runs in methods.values() for options, *_ in runs]
-    return {key: value for key, value in every[0].items() if all(o.get(key) == value for o in every)}
+    first = group[0].options
+    return {key: value for key, value in first.items() if all(one.options.get(key) == value for one in group)}
 
 
 def best_below(one: Budget, limit: float, report: dict[str, Any]) -> Entry | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ROOT
+from torchtitan_scape.config.job_config import Sync
 from torchtitan_scape.config.recipes import flatten, load, split_names
 
 GRIDS = ROOT / "scripts" / "study" / "grids"
@@ -56,8 +57,6 @@ def as_arguments(key: str, value: Any) -> list[str]:
 @functools.cache
 def defaults(method: str) -> Options:
     """Return the default options of a method's section; {} if it has none."""
-    from torchtitan_scape.config.job_config import Sync  # selects the device, before TorchTitan is imported
-
     section = getattr(Sync(), method, None)
     known = () if section is None else dataclasses.fields(section)
     return {f"sync.{method}.{f.name}": getattr(section, f.name) for f in known if f.name not in _NOT_SPELLED_OUT}

@@ -77,9 +77,8 @@ class Queue:
         for key, spec in specs.items():
             if seconds := (self.store.result(key) or {}).get("wall_seconds"):
                 rates.setdefault(spec.of.name, []).append(seconds / spec.steps)
-        if not rates:
+        if not (every := [rate for found in rates.values() for rate in found]):
             return "time left unknown"
-        every = [rate for found in rates.values() for rate in found]
         left = [s for key, s in specs.items() if key not in self.failed and self.store.result(key) is None]
         seconds = sum(spec.steps * fmean(rates.get(spec.of.name, every)) for spec in left)
         return f"about {seconds / self.jobs / 60:.0f} min left"
@@ -122,14 +121,9 @@ class Queue:
             self.fail(spec, str(error))
             return
         with open(out / "log.txt", "wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | ENVIRONMENT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its children
-            )
+            options = {"cwd": ROOT, "env": os.environ | ENVIRONMENT, "stdout": log, "stderr": subprocess.STDOUT}
+            # In a session of its own: Ctrl-C reaches this process alone, which ends its children.
+            process = subprocess.Popen(command, start_new_session=True, **options)
         self.running.append(_Running(spec, process, time.monotonic(), out))
 
     def _collect(self, one: _Running) -> None:
@@ -153,11 +147,9 @@ class Queue:
             prepare: Returns the function that measures a run of a set. RunError and ValueError are the run's failure.
         """
         for one in self.sets:
-            specs = [spec for spec in self.missing() if spec.of is one]
-            if not specs:
-                continue
-            measure = prepare(one)
-            for spec in specs:
+            measure = None
+            for spec in [spec for spec in self.missing() if spec.of is one]:
+                measure = measure or prepare(one)
                 print(f"[{self.done() + 1}/{len(self.runs())}] {spec.title} ...", flush=True)
                 begin = time.monotonic()
                 try:

@@ -197,26 +197,19 @@ class SlurmSet:
 
 
 def time_limit(options: Sequence[str]) -> float:
-    """Return the seconds of --time or -t among the options of sbatch; 0 without it.
+    """Return the seconds of --time or -t among the options of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
-    Raises ValueError for a time that sbatch does not know.
+    0 without it. Raises ValueError for a time that sbatch does not know.
     """
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    known.add_argument("-t", "--time")
+    known.add_argument("-t", "--time", default="0")
     text = known.parse_known_args(options)[0].time
-    return seconds_of(text) if text else 0.0
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a time as sbatch writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise ValueError(f"--sbatch: the time {text!r} is none that sbatch knows; write H:M:S")
-    days, *given = found.groups()
-    hours, minutes, seconds = (int(one or 0) for one in given)
-    if not days and given[2] is None:  # M or M:S
-        hours, minutes, seconds = 0, hours, minutes
-    return 86400.0 * int(days or 0) + 3600.0 * hours + 60.0 * minutes + seconds
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400.0 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def run(queue: Queue, args: argparse.Namespace) -> None:

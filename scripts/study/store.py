@@ -33,15 +33,11 @@ class Store:
         """Append a line with one write, so that a process that is killed leaves at most one incomplete line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            end = os.lseek(file, 0, os.SEEK_END)
-            if end and os.pread(file, 1, end - 1) != b"\n":
+        with open(self.path, "a+b", buffering=0) as file:
+            if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 data = b"\n" + data  # ends an incomplete line
-            os.write(file, data)
+            file.write(data)
             os.fsync(file)
-        finally:
-            os.close(file)
         self.own[line["key"]] = self.lines[line["key"]] = line
 
     def keep(self, spec: RunSpec, result: dict[str, Any], command: str, versions: dict[str, str]) -> None:
@@ -70,8 +66,7 @@ class Store:
         return None if line is None or is_failure(line["result"]) else line["result"]
 
     def loss(self, spec: RunSpec) -> float | None:
-        found = self.result(spec.key)
-        return None if found is None else found["validation_loss"]
+        return (self.result(spec.key) or {}).get("validation_loss")
 
 
 def is_failure(result: Any) -> bool:

@@ -37,12 +37,9 @@ class Tuning:
     def runs(self) -> list[RunSpec]:
         """All runs that are known so far, the declared ones first."""
         found, others = self.declared, self.grid.also(self.method)
-        while len(found) < len(self.one.learning_rates) + self.one.further and not self.waits_for(found):
-            best = self._best(found)
-            if best is None:
-                break
-            rate = beyond(best, found)
-            if rate is not None:
+        most = len(found) + self.one.further
+        while len(found) < most and not self.waits_for(found) and (best := best_of(found, self.loss)):
+            if (rate := beyond(best, found)) is not None:
                 found.append(self._spec(rate, best.also))
             elif others:
                 found.append(self._spec(best.learning_rate, others.pop(0)))
@@ -50,32 +47,26 @@ class Tuning:
                 break
         return found
 
-    @property
-    def best(self) -> RunSpec | None:
-        """The run of the lowest loss so far; of equal losses the one of the lower rate."""
-        return self._best(self.runs)
-
-    @property
-    def done(self) -> bool:
-        return not self.waits_for(self.runs)
-
     def waits_for(self, runs: Collection[RunSpec]) -> bool:
         return any(self.loss(spec) is None and spec.key not in self.failed for spec in runs)
-
-    def _best(self, runs: Collection[RunSpec]) -> RunSpec | None:
-        losses = [(loss, spec.learning_rate, spec) for spec in runs if (loss := self.loss(spec)) is not None]
-        finite = [one for one in losses if math.isfinite(one[0])]
-        return min(finite, key=lambda one: one[:2])[-1] if finite else None
 
     def other_seeds(self, guess: bool) -> list[RunSpec]:
         """Return the runs of the other seeds at the best rate.
 
         While the tuning is not done: none, or with `guess` as many as there will be.
         """
-        best = (self.declared[0] if guess else None) if not self.done else self.best
-        if best is None:
-            return []
-        return [self.grid.spec(self.one, best.method, best.learning_rate, s, best.also) for s in self.one.seeds[1:]]
+        best = best_of(self.runs, self.loss)
+        if self.waits_for(self.runs):
+            best = self.declared[0] if guess else None
+        seeds = self.one.seeds[1:] if best else ()
+        return [self.grid.spec(self.one, self.method, best.learning_rate, seed, best.also) for seed in seeds]
+
+
+def best_of(runs: Collection[RunSpec], loss: Callable[[RunSpec], float | None]) -> RunSpec | None:
+    """Return the run of the lowest finite loss so far; of equal losses the one of the lower rate."""
+    losses = [(found, spec.learning_rate, spec) for spec in runs if (found := loss(spec)) is not None]
+    finite = [one for one in losses if math.isfinite(one[0])]
+    return min(finite, key=lambda one: one[:2])[-1] if finite else None
 
 
 def beyond(best: RunSpec, tried: Collection[RunSpec]) -> float | None:
