@@ -3,7 +3,6 @@
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from scripts.study import costs
@@ -25,11 +24,11 @@ class _Stored(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A learning rate of a method's tuning, with the values of what else it is tuned in; loss None: failed."""
+    """A setting of a method's tuning: the learning rate, and the values of what else it is tuned in."""
 
-    rate: float
     also: str
-    loss: float | None
+    rate: float
+    loss: float | None  # None: failed
 
     @property
     def text(self) -> str:
@@ -38,15 +37,23 @@ class Trial(NamedTuple):
 
 @dataclass
 class Entry:
-    """A method at a budget: its runs at the best trial, by seed, and the trials that led to it."""
+    """A method at a budget.
+
+    Attributes:
+        best, trials: The best trial, and all that led to it.
+        options: Those of the best trial.
+        runs, losses: Runs at the best trial, and their final losses, by seed.
+        shares: Bytes over dense FP32 bytes: of a step after the start, and in the mean over the run.
+    """
 
     label: str
     method: str
-    options: Options
     best: Trial
     trials: list[Trial]
+    options: Options
     runs: dict[int, Run]
-    planned_bytes: bool
+    losses: dict[int, float]
+    shares: tuple[float, float]
 
     @property
     def first(self) -> Run:
@@ -54,40 +61,22 @@ class Entry:
         return next(iter(self.runs.values()))
 
     @property
-    def kind(self) -> str:
-        return str(self.options["sync.method"])
-
-    @property
     def optimizer(self) -> str:
         return str(self.options["optimizer.name"])
 
     @property
     def is_dense(self) -> bool:
-        return self.kind == "dense"
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
+        return self.options["sync.method"] == "dense"
 
     def option(self, name: str) -> Any:
         """Return an option of the method's own section."""
-        return self.options.get(f"sync.{self.kind}.{name}")
-
-    @cached_property
-    def shares(self) -> tuple[float, float]:
-        """Bytes over dense FP32 bytes: of a step after the start, and in the mean over the run."""
-        make = costs.planned_shares if self.planned_bytes else costs.shares
-        return make(self.options, self.first)
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether the best learning rate is the lowest or the highest that ran."""
-        rates = [one.rate for one in self.trials if one.also in (self.best.also, "")]
-        return self.best.rate in (min(rates), max(rates))
+        return self.options.get(f"sync.{self.options['sync.method']}.{name}")
 
     @property
     def tuned(self) -> str:
-        return self.best.text + (" (edge)" if self.at_edge else "")
+        """The best trial, marked if its learning rate is the lowest or the highest that ran."""
+        rates = [one.rate for one in self.trials if one.also in (self.best.also, "")]
+        return self.best.text + (" (edge)" if self.best.rate in (min(rates), max(rates)) else "")
 
     def gaps(self, to: "Entry | None") -> list[float]:
         """Return final losses above those of another method in percent, for the seeds that both have."""
@@ -156,22 +145,23 @@ def _budget(group: list[_Stored], planned_bytes: bool) -> Budget:
     steps, batch, replicas = run["steps"], run["batch"], run["replicas"]
     title = f"{steps * batch / run.get('parameters', 1):.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
     one = Budget(title + f"{replicas} replica{'s' if replicas > 1 else ''}", steps, batch, replicas)
+    shares_of = costs.planned_shares if planned_bytes else costs.shares
     for method in dict.fromkeys(stored.method for stored in group):
-        runs = [stored for stored in group if stored.method == method]
-        trials: dict[Trial, Options] = {}
-        by_trial: dict[str, dict[int, Run]] = {}
-        for _, options, run, spec in runs:
-            first = spec.of.seeds[0] if spec else run["tuning_seed"]
-            trial = Trial(run["learning_rate"], describe_also(spec.also) if spec else "", run.get("validation_loss"))
+        of_method = [stored for stored in group if stored.method == method]
+        trials, by_trial = dict[Trial, Options](), dict[str, dict[int, Run]]()
+        for _, options, run, spec in of_method:
+            trial = Trial(describe_also(spec.also) if spec else "", run["learning_rate"], run.get("validation_loss"))
             by_trial.setdefault(trial.text, {})[run["seed"]] = run
-            if run["seed"] == first:
+            if run["seed"] == (spec.of.seeds[0] if spec else run["tuning_seed"]):
                 trials[trial] = options
         if done := [trial for trial in trials if trial.loss is not None]:
             best = min(done, key=lambda trial: (trial.loss, trial.rate))
-            chosen = {s: run for s, run in sorted(by_trial[best.text].items()) if "error" not in run}
-            label = next((stored.spec.label for stored in runs if stored.spec), runs[0].run["label"])
-            ordered = sorted(trials, key=lambda trial: (trial.also, trial.rate))
-            one.entries.append(Entry(label, method, trials[best], best, ordered, chosen, planned_bytes))
+            runs = {seed: run for seed, run in sorted(by_trial[best.text].items()) if "error" not in run}
+            losses = {seed: run["validation_loss"] for seed, run in runs.items()}
+            shares = shares_of(trials[best], runs[min(runs)])
+            label = next((stored.spec.label for stored in of_method if stored.spec), of_method[0].run["label"])
+            entry = Entry(label, method, best, sorted(trials, key=lambda t: t[:2]), trials[best], runs, losses, shares)
+            one.entries.append(entry)
     one.entries.sort(key=lambda entry: (not entry.is_dense, -entry.shares[0], len(entry.label), entry.label))
     return one
 

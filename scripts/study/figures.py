@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save, subplots
+from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save
 from scripts.study import costs, curves, observations
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
@@ -232,13 +232,14 @@ def loss(grid: Grid, store: Store, folder: Path) -> Captions:
 
 
 def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: float, path: Path) -> None:
-    drawn, axes = subplots(["Training", "Validation"], 1, 5.0)
+    drawn, axes = figure(1, len(KINDS), (10.8, 5.0))
     drawn.suptitle(title)
     for i, (label, (training, validation, is_dense)) in enumerate(curves.items()):
         for axis, curve, marker in ((axes[0][0], training, None), (axes[0][1], validation, MARKERS[i % len(MARKERS)])):
             points = [(step, value) for step, value in curve if step >= start]
             axis.plot(*zip(*points, strict=True), label=label, markersize=4, **look(i, is_dense) | {"marker": marker})
     for axis, name in zip(axes[0], KINDS, strict=True):
+        axis.set_title(name.capitalize())
         axis.set_ylabel(f"{name} loss (nats per token)")
         axis.set_xlabel("step")
     save(drawn, path, [axes[0][1]])
@@ -253,8 +254,10 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
     if not panels:
         return {}
     low = 0.9 + 0.34 * max(len({cell["method"] for cell in panel}) for panel in panels.values())
-    drawn, axes = subplots(panels, 2, 4.8 + low, (3.6, low))
-    for (top, bottom), panel in zip(axes.T, panels.values(), strict=True):
+    width = max(6.4, 5.4 * len(panels))
+    drawn, axes = figure(2, len(panels), (width, 4.8 + low), height_ratios=(3.6, low))
+    for (top, bottom), (title, panel) in zip(axes.T, panels.items(), strict=True):
+        top.set_title(title)
         for i, method in enumerate(dict.fromkeys(cell["method"] for cell in panel)):
             cells = [cell for cell in panel if cell["method"] == method]
             ends = [(c["step_seconds"], c.get("quartiles") or [c["step_seconds"]] * 2) for c in cells]
@@ -277,6 +280,7 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
         bottom.invert_yaxis()
         bottom.set_xlabel(f"step with {sizes[-1]} ranks (ms, medians of the phases)")
         bottom.grid(False, axis="y")
+        bottom.set_axisbelow(True)  # bars hide the grid
     axes[1][0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, columnspacing=1, handlelength=1.2)
     save(drawn, folder / "figure_10.png", axes[0])
     return {"figure_10.png": "Per-step time; dense methods are dashed"}

@@ -69,7 +69,7 @@ class BudgetSet:
     Attributes:
         steps, batch, replicas: Budget: tokens per step, simulated replicas. 0: as the recipe says.
         learning_rates: Tried with the first seed; None: the recipe's.
-        further: Runs that each method may have beyond `learning_rates`; see `Tuning`.
+        further: Runs that each method may have beyond `learning_rates`; see `Queue.tuning`.
         sizes: Numbers of ranks. sequences: global batches, in sequences; 0: the recipe's.
         launch: Settings of the launcher.
     """
@@ -189,18 +189,16 @@ class Grid:
         for name, table in declared.get("methods", {}).items():
             tables = {key: table.pop(key) for key in _TABLES if key in table}
             self.methods[name] = flatten(table) | tables
-        self.sets = [self._set(self._with_defaults(table)) for table in declared["sets"]]
+        self.sets = [self._set(table) for table in declared["sets"]]
         names = [one.name for one in self.sets]
         if len(set(names)) != len(names):
             raise ValueError(f"{path}: two sets have one name; the names are {', '.join(names)}")
 
-    def _with_defaults(self, table: dict[str, Any]) -> dict[str, Any]:
-        """Return a set's table over the grid's defaults; options and settings of the launcher are merged."""
+    def _set(self, table: dict[str, Any]) -> BudgetSet:
+        """Return a set: its table over the grid's defaults; options and settings of the launcher are merged."""
         common = self.declared.get("defaults", {})
         merged = {key: flatten(common.get(key, {})) | flatten(table.get(key, {})) for key in ("options", "launch")}
-        return common | table | merged
-
-    def _set(self, table: dict[str, Any]) -> BudgetSet:
+        table = common | table | merged
         where = f"set {table.get('name', '?')!r}"
         known = {f.name for f in dataclasses.fields(BudgetSet)} | {"tokens_per_parameter", "recipe"}
         _check_keys(where, table, known, {"name", "methods"})
@@ -210,8 +208,8 @@ class Grid:
         for recipe in recipes:
             if not all((ROOT / name).is_file() for name in split_names(recipe)):  # an absolute path stays one
                 raise ValueError(f"{where}: the recipe {recipe} does not exist; recipes are in train_configs/")
-        batch, replicas = int(table.get("batch", 0)), int(table.get("replicas", 0))
-        sequence = int(read_recipe(recipes[0])["training.seq_len"])
+        batch, replicas = table.get("batch", 0), table.get("replicas", 0)
+        sequence = read_recipe(recipes[0])["training.seq_len"]
         if batch % (sequence * max(1, replicas)) or batch < 0:
             unit = f"a sequence ({sequence}) x {replicas} replicas"
             raise ValueError(f"{where}: a batch of {batch} tokens is no multiple of {unit}")
@@ -220,22 +218,20 @@ class Grid:
         launcher = table.get("launcher", self.declared.get("launcher", "simulated"))
         if launcher not in LAUNCHERS:
             raise ValueError(f"{where}: launcher = {launcher!r}; known are {', '.join(LAUNCHERS)}")
-        tokens = table.get("tokens_per_parameter", 0) * self.parameters
         lists = {key: tuple(table[key]) for key in _LISTS if key in table}
         for key, values in lists.items():
             if not 0 < len(values) == len(set(values)):
                 raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
-        steps = table.get("steps") or (max(1, round(tokens / batch)) if tokens else 0)
-        given = {key: value for key, value in table.items() if key not in ("tokens_per_parameter", "recipe")} | lists
-        return BudgetSet(**given | {"recipes": tuple(recipes), "launcher": launcher, "steps": steps})
+        given = table | lists | {"recipes": tuple(recipes), "launcher": launcher}
+        if tokens := given.pop("tokens_per_parameter", 0) * self.parameters:
+            given["steps"] = max(1, round(tokens / batch))
+        given.pop("recipe", None)
+        return BudgetSet(**given)
 
     def _check_method(self, where: str, name: str) -> None:
-        if is_file(name) and not (ROOT / name).is_file():
-            raise ValueError(f"{where}: the recipe {name} of a method does not exist")
-        if not is_file(name) and name not in self.methods:
-            raise ValueError(
-                f"{where}: there is no method {name!r}; known are {', '.join(self.methods)}, and recipe files by path"
-            )
+        if not ((ROOT / name).is_file() if is_file(name) else name in self.methods):
+            known = f"{', '.join(self.methods)}, and recipe files by path"
+            raise ValueError(f"{where}: there is no method {name!r}; known are {known}")
 
     def choose(
         self,
@@ -255,8 +251,8 @@ class Grid:
             self._check_method("--methods", name)
         if min(sizes, default=1) < 1:
             raise ValueError(f"--sizes {','.join(map(str, sizes))}: give numbers of ranks, 1 or more")
-        changed: Options = {"methods": tuple(dict.fromkeys(methods))} if methods else {}
-        changed |= {"sizes": tuple(dict.fromkeys(sizes))} if sizes else {}
+        given = {"methods": methods, "sizes": sizes}
+        changed: Options = {key: tuple(dict.fromkeys(values)) for key, values in given.items() if values}
         chosen = [one for one in self.sets if not names or one.name in names]
         return [dataclasses.replace(one, **changed, options=one.options | (options or {})) for one in chosen]
 
@@ -318,16 +314,15 @@ class Grid:
 
     def _budget(self, one: BudgetSet, base: Options) -> Options:
         """Return the options of a set's budget, the same for all its methods."""
-        sequence = int(base["training.seq_len"])
+        sequence, replicas = base["training.seq_len"], max(1, one.replicas)
         sequences = one.batch // sequence
-        validations, tokens = (int(self.declared[key]) for key in ("validations", "validation_tokens"))
-        validated = max(1, tokens // sequence // max(1, one.replicas))
+        validated = max(1, self.declared["validation_tokens"] // sequence // replicas)
         return {
             "training.steps": one.steps,
             "training.global_batch_size": sequences,
-            "training.local_batch_size": largest_divisor(sequences // max(1, one.replicas), MAX_MICRO_BATCH),
-            "lr_scheduler.warmup_steps": max(1, round(float(self.declared["lr_warmup"]) * one.steps)),
-            "validation.freq": -(-one.steps // validations),
+            "training.local_batch_size": largest_divisor(sequences // replicas, MAX_MICRO_BATCH),
+            "lr_scheduler.warmup_steps": max(1, round(self.declared["lr_warmup"] * one.steps)),
+            "validation.freq": -(-one.steps // self.declared["validations"]),
             "validation.local_batch_size": (at_a_time := largest_divisor(validated, MAX_MICRO_BATCH)),
             "validation.steps": validated // at_a_time,
             "metrics.log_freq": max(1, one.steps // (CURVE_POINTS * LOGS_PER_POINT)),
@@ -360,9 +355,8 @@ def method_of_file(path: str, recipe: str) -> Options:
     a file that `recipe` contains as well."""
     common = set(map(os.path.realpath, load(_absolute(recipe)).files))
     found = load(str(ROOT / path))
-    flat = flatten(found.table)
-    own = {key: value for key, value in flat.items() if os.path.realpath(found.origins[key]) not in common}
-    return {key: value for key, value in own.items() if key.startswith(_OF_A_METHOD)}
+    flat = {key: value for key, value in flatten(found.table).items() if key.startswith(_OF_A_METHOD)}
+    return {key: value for key, value in flat.items() if os.path.realpath(found.origins[key]) not in common}
 
 
 def _absolute(recipe: str) -> str:

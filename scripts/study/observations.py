@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import Grid
 from scripts.study.launchers import ARRAYS, arrays_of
 from scripts.study.store import Store
+from scripts.study.sweep_tables import Row
 from torchtitan_scape.observe import record
 from torchtitan_scape.observe.figures import HIGHEST, LINEAR, LOWEST, PER_OCTAVE
 
@@ -220,12 +221,12 @@ def parts(grid: Grid, store: Store) -> list[str]:
             continue
         found += [f"## {one.name}", "Gradients of dense training:", markdown(gradient_rows(runs)), narrower(runs)]
         found += ["Overlap, mean (minimum) over a window:", markdown(overlap_rows(runs))]
-        found += ["After the switch, means over the last quarter of its steps:", markdown(residual_rows(runs))]
-        found += ["Losses:", markdown(loss_rows(runs))]
+        found += ["After the switch, means over the last quarter of its steps:", markdown(list(residual_rows(runs)))]
+        found += ["Losses:", markdown(list(loss_rows(runs)))]
     return [part for part in found if part]
 
 
-def gradient_rows(runs: Runs) -> list[dict[str, str]]:
+def gradient_rows(runs: Runs) -> list[Row]:
     rows = []
     for name, run in dense(runs).items():
         for step, tensor, f in run["histograms"]:
@@ -251,8 +252,8 @@ def narrower(runs: Runs) -> str:
     return f"Of {len(pairs)} pairs AdamS has {', '.join(f'{text} in {count}' for text, count in counts.items())}."
 
 
-def overlap_rows(runs: Runs) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = [{"tensor": name} for name in (NOISE, *tensors_of(runs))]
+def overlap_rows(runs: Runs) -> list[Row]:
+    rows: list[Row] = [{"tensor": name} for name in (NOISE, *tensors_of(runs))]
     for name, run in dense(runs).items():
         density = run["rows"][0].density
         for first, last in windows(run["rows"]):
@@ -266,8 +267,7 @@ def overlap_rows(runs: Runs) -> list[dict[str, str]]:
     return rows
 
 
-def residual_rows(runs: Runs) -> list[dict[str, str]]:
-    rows = []
+def residual_rows(runs: Runs) -> Iterator[Row]:
     for tensor in tensors_of(runs):
         for name, (label, _) in OPTIMIZERS.items():
             row = {"tensor": tensor, "optimizer": label}
@@ -281,12 +281,10 @@ def residual_rows(runs: Runs) -> list[dict[str, str]]:
                 row |= {f"{what}: sent": number(sent, ".3g"), f"{what}: residual": number(left, ".3g")}
                 row |= {f"{what}: residual / sent": number(left / sent, ".2f")}
             if len(row) > 2:
-                rows.append(row)
-    return rows
+                yield row
 
 
-def loss_rows(runs: Runs) -> list[dict[str, str]]:
-    rows = []
+def loss_rows(runs: Runs) -> Iterator[Row]:
     for name, (label, _) in OPTIMIZERS.items():
         if name not in runs or f"{name}-topk" not in runs:
             continue
@@ -297,5 +295,4 @@ def loss_rows(runs: Runs) -> list[dict[str, str]]:
         row |= {"validation, top-k": f"{switched['validation'][-1][1]:.4f}"}
         row |= {"largest gap of training losses (mean of 10 steps)": f"{most:+.4f} at step {at}"}
         row |= {"last": f"{gap[-1][1]:+.4f}", "residual, model, at the end": f"{switched['residual'][-1][1]:.3g}"}
-        rows.append(row | {"received gradient": f"{switched['norm'][-1][1]:.3g}"})
-    return rows
+        yield row | {"received gradient": f"{switched['norm'][-1][1]:.3g}"}

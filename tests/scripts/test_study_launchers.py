@@ -302,7 +302,7 @@ SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machi
         ({"methods": ["ddp"], "options": {"parallelism.data_parallel_shard_degree": 2}}, "DDP has no shards, but the"),
         ({"options": {"optimizer.weight_decay": -1}}, "weight_decay = -1"),
         ({"launch": {"machine": "vista", "timeout": 200000}}, "steps of "),
-        ({"methods": ["none.toml"]}, "the recipe none.toml of a method does not exist"),
+        ({"methods": ["none.toml"]}, "there is no method 'none.toml'; known are adams"),
     ],
 )
 def test_slurm_runs_are_checked_before_anything_is_queued(
