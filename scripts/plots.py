@@ -18,7 +18,7 @@ def look(i: int, dense: bool) -> dict[str, Any]:
     }
 
 
-def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+def figure(rows: int, columns: int, size: tuple[float, float], title: str = "", **options: Any) -> tuple[Any, Any]:
     """Return the figure, and its axes, with grids, by row and column."""
     import matplotlib
 
@@ -26,6 +26,7 @@ def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     import matplotlib.pyplot as plt
 
     drawn, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    drawn.suptitle(title)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     return drawn, axes

@@ -77,8 +77,7 @@ def loss_table(runs: Runs) -> str:
 def draw_losses(runs: Runs, title: str, path: Path) -> None:
     """Draw training losses, their gaps to the baseline as means of 10 points, and gaps of validation losses."""
     base = next(iter(runs.values()))["curves"]
-    drawn, axes = figure(1, 3, (16.0, 4.6))
-    drawn.suptitle(title)
+    drawn, axes = figure(1, 3, (16.0, 4.6), title)
     for i, (label, run) in enumerate(runs.items()):
         curves, style = run["curves"], {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.2, "label": label}
         style["linestyle"] = "-" if i < len(COLOURS) else "--"
@@ -124,18 +123,15 @@ def frequency_table(frequencies: Sequence[Frequency]) -> str:
 def draw_frequencies(frequencies: Sequence[Frequency], title: str, path: Path) -> None:
     """Draw, for each window, the frequency of every index over its rank, as the Radius paper's Figure 1."""
     windows = list(dict.fromkeys((one.first, one.steps) for one in frequencies))
-    drawn, axes = figure(1, len(windows), (6.4 * len(windows), 4.4), sharey=True)
-    drawn.suptitle(title)
+    drawn, axes = figure(1, len(windows), (6.4 * len(windows), 4.4), title, sharey=True)
     for axis, (first, steps) in zip(axes[0], windows, strict=True):
         for i, one in enumerate(one for one in frequencies if one.first == first):
             below = 100 * np.cumsum(one.entries[::-1]) / one.entries.sum()
             style = {"color": COLOURS[i % len(COLOURS)], "label": one.tensor}
             axis.step(below, np.arange(one.steps, -1, -1) / one.steps, where="pre", **style)
         axis.axvline(100 * frequencies[0].density, color="gray", linestyle="--", linewidth=1)
-        axis.set_xscale("log")
-        axis.set_xlim(0.01, 100)
+        axis.set(xscale="log", xlim=(0.01, 100), xlabel="indices, the most frequent first (%)")
         axis.set_title(f"steps {first} to {first + steps - 1}", fontsize=10)
-        axis.set_xlabel("indices, the most frequent first (%)")
     axes[0][0].set_ylabel("share of the steps in which an index is selected")
     save(drawn, path, [axes[0][0]])
 

@@ -124,13 +124,13 @@ class EmulatedSet:
     def links(self, size: int) -> Links:
         """Return the links that the preflight measures with this size and rate."""
         path = self.queue.work / f"links-{self.one.name}-{size}.json"
-        if not (found := self.store.noted("links", self.one.name, {"ranks": size})):
+        if found := self.store.noted("links", self.one.name, {"ranks": size}):
+            write(path, found)
+        else:
             arguments = ["-m", "torchtitan_scape.planner.preflight", f"--output={path}", "--machine=local"]
             arguments += [f"--ranks-per-node={self.per_node}", "--largest=16"]
             self.start(size, arguments, path.with_suffix(""), self.rate)
-            found = read(path)
-            self.store.note("links", self.one.name, {"ranks": size}, found)
-        write(path, found)
+            self.store.note("links", self.one.name, {"ranks": size}, read(path))
         return Links.from_json(path)
 
     def passes(self, spec: RunSpec) -> dict[str, Any]:

@@ -27,9 +27,9 @@ _WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
 _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes", "whiten_every")
 # Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity; tables,
 # of which `also` has further options to tune, with their values; and others.
-_LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from")
+LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from")
 _TABLES = ("also", "planned", "targets")
-_METHOD_KEYS = (*_LAUNCH_KEYS, *_TABLES, "label", "density_warmup", "settles", "period")
+_METHOD_KEYS = (*LAUNCH_KEYS, *_TABLES, "label", "density_warmup", "settles", "period")
 # Sections and keys that a method given as a recipe file may set.
 _OF_A_METHOD = ("optimizer.", "sync.", "sharding.", "parallelism.", "compile.", "activation_checkpoint.")
 _OF_A_METHOD += ("training.mixed_precision",)
@@ -307,7 +307,7 @@ class Grid:
         known = spelled_out | base | overrides
         if one.launcher != "simulated":
             known |= {f"launch.{k}": v for k, v in {"launcher": one.launcher, "ranks": size, **one.launch}.items()}
-        known |= {f"launch.{name}": about[name] for name in _LAUNCH_KEYS if name in about}
+        known |= {f"launch.{name}": about[name] for name in LAUNCH_KEYS if name in about}
         options = {key: value for key, value in sorted(known.items()) if counts(key)}
         axes = (recipe, size, sequences, learning_rate, seed)
         return RunSpec(one, method, *axes, overrides, options, about, also or {})

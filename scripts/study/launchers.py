@@ -109,10 +109,10 @@ def load_arrays(path: Path) -> dict[str, Any]:
         return dict(file)
 
 
-def thin(curve: Curve, points: int = CURVE_POINTS) -> list[list[float]]:
-    """Return at most `points` points: the first step, then means of step and loss over neighbours."""
+def thin(curve: Curve) -> list[list[float]]:
+    """Return at most CURVE_POINTS points: the first step, then means of step and loss over neighbours."""
     rest = curve[1:]
-    size = max(1, -(-len(rest) // max(1, points - 1)))
+    size = max(1, -(-len(rest) // (CURVE_POINTS - 1)))
     groups = [curve[:1], *(rest[i : i + size] for i in range(0, len(rest), size))]
     return [[round(fmean(s for s, _ in g), 1), round(fmean(loss for _, loss in g), 4)] for g in groups if g]
 

@@ -64,8 +64,8 @@ def distributions(runs: Runs, name: str, path: Path) -> None:
     """Draw a row for each tensor; at each step a signed histogram and one of log2 |g|, with both optimizers."""
     found = {(n, step, tensor): h for n, run in dense(runs).items() for step, tensor, h in run["histograms"]}
     tensors, steps = tensors_of(runs)[:SHOWN], sorted({step for _, step, _ in found})
-    drawn, axes = figure(len(tensors), 2 * len(steps), (4.3 * 2 * len(steps), 3.1 * len(tensors)))
-    drawn.suptitle(f"{name}: gradients of dense training, without zero entries (Figures 4 and 5)")
+    title = f"{name}: gradients of dense training, without zero entries (Figures 4 and 5)"
+    drawn, axes = figure(len(tensors), 2 * len(steps), (4.3 * 2 * len(steps), 3.1 * len(tensors)), title)
     for row, tensor in zip(axes, tensors, strict=True):
         for i, step in enumerate(steps):
             both = {n: found[n, step, tensor] for n in OPTIMIZERS if (n, step, tensor) in found}
@@ -92,9 +92,8 @@ def _signed(axis: Any, both: Runs) -> None:
         label, colour = OPTIMIZERS[name]
         axis.stairs(drawn / counts.sum() / np.diff(edges), edges, color=colour, label=label, linewidth=1.2)
         reach = max(reach, edges[-1])
-    axis.set_xlim(-reach, reach)
+    axis.set(xlim=(-reach, reach), xlabel="g")
     axis.ticklabel_format(axis="both", style="sci", scilimits=(-2, 3))
-    axis.set_xlabel("g")
 
 
 def _logarithmic(axis: Any, both: Runs) -> None:
@@ -106,9 +105,7 @@ def _logarithmic(axis: Any, both: Runs) -> None:
         low, high = min(low, edges[np.searchsorted(below, 2e-3)]), max(high, edges[np.flatnonzero(counts)[-1] + 1])
         label, colour = OPTIMIZERS[name]
         axis.stairs(counts / counts.sum() * PER_OCTAVE, edges, color=colour, label=label, linewidth=1.2)
-    axis.set_xlim(low, high)
-    axis.set_xlabel("log2 |g|")
-    axis.set_ylabel("share per octave")
+    axis.set(xlim=(low, high), xlabel="log2 |g|", ylabel="share per octave")
 
 
 def windows(rows: Sequence[record.Row]) -> list[tuple[int, int]]:
@@ -151,8 +148,7 @@ def overlaps(runs: Runs, name: str, path: Path) -> None:
             noise = [(step, overlap_of_noise(step, density)) for step in range(max(2, first), last + 1)]
             axis.plot(*zip(*noise, strict=True), color="gray", linestyle=":", linewidth=1.5, label=NOISE)
             axis.set_title(f"{OPTIMIZERS[optimizer][0]}, from step {first}", fontsize=10)
-            axis.set_ylim(0, 1)
-            axis.set_xlabel("step")
+            axis.set(ylim=(0, 1), xlabel="step")
         row[0].set_ylabel(f"overlap of the top {100 * density:g} %")
     save(drawn, path, [axes[0][0]])
 
@@ -186,8 +182,7 @@ def residuals(runs: Runs, name: str, path: Path) -> None:
     titles += [f"shadow in the dense run: {tensor}" for tensor in tensors]
     for axis, title in zip(axes.flat, titles, strict=False):
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
-        axis.set_visible(bool(axis.lines))
+        axis.set(xlabel="step", visible=bool(axis.lines))
         if axis is not top[0]:
             axis.set_ylim(bottom=0)
     for row in axes[1:]:

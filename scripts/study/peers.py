@@ -7,8 +7,9 @@ All exchange gradients during the backward pass. AdamS and clipping are ours, so
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,26 +30,21 @@ def without_fsdp(model: nn.Module, parallel_dims: Any, job_config: Any, *, famil
     """Return the model with plain parameters, as DDP needs them. TorchTitan then trains in mixed precision by AMP."""
     if parallel_dims.dp_shard > 1 or parallel_dims.tp > 1:
         raise ValueError("a model without FSDP needs shard and tensor degrees of 1; set parallelism accordingly")
-    bare = copy.copy(parallel_dims)
-    bare.bare = True
     if job_config.training.mixed_precision_param != "float32":
         parallel_dims.bare = True
+    bare = copy.copy(parallel_dims)
+    bare.bare = True
     return family(model, bare, job_config)  # activation checkpointing and torch.compile
 
 
+@dataclass
 class DdpPeer:
-    """DistributedDataParallel, plain or with one of its hooks.
+    """DistributedDataParallel, plain or with one of its hooks, "bf16" or "low_rank" (PowerSGD of a rank)."""
 
-    Args:
-        hook: "", "bf16" or "low_rank".
-        rank: Of PowerSGD.
-    """
-
-    parallelize: Parallelize | None = staticmethod(without_fsdp)
-    counted = False  # whether the ranks count the bytes that they send
-
-    def __init__(self, hook: str, rank: int) -> None:
-        self.hook, self.rank = hook, rank
+    hook: str
+    rank: int
+    parallelize: ClassVar[Parallelize | None] = staticmethod(without_fsdp)
+    counted: ClassVar[bool] = False  # whether the ranks count the bytes that they send
 
     def install(self, trainer: Any) -> None:
         group = trainer.replica_optimizer.collectives.groups.replicate
@@ -79,6 +75,7 @@ class DdpPeer:
         return self.model.no_sync()
 
 
+@dataclass
 class HsdpPeer:
     """TorchTitan's parallelization as it is, with FSDP2 on a mesh of two axes.
 
@@ -86,10 +83,8 @@ class HsdpPeer:
     its call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
     """
 
-    counted = False
-
-    def __init__(self, overlaps: bool) -> None:
-        self.overlaps = overlaps
+    overlaps: bool
+    counted: ClassVar[bool] = False
 
     @staticmethod
     def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:

@@ -13,9 +13,8 @@ from scripts.study import curves
 from scripts.study.__main__ import main
 from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import ARRAYS
-from scripts.study.ready import step_seconds
 from scripts.study.report import write_report
-from scripts.study.slurm import OFFLINE
+from scripts.study.slurm import OFFLINE, step_seconds
 from scripts.study.store import Store
 from scripts.study.sweep_tables import step_times
 from topology.machines import get_machine

@@ -18,8 +18,7 @@ from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import predicted, process_command
 from scripts.study.queue import Queue
-from scripts.study.ready import step_seconds
-from scripts.study.slurm import OFFLINE, SlurmSet, time_limit
+from scripts.study.slurm import OFFLINE, SlurmSet, step_seconds, time_limit
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server

@@ -62,7 +62,6 @@ def run(method: str, size: int, **changes: Any) -> dict[str, Any]:
         "counted": {"network": 2 * sent, "node": 4 * sent},
         "predicted": {"step_seconds": predicted, "compute": 0.2, "exposed": predicted - 0.24, "optimizer": 0.04},
         "validation_loss": 3.25,
-        "steps_trained": 30,
     }
     return line("all", method, {"launch.ranks": size, "training.global_batch_size": 16}, result | changes)
 
