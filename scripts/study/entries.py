@@ -124,7 +124,7 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
     queue = Queue(grid, [one for one in grid.sets if one.tuned], store, 1, store.path.parent)
     specs, groups = queue.runs(), dict[str, list[_Stored]]()
     for key, line in store.lines.items():
-        if (key in specs or key in store.own) and isinstance(line["result"], dict) and "replicas" in line["result"]:
+        if (key in specs or key in store.own) and "replicas" in line["result"]:
             spec, options = specs.get(key), line["options"]
             setting = {k: v for k, v in options.items() if not k.startswith(("sync.", "optimizer.", "debug.seed"))}
             method = spec.method if spec else line["method"]

@@ -9,7 +9,7 @@ from scripts.study import costs, curves, observations, special_tables, sweep_tab
 from scripts.study.entries import Budget, budgets_of, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
-from scripts.study.store import SETUP, Store, is_failure
+from scripts.study.store import SETUP, Store
 from scripts.study.sweep_tables import Row
 
 READING = """\
@@ -106,7 +106,7 @@ TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
 def failures(store: Store) -> list[str]:
     rows = []
     for line in store.own.values():
-        if is_failure(line["result"]):
+        if "error" in line["result"]:
             error = line["result"]["error"]
             varied = {key: line["options"].get(key) for key in ("optimizer.lr", "debug.seed")}
             run = ", ".join(f"{key} {value}" for key, value in varied.items() if value is not None)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +58,20 @@ class Store:
         return line and line["result"]
 
     def of(self, set_name: str) -> list[Line]:
-        """Return the lines of a set that are results of runs."""
-        return [line for line in self.own.values() if line["set"] == set_name and isinstance(line["result"], dict)]
+        """Return the lines of a set, also those that are no runs."""
+        return [line for line in self.own.values() if line["set"] == set_name]
 
     def result(self, key: str) -> dict[str, Any] | None:
         """Return a finished run's result. None if it has not run or has failed."""
         line = self.lines.get(key)
-        return None if line is None or is_failure(line["result"]) else line["result"]
+        return None if line is None or "error" in line["result"] else line["result"]
 
     def loss(self, spec: RunSpec) -> float | None:
         return (self.result(spec.key) or {}).get("validation_loss")
 
 
-def is_failure(result: Any) -> bool:
-    return isinstance(result, dict) and "error" in result
-
-
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the complete lines of a store; nothing if the file is missing."""
     for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # written by a process that was killed
-        if isinstance(line, dict) and {"key", "set", "method", "options", "result"} <= line.keys():
-            yield line
+        with suppress(ValueError):  # written by a process that was killed
+            yield json.loads(text)
