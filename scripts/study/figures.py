@@ -33,7 +33,6 @@ IN_OVERVIEW = {
     "SCAPE at 1.2 %": "SCAPE, AdamS",
     "streaming DiLoCo 30": "streaming DiLoCo, AdamW",
 }
-FRONTIER = "frontier.png"
 Captions = dict[str, str]  # by file name
 
 
@@ -79,9 +78,9 @@ def overview(grid: Grid, store: Store, folder: Path) -> Captions:
     return {"loss_for_bytes.png": "Loss against bytes of the recommended methods"}
 
 
-def loss_against_bytes(grid: Grid, store: Store, folder: Path, name: str = "loss_against_bytes.png") -> Captions:
+def loss_against_bytes(grid: Grid, store: Store, folder: Path, frontier: bool = False) -> Captions:
     """Draw the gap over bytes. The frontier joins the best methods for their bytes, in budgets with coded payloads."""
-    frontier, found = name == FRONTIER, budgets_of(grid, store)[0]
+    name, found = "frontier.png" if frontier else "loss_against_bytes.png", budgets_of(grid, store)[0]
     if frontier:
         found = [one for one in found if any(entry.option("wire") in costs.FORMATS for entry in one.others)]
     else:
@@ -273,7 +272,7 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
 
 
 FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
-    "frontier": partial(loss_against_bytes, name=FRONTIER),
+    "frontier": partial(loss_against_bytes, frontier=True),
     "gap": gap,
     "loss_against_bytes": loss_against_bytes,
     "loss_against_seconds": loss_against_seconds,
