@@ -198,16 +198,17 @@ def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str
         )
 
 
-def scalars(folder: Path, tags: Mapping[str, str], optional: Sequence[str] = ()) -> dict[str, Curve]:
-    """Return (step, value) of each of `tags` from the TensorBoard logs under `folder`.
+def losses(folder: Path, **more: str) -> dict[str, Curve]:
+    """Return (step, value) of the losses of training and validation and of further tags from the logs under `folder`.
 
-    A run that was resumed has a log of each start; the last value of a step counts.
+    A run that was resumed has a log of each start; the last value of a step counts. Validation may be missing.
 
     Raises:
-        KeyError: No log has a tag that is not among the names of `optional`.
+        KeyError: No TensorBoard log has one of the other tags.
     """
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
+    tags = {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"} | more
     found: dict[str, dict[int, float]] = {name: {} for name in tags}
     for events in sorted(folder.rglob("events.out*"), key=lambda path: path.name):  # the name has the time
         accumulator = EventAccumulator(str(events), size_guidance={SCALARS: 0})
@@ -215,12 +216,6 @@ def scalars(folder: Path, tags: Mapping[str, str], optional: Sequence[str] = ())
         for name in (name for name, tag in tags.items() if tag in accumulator.Tags()[SCALARS]):
             found[name] |= {event.step: event.value for event in accumulator.Scalars(tags[name])}
     for name, curve in found.items():
-        if not curve and name not in optional:
+        if not curve and name != "validation":
             raise KeyError(f"{tags[name]} is in no TensorBoard log under {folder}")
     return {name: sorted(curve.items()) for name, curve in found.items()}
-
-
-def losses(folder: Path, **more: str) -> dict[str, Curve]:
-    """Return the curves of training and, if there was one, of validation, and of further tags."""
-    tags = {"training": "loss_metrics/global_avg_loss", "validation": "validation_metrics/loss"}
-    return scalars(folder, tags | more, optional=("validation",))

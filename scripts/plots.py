@@ -1,6 +1,6 @@
 """Shared by the plots of the scripts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ def look(i: int, dense: bool) -> dict[str, Any]:
     }
 
 
-def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+def figure(rows: int, columns: int, size: tuple[float, float], title: str = "", **options: Any) -> tuple[Any, Any]:
     """Return the figure, and its axes, with grids, by row and column."""
     import matplotlib
 
@@ -26,19 +26,9 @@ def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     import matplotlib.pyplot as plt
 
     drawn, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    drawn.suptitle(title)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    return drawn, axes
-
-
-def subplots(titles: Iterable[str], rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple[Any, Any]:
-    """Return a figure with one column per title, and its axes."""
-    names = list(titles)
-    drawn, axes = figure(rows, len(names), (max(6.4, 5.4 * len(names)), height), height_ratios=ratios)
-    for axis, title in zip(axes[0], names, strict=True):
-        axis.set_title(title)
-    for axis in axes.flat:
-        axis.set_axisbelow(True)  # bars hide the grid
     return drawn, axes
 
 

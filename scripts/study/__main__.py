@@ -19,13 +19,14 @@ compare prints final losses and times of finished runs of the trainer, of any ma
 import argparse
 import sys
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 
 from scripts.common import OUTPUTS, RESULTS, guarded, names, numbers, parser
 from scripts.study import emulated, slurm
 from scripts.study.curves import compare
-from scripts.study.grid import GRIDS, BudgetSet, Grid
+from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import predicted_set
 from scripts.study.queue import Queue
 from scripts.study.report import write_report
@@ -70,20 +71,15 @@ def command(args: argparse.Namespace) -> int:
     options = {"compile.enable": False} if args.no_compile else {}
     sets = grid.choose(args.sets, args.methods, args.sizes, options)
     store = Store(output, [RESULTS / name for name in grid.shared])
-    work = (args.work or OUTPUTS / path.stem).resolve()
-
-    def queue(chosen: list[BudgetSet]) -> Queue:
-        return Queue(grid, chosen, store, args.jobs, work)
-
-    every = queue(sets)
+    every = Queue(grid, sets, store, args.jobs, (args.work or OUTPUTS / path.stem).resolve())
     if args.command == "list":
         print("".join(f"{spec.title}\n" for spec in every.missing()), end="")
     print(f"{len(every.runs(guess=True))} runs, {every.done()} of them done; {every.remaining()}", flush=True)
     if args.command == "list":
         return 0
     for launcher in dict.fromkeys(one.launcher for one in sets):
-        part = queue([one for one in sets if one.launcher == launcher])
-        part.failed = every.failed
+        part = copy(every)  # has the same set of failed runs
+        part.sets = [one for one in sets if one.launcher == launcher]
         if launcher == "slurm":
             slurm.run(part, args)
         elif launcher == "emulated":

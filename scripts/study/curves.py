@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.common import losses, markdown, megabytes, ms
+from scripts.common import losses, markdown, megabytes, ms, number
 from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import BudgetSet, Grid
 from scripts.study.launchers import arrays_of
@@ -56,16 +56,16 @@ def loss_table(runs: Runs) -> str:
         gap = smooth(gaps(base["curves"], run["curves"]), MEAN_OF)
         if not gap:
             raise ValueError(f"{label} and {next(iter(runs))} logged no common step; compare runs of one log_freq")
-        row = {"run": label, "steps": str(run["steps"]), "training loss": _last(run["curves"]["training"])}
+        row = {"run": label, "steps": str(run["steps"])}
+        row["training loss"] = f"{statistics.fmean(loss for _, loss in run['curves']['training'][-MEAN_OF:]):.4f}"
         at, most = max(gap[MEAN_OF - 1 :] or gap, key=lambda point: point[1])
-        none = run is base
-        row["gap, last"] = "0" if none else f"{gap[-1][1]:+.4f}"
-        row["gap, largest"] = "0" if none else f"{most:+.4f} at step {at}"
-        validation = run["validation_loss"]
-        row["validation loss"] = "-" if validation is None else f"{validation:.4f}"
-        known = None not in (validation, base["validation_loss"])
+        row["gap, last"] = "0" if run is base else f"{gap[-1][1]:+.4f}"
+        row["gap, largest"] = "0" if run is base else f"{most:+.4f} at step {at}"
+        validation, reference = run["validation_loss"], base["validation_loss"]
+        known = None not in (validation, reference)
+        row["validation loss"] = number(validation, ".4f")
         row["perplexity"] = f"{math.exp(validation):.2f}" if known else "-"
-        row["perplexity gap"] = f"{math.exp(validation) - math.exp(base['validation_loss']):+.2f}" if known else "-"
+        row["perplexity gap"] = f"{math.exp(validation) - math.exp(reference):+.2f}" if known else "-"
         row["step, ms"] = ms(run["seconds_per_step"])
         row["all steps, days"] = f"{run['steps'] * run['seconds_per_step'] / 86400:.3g}"
         sent, axis = run["bytes_sent_per_step_and_rank"], run.get("shard_axis_bytes_per_step_and_rank") or {}
@@ -74,26 +74,20 @@ def loss_table(runs: Runs) -> str:
     return markdown(rows)
 
 
-def _last(curve: Sequence[tuple[int, float]]) -> str:
-    return f"{statistics.fmean(value for _, value in curve[-MEAN_OF:]):.4f}" if curve else "-"
-
-
 def draw_losses(runs: Runs, title: str, path: Path) -> None:
     """Draw training losses, their gaps to the baseline as means of 10 points, and gaps of validation losses."""
     base = next(iter(runs.values()))["curves"]
-    drawn, axes = figure(1, 3, (16.0, 4.6))
-    drawn.suptitle(title)
+    drawn, axes = figure(1, 3, (16.0, 4.6), title)
     for i, (label, run) in enumerate(runs.items()):
         curves, style = run["curves"], {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.2, "label": label}
-        style |= {"linestyle": "-" if i < len(COLOURS) else "--"}
+        style["linestyle"] = "-" if i < len(COLOURS) else "--"
         lines = [smooth(curves["training"], MEAN_OF), smooth(gaps(base, curves), MEAN_OF)]
         validated = dict(map(tuple, base["validation"]))
         lines.append([(step, loss - validated[step]) for step, loss in curves["validation"] if step in validated])
         for axis, line in zip(axes[0], lines, strict=True):
             axis.plot(*zip(*line, strict=True) if line else ([], []), **style)
-    for axis, name in zip(
-        axes[0], ("training loss", "gap of training losses", "gap of validation losses"), strict=True
-    ):
+    titles = ("training loss", "gap of training losses", "gap of validation losses")
+    for axis, name in zip(axes[0], titles, strict=True):
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step")
     save(drawn, path, [axes[0][0]])
@@ -129,18 +123,15 @@ def frequency_table(frequencies: Sequence[Frequency]) -> str:
 def draw_frequencies(frequencies: Sequence[Frequency], title: str, path: Path) -> None:
     """Draw, for each window, the frequency of every index over its rank, as the Radius paper's Figure 1."""
     windows = list(dict.fromkeys((one.first, one.steps) for one in frequencies))
-    drawn, axes = figure(1, len(windows), (6.4 * len(windows), 4.4), sharey=True)
-    drawn.suptitle(title)
+    drawn, axes = figure(1, len(windows), (6.4 * len(windows), 4.4), title, sharey=True)
     for axis, (first, steps) in zip(axes[0], windows, strict=True):
         for i, one in enumerate(one for one in frequencies if one.first == first):
             below = 100 * np.cumsum(one.entries[::-1]) / one.entries.sum()
             style = {"color": COLOURS[i % len(COLOURS)], "label": one.tensor}
             axis.step(below, np.arange(one.steps, -1, -1) / one.steps, where="pre", **style)
         axis.axvline(100 * frequencies[0].density, color="gray", linestyle="--", linewidth=1)
-        axis.set_xscale("log")
-        axis.set_xlim(0.01, 100)
+        axis.set(xscale="log", xlim=(0.01, 100), xlabel="indices, the most frequent first (%)")
         axis.set_title(f"steps {first} to {first + steps - 1}", fontsize=10)
-        axis.set_xlabel("indices, the most frequent first (%)")
     axes[0][0].set_ylabel("share of the steps in which an index is selected")
     save(drawn, path, [axes[0][0]])
 

@@ -10,15 +10,13 @@ Settings of a set's `launch`:
     steps, warm_up  measured steps, and steps before them
     predict         false: no prediction, whose calibrations take longer than the run
     measure         "loss" or "bytes": trains the set's steps, not timed, for their validation loss or their bytes
-    timeout         seconds of a run
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RunError, command_of, read
+from scripts.common import RunError, command_of, read, write
 from scripts.emulated_cluster import Cluster
 from scripts.study.costs import planned_run
 from scripts.study.grid import BudgetSet, RunSpec
@@ -28,9 +26,12 @@ from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
 from topology.links import Links
 from topology.ring_bytes import LevelSize
+from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.planner.step import last_backward, predict_step
+from torchtitan_scape.trainer.layout import parameter_shapes
 
+TIMEOUT = 1200.0  # seconds of a run
 MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
 
 
@@ -41,9 +42,8 @@ class EmulatedSet:
         self.queue, self.one, self.store, self.launch = queue, one, queue.store, one.launch
         self.per_node = int(self.launch.get("ranks_per_node", 1))
         self.compute = str(self.launch.get("compute", "real"))
-        self.real, self.plain = self.compute == "real", bool(self.launch.get("plain", False))
+        self.real = self.compute == "real"
         self.rate: float | None = self.launch.get("rate") or None
-        self.timeout = float(self.launch.get("timeout", 1200))
         self.slowdown = float(self.launch.get("slowdown", 0))
         self.specs = [spec for method in one.methods for spec in queue.grid.specs(one, method)]
         if any(size % self.per_node for size in one.sizes):
@@ -65,7 +65,7 @@ class EmulatedSet:
     def start(self, size: int, arguments: list[str], log: Path, rate: float | None, **env: str) -> None:
         """Run torchrun's arguments on all nodes. Raises RunError."""
         with Cluster(size // self.per_node, rate) as cluster:
-            cluster.torchrun(arguments, self.per_node, log, self.timeout, env)
+            cluster.torchrun(arguments, self.per_node, log, TIMEOUT, env)
 
     def arguments(self, spec: RunSpec, log: Path, steps: int = 0) -> list[str]:
         """Return the trainer's command line; with `steps`, of a timed run."""
@@ -83,10 +83,11 @@ class EmulatedSet:
         log = self.queue.work / name
         raw = log / "measured.json"
         raw.unlink(missing_ok=True)
+        more = {"plain": self.launch.get("plain", False)} | more
         if not self.real:
             more = {"compute": self.wait(spec.size)} | more
         arguments = ["-m", *TIMED, *self.arguments(spec, log, steps)]
-        self.start(spec.size, arguments, log, rate, TIMED_RUN=wanted(spec, raw, plain=self.plain, **more))
+        self.start(spec.size, arguments, log, rate, TIMED_RUN=wanted(spec, raw, **more))
         if not raw.exists():
             raise RunError(f"nothing was measured (log in {log})")
         return raw
@@ -123,14 +124,13 @@ class EmulatedSet:
     def links(self, size: int) -> Links:
         """Return the links that the preflight measures with this size and rate."""
         path = self.queue.work / f"links-{self.one.name}-{size}.json"
-        if not (found := self.store.noted("links", self.one.name, {"ranks": size})):
+        if found := self.store.noted("links", self.one.name, {"ranks": size}):
+            write(path, found)
+        else:
             arguments = ["-m", "torchtitan_scape.planner.preflight", f"--output={path}", "--machine=local"]
             arguments += [f"--ranks-per-node={self.per_node}", "--largest=16"]
             self.start(size, arguments, path.with_suffix(""), self.rate)
-            found = read(path)
-            self.store.note("links", self.one.name, {"ranks": size}, found)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found))
+            self.store.note("links", self.one.name, {"ranks": size}, read(path))
         return Links.from_json(path)
 
     def passes(self, spec: RunSpec) -> dict[str, Any]:
@@ -143,13 +143,6 @@ class EmulatedSet:
             found = found | {spec.method: measured}
             self.store.note("passes", self.one.name, {"ranks": spec.size}, found)
         return dict(found[spec.method])
-
-    def shapes(self, spec: RunSpec) -> list[tuple[int, ...]]:
-        """Return the shapes of the model's tensors."""
-        from torchtitan_scape.config.parsing import parse
-        from torchtitan_scape.trainer.layout import parameter_shapes
-
-        return [tuple(shape) for shape in parameter_shapes(parse([f"--job.config_file={spec.recipe}"]))]
 
     def calibrated_rate(self) -> float:
         """Return the rate for a step of `slowdown` times its duration without limits and without the exchange."""
@@ -185,8 +178,9 @@ class EmulatedSet:
             return None
         run, silent = planned_run(spec.options, spec.about.get("planned")), self.passes(spec)
         pack, optimizer = silent["by_phase"].get("pack", 0.0), silent["phases"]["optimizer"]
-        tiers = [("node", self.per_node), ("network", spec.size // self.per_node)]
-        model, levels = LocalModel.of_shapes(self.shapes(spec)), [LevelSize(*tier) for tier in tiers if tier[1] > 1]
+        levels = [LevelSize("node", self.per_node), LevelSize("network", spec.size // self.per_node)]
+        levels = [level for level in levels if level.size > 1]
+        model = LocalModel.of_shapes(parameter_shapes(parse([f"--job.config_file={spec.recipe}"])))
         payload = sum(call.input_bytes for call in run.collective_calls(model, levels) if not call.hidden)
         compute = measured["phases"]["compute"]
         found = predict_step(
@@ -224,7 +218,7 @@ class EmulatedSet:
             )
         if any("peer" in spec.about for spec in self.specs):
             found.append(PEERS_NOTE)
-        found += ["No method has FSDP around its model, except TorchTitan's HSDP."] if self.plain else []
+        found += ["No method has FSDP around its model, except TorchTitan's HSDP."] if self.launch.get("plain") else []
         if self.slowdown and (rate := self.store.noted("rate", self.one.name, {})):
             last, alone = rate["tried"][-1], rate["not_limited"]
             ratio = (last["without_exchange"] + last["exchange"]) / alone

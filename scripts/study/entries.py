@@ -3,7 +3,6 @@
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from scripts.study import costs
@@ -15,12 +14,21 @@ Run = dict[str, Any]
 BETA2 = 0.95  # of train_configs/study.toml
 
 
-class Trial(NamedTuple):
-    """A learning rate of a method's tuning, with the values of what else it is tuned in; loss None: failed."""
+class _Stored(NamedTuple):
+    """A stored run, with what the grid declares of it if it does."""
 
-    rate: float
+    method: str
+    options: Options
+    run: Run
+    spec: RunSpec | None
+
+
+class Trial(NamedTuple):
+    """A setting of a method's tuning: the learning rate, and the values of what else it is tuned in."""
+
     also: str
-    loss: float | None
+    rate: float
+    loss: float | None  # None: failed
 
     @property
     def text(self) -> str:
@@ -29,15 +37,23 @@ class Trial(NamedTuple):
 
 @dataclass
 class Entry:
-    """A method at a budget: its runs at the best trial, by seed, and the trials that led to it."""
+    """A method at a budget.
+
+    Attributes:
+        best, trials: The best trial, and all that led to it.
+        options: Those of the best trial.
+        runs, losses: Runs at the best trial, and their final losses, by seed.
+        shares: Bytes over dense FP32 bytes: of a step after the start, and in the mean over the run.
+    """
 
     label: str
     method: str
-    options: Options
     best: Trial
     trials: list[Trial]
+    options: Options
     runs: dict[int, Run]
-    planned_bytes: bool
+    losses: dict[int, float]
+    shares: tuple[float, float]
 
     @property
     def first(self) -> Run:
@@ -45,40 +61,22 @@ class Entry:
         return next(iter(self.runs.values()))
 
     @property
-    def kind(self) -> str:
-        return str(self.options["sync.method"])
-
-    @property
     def optimizer(self) -> str:
         return str(self.options["optimizer.name"])
 
     @property
     def is_dense(self) -> bool:
-        return self.kind == "dense"
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {seed: run["validation_loss"] for seed, run in self.runs.items()}
+        return self.options["sync.method"] == "dense"
 
     def option(self, name: str) -> Any:
         """Return an option of the method's own section."""
-        return self.options.get(f"sync.{self.kind}.{name}")
-
-    @cached_property
-    def shares(self) -> tuple[float, float]:
-        """Bytes over dense FP32 bytes: of a step after the start, and in the mean over the run."""
-        make = costs.planned_shares if self.planned_bytes else costs.shares
-        return make(self.options, self.first)
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether the best learning rate is the lowest or the highest that ran."""
-        rates = [one.rate for one in self.trials if one.also in (self.best.also, "")]
-        return self.best.rate in (min(rates), max(rates))
+        return self.options.get(f"sync.{self.options['sync.method']}.{name}")
 
     @property
     def tuned(self) -> str:
-        return self.best.text + (" (edge)" if self.at_edge else "")
+        """The best trial, marked if its learning rate is the lowest or the highest that ran."""
+        rates = [one.rate for one in self.trials if one.also in (self.best.also, "")]
+        return self.best.text + (" (edge)" if self.best.rate in (min(rates), max(rates)) else "")
 
     def gaps(self, to: "Entry | None") -> list[float]:
         """Return final losses above those of another method in percent, for the seeds that both have."""
@@ -124,60 +122,54 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
     Runs are those of the grid, whichever study has them, and all others of this study.
     """
     queue = Queue(grid, [one for one in grid.sets if one.tuned], store, 1, store.path.parent)
-    specs = queue.runs()
-    groups: dict[str, dict[str, list[tuple[Options, Run, RunSpec | None]]]] = {}
+    specs, groups = queue.runs(), dict[str, list[_Stored]]()
     for key, line in store.lines.items():
-        spec, run = specs.get(key), line["result"]
-        if (spec is None and key not in store.own) or not isinstance(run, dict) or "replicas" not in run:
-            continue
-        method = spec.method if spec else line["method"]
-        groups.setdefault(_setting(line["options"]), {}).setdefault(method, []).append((line["options"], run, spec))
-    found = [_budget(methods, bool(grid.report.get("planned_bytes"))) for methods in groups.values()]
-    titles = [one.title for one in found]
-    for one, methods in zip(found, groups.values(), strict=True):
-        same = [group for title, group in zip(titles, groups.values(), strict=True) if title == one.title]
-        if others := [_common(group) for group in same if group is not methods]:
-            own = {k: v for k, v in _common(methods).items() if any(o.get(k, v) != v for o in others)}
+        if (key in specs or key in store.own) and "replicas" in line["result"]:
+            spec, options = specs.get(key), line["options"]
+            setting = {k: v for k, v in options.items() if not k.startswith(("sync.", "optimizer.", "debug.seed"))}
+            method = spec.method if spec else line["method"]
+            groups.setdefault(digest(setting), []).append(_Stored(method, options, line["result"], spec))
+    found = [(_budget(group, bool(grid.report.get("planned_bytes"))), _common(group)) for group in groups.values()]
+    titles = [one.title for one, _ in found]
+    for one, common in found:
+        others = [other for title, (_, other) in zip(titles, found, strict=True) if title == one.title]
+        if len(others) > 1:
+            own = {k: v for k, v in common.items() if any(other.get(k, v) != v for other in others)}
             one.title += f" ({', '.join(f'{k} = {v}' for k, v in own.items())})"
-    found = [one for one in found if one.entries]
-    return sorted(found, key=lambda b: (b.steps * b.batch, -b.batch, b.replicas, b.title)), len(queue.missing())
+    budgets = [one for one, _ in found if one.entries]
+    return sorted(budgets, key=lambda b: (b.steps * b.batch, -b.batch, b.replicas, b.title)), len(queue.missing())
 
 
-def _setting(options: Options) -> str:
-    varied = ("sync.", "optimizer.", "debug.seed")
-    return digest({key: value for key, value in options.items() if not key.startswith(varied)})
-
-
-def _budget(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]], planned_bytes: bool) -> Budget:
-    every = [run for runs in methods.values() for _, run, _ in runs]
-    run = next((run for run in every if "error" not in run), every[0])
+def _budget(group: list[_Stored], planned_bytes: bool) -> Budget:
+    run = next((one.run for one in group if "error" not in one.run), group[0].run)
     steps, batch, replicas = run["steps"], run["batch"], run["replicas"]
     title = f"{steps * batch / run.get('parameters', 1):.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
     one = Budget(title + f"{replicas} replica{'s' if replicas > 1 else ''}", steps, batch, replicas)
-    for method, runs in methods.items():
-        trials: dict[Trial, Options] = {}
-        by_trial: dict[str, dict[int, Run]] = {}
-        for options, run, spec in runs:
-            first = spec.of.seeds[0] if spec else run["tuning_seed"]
-            trial = Trial(run["learning_rate"], describe_also(spec.also) if spec else "", run.get("validation_loss"))
+    shares_of = costs.planned_shares if planned_bytes else costs.shares
+    for method in dict.fromkeys(stored.method for stored in group):
+        of_method = [stored for stored in group if stored.method == method]
+        trials, by_trial = dict[Trial, Options](), dict[str, dict[int, Run]]()
+        for _, options, run, spec in of_method:
+            trial = Trial(describe_also(spec.also) if spec else "", run["learning_rate"], run.get("validation_loss"))
             by_trial.setdefault(trial.text, {})[run["seed"]] = run
-            if run["seed"] == first:
+            if run["seed"] == (spec.of.seeds[0] if spec else run["tuning_seed"]):
                 trials[trial] = options
-        done = [trial for trial in trials if trial.loss is not None]
-        if done:
+        if done := [trial for trial in trials if trial.loss is not None]:
             best = min(done, key=lambda trial: (trial.loss, trial.rate))
-            chosen = {s: run for s, run in sorted(by_trial[best.text].items()) if "error" not in run}
-            label = next((spec.label for *_, spec in runs if spec), runs[0][1]["label"])
-            ordered = sorted(trials, key=lambda trial: (trial.also, trial.rate))
-            one.entries.append(Entry(label, method, trials[best], best, ordered, chosen, planned_bytes))
+            runs = {seed: run for seed, run in sorted(by_trial[best.text].items()) if "error" not in run}
+            losses = {seed: run["validation_loss"] for seed, run in runs.items()}
+            shares = shares_of(trials[best], runs[min(runs)])
+            label = next((stored.spec.label for stored in of_method if stored.spec), of_method[0].run["label"])
+            entry = Entry(label, method, best, sorted(trials, key=lambda t: t[:2]), trials[best], runs, losses, shares)
+            one.entries.append(entry)
     one.entries.sort(key=lambda entry: (not entry.is_dense, -entry.shares[0], len(entry.label), entry.label))
     return one
 
 
-def _common(methods: dict[str, list[tuple[Options, Run, RunSpec | None]]]) -> Options:
+def _common(group: list[_Stored]) -> Options:
     """Return the options that have one value in all runs."""
-    every = [options for runs in methods.values() for options, *_ in runs]
-    return {key: value for key, value in every[0].items() if all(o.get(key) == value for o in every)}
+    first = group[0].options
+    return {key: value for key, value in first.items() if all(one.options.get(key) == value for one in group)}
 
 
 def best_below(one: Budget, limit: float, report: dict[str, Any]) -> Entry | None:

@@ -3,10 +3,11 @@
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save, subplots
+from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save
 from scripts.study import costs, curves, observations
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
@@ -35,23 +36,14 @@ IN_OVERVIEW = {
 Captions = dict[str, str]  # by file name
 
 
-def frontier(grid: Grid, store: Store, folder: Path) -> Captions:
-    """Draw the gap over bytes with the best method for its bytes joined by a line, for budgets with coded payloads."""
-    found = [one for one in budgets_of(grid, store)[0] if any(e.option("wire") in costs.FORMATS for e in one.others)]
-    return _gap_over_bytes(found, grid, folder / "frontier.png", best_line=True)
-
-
-def loss_against_bytes(grid: Grid, store: Store, folder: Path) -> Captions:
-    return _gap_over_bytes(_compared(grid, store), grid, folder / "loss_against_bytes.png")
-
-
 def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw the gap over the predicted seconds of the run, for the first budget with the most methods."""
-    if not (found := _compared(grid, store)):
+    found = [one for one in budgets_of(grid, store)[0] if one.dense("AdamW") and one.others]
+    if not found:
         return {}
     one = max(found, key=lambda budget: len(budget.entries))
-    drawn, axes = figure(2, 2, (16.4, 13.0))
-    drawn.suptitle(f"Loss of the small model ({one.title}), predicted step time of {costs.MODEL}")
+    title = f"Loss of the small model ({one.title}), predicted step time of {costs.MODEL}"
+    drawn, axes = figure(2, 2, (16.4, 13.0), title)
     for axis, machine in zip(axes.flat, costs.MACHINES, strict=True):
         times = {entry.label: relative(one, entry, machine) for entry in one.entries}
         _panel(axis, one, "AdamW", one.others, lambda e, t=times: t[e.label], _families([one]))  # type: ignore[misc]
@@ -76,9 +68,8 @@ def overview(grid: Grid, store: Store, folder: Path) -> Captions:
         place = {"xytext": (-9 if left else 9, 6 if mean >= 0.0 else -16), "ha": "right" if left else "left"}
         label = IN_OVERVIEW[entry.label]
         axis.annotate(label, (share, mean), textcoords="offset points", fontsize=11, **place)
-    axis.set_xscale("log")
+    axis.set(xscale="log", xlim=(0.3, 140))
     axis.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
-    axis.set_xlim(0.3, 140)
     axis.set_xlabel("bytes per step, % of dense FP32", fontsize=11)
     axis.set_ylabel("final loss above dense Muon, %", fontsize=11)
     axis.set_title("0.2 M parameters, 4 replicas, 980 steps", fontsize=11)
@@ -87,35 +78,39 @@ def overview(grid: Grid, store: Store, folder: Path) -> Captions:
     return {"loss_for_bytes.png": "Loss against bytes of the recommended methods"}
 
 
-def _compared(grid: Grid, store: Store) -> list[Budget]:
-    return [one for one in budgets_of(grid, store)[0] if one.dense("AdamW") and one.others]
-
-
-def _gap_over_bytes(found: Sequence[Budget], grid: Grid, path: Path, best_line: bool = False) -> Captions:
+def loss_against_bytes(grid: Grid, store: Store, folder: Path, frontier: bool = False) -> Captions:
+    """Draw the gap over bytes. The frontier joins the best methods for their bytes, in budgets with coded payloads."""
+    name, found = "frontier.png" if frontier else "loss_against_bytes.png", budgets_of(grid, store)[0]
+    if frontier:
+        found = [one for one in found if any(entry.option("wire") in costs.FORMATS for entry in one.others)]
+    else:
+        found = [one for one in found if one.dense("AdamW") and one.others]
     if not found:
         return {}
-    name, (drawn, axes) = grid.report["gaps"][0], _panels(found, 2, 8.2, 0.6, 6.2)
-    drawn.suptitle(f"Bytes that replicas send, and the loss: {found[0].entries[0].first['parameters']:,} parameters")
+    base, parameters = grid.report["gaps"][0], found[0].entries[0].first["parameters"]
+    drawn, axes = _panels(found, 2, 8.2, 0.6, 6.2, f"Bytes that replicas send, and the loss: {parameters:,} parameters")
     for axis, one in zip(axes.flat, found, strict=False):
         shown = [e for e in one.others if e.method not in grid.report.get("not_on_frontier", ())]
-        _panel(axis, one, name, shown, lambda entry: 100 * entry.shares[0], _families(found))
+        _panel(axis, one, base, shown, lambda entry: 100 * entry.shares[0], _families(found))
         axis.set_xlabel("sent per step, masks and scales included (% of dense FP32 bytes)")
         _ticks(axis, BYTE_TICKS, 0.7 * min(100 * entry.shares[0] for entry in shown), 180)
-        if best_line:
+        if frontier:
             best = [e for e in shown if best_below(one, e.shares[0], grid.report) is e]
-            points = sorted((100 * e.shares[0], statistics.mean(e.gaps(one.dense(name)))) for e in best)
+            points = sorted((100 * e.shares[0], statistics.mean(e.gaps(one.dense(base)))) for e in best)
             axis.plot(*zip(*points, strict=True), color="#000000", linewidth=1.2, alpha=0.6, label="best for its bytes")
             axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.08, label="± one deviation of dense AdamS")
-    _name_marks(drawn, axes.flat[: len(found)], [(one, name) for one in found])
-    save(drawn, path, axes.flat[: len(found)])
-    return {path.name: "Loss against bytes"}
+    _name_marks(drawn, axes.flat[: len(found)], [(one, base) for one in found])
+    save(drawn, folder / name, axes.flat[: len(found)])
+    return {name: "Loss against bytes"}
 
 
-def _panels(found: Sequence[Budget], most: int, width: float, margin: float, height: float) -> tuple[Any, Any]:
+def _panels(
+    found: Sequence[Budget], most: int, width: float, margin: float, height: float, title: str = ""
+) -> tuple[Any, Any]:
     """Return a figure with a panel for each budget, at most `most` in a row, and its axes."""
     columns = min(most, len(found))
     rows = -(-len(found) // columns)
-    drawn, axes = figure(rows, columns, (max(6.4, width * columns), margin + height * rows))
+    drawn, axes = figure(rows, columns, (max(6.4, width * columns), margin + height * rows), title)
     for axis, one in itertools.zip_longest(axes.flat, found):
         if one:
             axis.set_title(one.title.replace(": ", ":\n", 1), fontsize=10)
@@ -181,9 +176,7 @@ def _name_marks(drawn: Any, axes: Sequence[Any], panels: Sequence[tuple[Budget, 
 
 
 def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:
-    axis.set_xscale("log")
-    axis.set_xlim(low, high)
-    axis.set_xticks([tick for tick in at if low <= tick <= high])
+    axis.set(xscale="log", xlim=(low, high), xticks=[tick for tick in at if low <= tick <= high])
     axis.minorticks_off()
     axis.xaxis.set_major_formatter("{x:g}")
 
@@ -208,9 +201,7 @@ def gap(grid: Grid, store: Store, folder: Path) -> Captions:
             axis.plot(*zip(*sorted((d, statistics.mean(g)) for d, g in values), strict=True), label=name, **style)
             for density, gaps in values:
                 axis.plot([density] * len(gaps), gaps, ".", color=style["color"], markersize=3)
-        axis.set_xscale("log")
-        axis.set_xlabel("density")
-        axis.set_ylabel("final gap to dense AdamS (%)")
+        axis.set(xscale="log", xlabel="density", ylabel="final gap to dense AdamS (%)")
     save(drawn, folder / "gap.png", axes.flat[: len(found)])
     return {"gap.png": "Final gap to dense AdamS against density"}
 
@@ -232,15 +223,13 @@ def loss(grid: Grid, store: Store, folder: Path) -> Captions:
 
 
 def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: float, path: Path) -> None:
-    drawn, axes = subplots(["Training", "Validation"], 1, 5.0)
-    drawn.suptitle(title)
+    drawn, axes = figure(1, len(KINDS), (10.8, 5.0), title)
     for i, (label, (training, validation, is_dense)) in enumerate(curves.items()):
         for axis, curve, marker in ((axes[0][0], training, None), (axes[0][1], validation, MARKERS[i % len(MARKERS)])):
             points = [(step, value) for step, value in curve if step >= start]
             axis.plot(*zip(*points, strict=True), label=label, markersize=4, **look(i, is_dense) | {"marker": marker})
     for axis, name in zip(axes[0], KINDS, strict=True):
-        axis.set_ylabel(f"{name} loss (nats per token)")
-        axis.set_xlabel("step")
+        axis.set(title=name.capitalize(), xlabel="step", ylabel=f"{name} loss (nats per token)")
     save(drawn, path, [axes[0][1]])
 
 
@@ -253,8 +242,9 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
     if not panels:
         return {}
     low = 0.9 + 0.34 * max(len({cell["method"] for cell in panel}) for panel in panels.values())
-    drawn, axes = subplots(panels, 2, 4.8 + low, (3.6, low))
-    for (top, bottom), panel in zip(axes.T, panels.values(), strict=True):
+    width = max(6.4, 5.4 * len(panels))
+    drawn, axes = figure(2, len(panels), (width, 4.8 + low), height_ratios=(3.6, low))
+    for (top, bottom), (title, panel) in zip(axes.T, panels.items(), strict=True):
         for i, method in enumerate(dict.fromkeys(cell["method"] for cell in panel)):
             cells = [cell for cell in panel if cell["method"] == method]
             ends = [(c["step_seconds"], c.get("quartiles") or [c["step_seconds"]] * 2) for c in cells]
@@ -265,9 +255,7 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
         top.set_xscale("log", base=2)
         top.set_xticks(sizes, [str(size) for size in sizes])
         top.minorticks_off()
-        top.set_ylim(bottom=0)
-        top.set_xlabel("ranks")
-        top.set_ylabel("step (ms, median and quartiles)")
+        top.set(title=title, ylim=(0, None), xlabel="ranks", ylabel="step (ms, median and quartiles)")
         cells = [cell for cell in panel if cell["size"] == sizes[-1]]
         labels, starts = [cell["label"] for cell in cells], [0.0] * len(cells)
         for phase, name in PHASES.items():
@@ -275,7 +263,8 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
             bottom.barh(labels, widths, left=starts, color=PHASE_COLOURS[phase], label=name)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         bottom.invert_yaxis()
-        bottom.set_xlabel(f"step with {sizes[-1]} ranks (ms, medians of the phases)")
+        bottom.set(xlabel=f"step with {sizes[-1]} ranks (ms, medians of the phases)")
+        bottom.set_axisbelow(True)  # bars hide the grid
         bottom.grid(False, axis="y")
     axes[1][0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, columnspacing=1, handlelength=1.2)
     save(drawn, folder / "figure_10.png", axes[0])
@@ -283,7 +272,7 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
 
 
 FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
-    "frontier": frontier,
+    "frontier": partial(loss_against_bytes, frontier=True),
     "gap": gap,
     "loss_against_bytes": loss_against_bytes,
     "loss_against_seconds": loss_against_seconds,

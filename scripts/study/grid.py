@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import ROOT
+from torchtitan_scape.config.job_config import Sync
 from torchtitan_scape.config.recipes import flatten, load, split_names
 
 GRIDS = ROOT / "scripts" / "study" / "grids"
@@ -24,15 +25,17 @@ MAX_MICRO_BATCH = 32  # sequences
 _WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
 # Fields of a method's section that a run's identity contains only where a grid or recipe sets them.
 _NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes", "whiten_every")
-_TUNED = "also."  # prefix of a method's keys: further options to tune, with their values
-# Keys of a method that are not options of the trainer.
-_METHOD_KEYS = ("label", "density_warmup", "peer", "rank", "settles", "period", "planned", "targets")
-_METHOD_KEYS += ("every_forward", "last_only", "start_from")
+# Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity; tables,
+# of which `also` has further options to tune, with their values; and others.
+LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from")
+_TABLES = ("also", "planned", "targets")
+_METHOD_KEYS = (*LAUNCH_KEYS, *_TABLES, "label", "density_warmup", "settles", "period")
 # Sections and keys that a method given as a recipe file may set.
 _OF_A_METHOD = ("optimizer.", "sync.", "sharding.", "parallelism.", "compile.", "activation_checkpoint.")
 _OF_A_METHOD += ("training.mixed_precision",)
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
+_LISTS = ("methods", "learning_rates", "seeds", "sizes", "sequences")  # of a set
 Options = dict[str, Any]
 
 
@@ -54,8 +57,6 @@ def as_arguments(key: str, value: Any) -> list[str]:
 @functools.cache
 def defaults(method: str) -> Options:
     """Return the default options of a method's section; {} if it has none."""
-    from torchtitan_scape.config.job_config import Sync  # selects the device, before TorchTitan is imported
-
     section = getattr(Sync(), method, None)
     known = () if section is None else dataclasses.fields(section)
     return {f"sync.{method}.{f.name}": getattr(section, f.name) for f in known if f.name not in _NOT_SPELLED_OUT}
@@ -68,7 +69,7 @@ class BudgetSet:
     Attributes:
         steps, batch, replicas: Budget: tokens per step, simulated replicas. 0: as the recipe says.
         learning_rates: Tried with the first seed; None: the recipe's.
-        further: Runs that each method may have beyond `learning_rates`; see `Tuning`.
+        further: Runs that each method may have beyond `learning_rates`; see `Queue.tuning`.
         sizes: Numbers of ranks. sequences: global batches, in sequences; 0: the recipe's.
         launch: Settings of the launcher.
     """
@@ -101,12 +102,12 @@ class RunSpec:
     Attributes:
         overrides: What the trainer receives beyond the recipe.
         options: Recipe and overrides together, without what has no effect on the result; their digest is `key`.
+        about: What the method declares beyond options.
         also: Values of the options that the method is tuned in besides the learning rate; {} for its own.
     """
 
     of: BudgetSet
     method: str
-    label: str
     recipe: str
     size: int
     sequences: int
@@ -115,11 +116,15 @@ class RunSpec:
     overrides: Options
     options: Options
     about: Options
-    also: Options = field(default_factory=dict)
+    also: Options
 
     @functools.cached_property
     def key(self) -> str:
         return digest(self.options)
+
+    @property
+    def label(self) -> str:
+        return str(self.about.get("label", self.method))
 
     @property
     def steps(self) -> int:
@@ -141,14 +146,12 @@ class RunSpec:
 
     @property
     def config_file(self) -> str:
-        """The recipe's files with absolute paths."""
         return _absolute(self.recipe)
 
     @property
     def name(self) -> str:
         rate = "" if self.learning_rate is None else f"-lr{self.learning_rate:g}"
-        method = Path(self.method).stem if is_file(self.method) else self.method
-        return f"{self.of.name}-{method}{rate}-{self.key}"
+        return f"{self.of.name}-{Path(self.method).name.removesuffix('.toml')}{rate}-{self.key}"
 
     @property
     def title(self) -> str:
@@ -182,21 +185,20 @@ class Grid:
         self.parameters = int(declared.get("parameters", 0))
         self.report: dict[str, Any] = declared.get("report", {})
         self.shared = list(declared.get("shared", []))
-        own = {name: _flat_method(table) for name, table in declared.get("methods", {}).items()}
-        others = Grid(path.parent / declared["methods_of"]).methods if "methods_of" in declared else {}
-        self.methods: dict[str, Options] = others | own
-        self.sets = [self._set(self._with_defaults(table)) for table in declared["sets"]]
+        self.methods = dict(Grid(path.parent / declared["methods_of"]).methods) if "methods_of" in declared else {}
+        for name, table in declared.get("methods", {}).items():
+            tables = {key: table.pop(key) for key in _TABLES if key in table}
+            self.methods[name] = flatten(table) | tables
+        self.sets = [self._set(table) for table in declared["sets"]]
         names = [one.name for one in self.sets]
         if len(set(names)) != len(names):
             raise ValueError(f"{path}: two sets have one name; the names are {', '.join(names)}")
 
-    def _with_defaults(self, table: dict[str, Any]) -> dict[str, Any]:
-        """Return a set's table over the grid's defaults; options and settings of the launcher are merged."""
+    def _set(self, table: dict[str, Any]) -> BudgetSet:
+        """Return a set: its table over the grid's defaults; options and settings of the launcher are merged."""
         common = self.declared.get("defaults", {})
         merged = {key: flatten(common.get(key, {})) | flatten(table.get(key, {})) for key in ("options", "launch")}
-        return common | table | merged
-
-    def _set(self, table: dict[str, Any]) -> BudgetSet:
+        table = common | table | merged
         where = f"set {table.get('name', '?')!r}"
         known = {f.name for f in dataclasses.fields(BudgetSet)} | {"tokens_per_parameter", "recipe"}
         _check_keys(where, table, known, {"name", "methods"})
@@ -206,8 +208,8 @@ class Grid:
         for recipe in recipes:
             if not all((ROOT / name).is_file() for name in split_names(recipe)):  # an absolute path stays one
                 raise ValueError(f"{where}: the recipe {recipe} does not exist; recipes are in train_configs/")
-        batch, replicas = int(table.get("batch", 0)), int(table.get("replicas", 0))
-        sequence = int(read_recipe(recipes[0])["training.seq_len"])
+        batch, replicas = table.get("batch", 0), table.get("replicas", 0)
+        sequence = read_recipe(recipes[0])["training.seq_len"]
         if batch % (sequence * max(1, replicas)) or batch < 0:
             unit = f"a sequence ({sequence}) x {replicas} replicas"
             raise ValueError(f"{where}: a batch of {batch} tokens is no multiple of {unit}")
@@ -216,24 +218,20 @@ class Grid:
         launcher = table.get("launcher", self.declared.get("launcher", "simulated"))
         if launcher not in LAUNCHERS:
             raise ValueError(f"{where}: launcher = {launcher!r}; known are {', '.join(LAUNCHERS)}")
-        tokens = table.get("tokens_per_parameter", 0) * self.parameters
-        lists = {}
-        for key in ("methods", "learning_rates", "seeds", "sizes", "sequences"):
-            if key in table:
-                lists[key] = tuple(float(v) for v in table[key]) if key == "learning_rates" else tuple(table[key])
-                if not table[key] or len(set(table[key])) != len(table[key]):
-                    raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
-        steps = table.get("steps") or (max(1, round(tokens / batch)) if tokens else 0)
-        given = {key: value for key, value in table.items() if key not in ("tokens_per_parameter", "recipe")} | lists
-        return BudgetSet(**given | {"recipes": tuple(recipes), "launcher": launcher, "steps": steps})
+        lists = {key: tuple(table[key]) for key in _LISTS if key in table}
+        for key, values in lists.items():
+            if not 0 < len(values) == len(set(values)):
+                raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
+        given = table | lists | {"recipes": tuple(recipes), "launcher": launcher}
+        if tokens := given.pop("tokens_per_parameter", 0) * self.parameters:
+            given["steps"] = max(1, round(tokens / batch))
+        given.pop("recipe", None)
+        return BudgetSet(**given)
 
     def _check_method(self, where: str, name: str) -> None:
-        if is_file(name) and not (ROOT / name).is_file():
-            raise ValueError(f"{where}: the recipe {name} of a method does not exist")
-        if not is_file(name) and name not in self.methods:
-            raise ValueError(
-                f"{where}: there is no method {name!r}; known are {', '.join(self.methods)}, and recipe files by path"
-            )
+        if not ((ROOT / name).is_file() if is_file(name) else name in self.methods):
+            known = f"{', '.join(self.methods)}, and recipe files by path"
+            raise ValueError(f"{where}: there is no method {name!r}; known are {known}")
 
     def choose(
         self,
@@ -253,8 +251,8 @@ class Grid:
             self._check_method("--methods", name)
         if min(sizes, default=1) < 1:
             raise ValueError(f"--sizes {','.join(map(str, sizes))}: give numbers of ranks, 1 or more")
-        changed: Options = {"methods": tuple(dict.fromkeys(methods))} if methods else {}
-        changed |= {"sizes": tuple(dict.fromkeys(sizes))} if sizes else {}
+        given = {"methods": methods, "sizes": sizes}
+        changed: Options = {key: tuple(dict.fromkeys(values)) for key, values in given.items() if values}
         chosen = [one for one in self.sets if not names or one.name in names]
         return [dataclasses.replace(one, **changed, options=one.options | (options or {})) for one in chosen]
 
@@ -266,14 +264,13 @@ class Grid:
 
     def also(self, method: str) -> list[Options]:
         """Return the options that the method is tuned in besides the learning rate, one value at a time."""
-        declared = {} if is_file(method) else self.methods[method]
-        declared = {k.removeprefix(_TUNED): v for k, v in declared.items() if k.startswith(_TUNED)}
+        declared = flatten(self.methods.get(method, {}).get("also", {}))
         return [{option: value} for option, values in declared.items() for value in values]
 
     def specs(self, one: BudgetSet, method: str) -> list[RunSpec]:
         """Return the runs of a method of a set that is not tuned: every recipe, size, batch and seed."""
         axes = itertools.product(one.recipes, one.sequences, one.sizes, one.seeds)
-        return [self.spec(one, method, None, seed, size=n, sequences=s, recipe=r) for r, s, n, seed in axes]
+        return [self.spec(one, method, None, seed, recipe=r, sequences=s, size=n) for r, s, n, seed in axes]
 
     def spec(
         self,
@@ -283,15 +280,15 @@ class Grid:
         seed: int | None,
         also: Options | None = None,
         *,
-        size: int | None = None,
-        sequences: int | None = None,
         recipe: str = "",
+        sequences: int = 0,
+        size: int = 0,
     ) -> RunSpec:
-        recipe, base = recipe or one.recipes[0], read_recipe(recipe or one.recipes[0])
-        size, sequences = size or one.sizes[0], one.sequences[0] if sequences is None else sequences
-        declared = self.method(method, recipe)
-        own = {k: v for k, v in declared.items() if k not in _METHOD_KEYS and not k.startswith(_TUNED)} | (also or {})
+        """Return a run; recipe, batch and size are the first of the set by default."""
+        recipe, sequences, size = recipe or one.recipes[0], sequences or one.sequences[0], size or one.sizes[0]
+        base, declared = read_recipe(recipe), self.method(method, recipe)
         about = {k: v for k, v in declared.items() if k in _METHOD_KEYS}
+        own = {k: v for k, v in declared.items() if k not in about} | (also or {})
         shared = self._budget(one, base) if one.batch else _ranks(one, base, size, sequences)
         shared |= one.options
         kind = str((base | shared | own)["sync.method"])
@@ -310,27 +307,24 @@ class Grid:
         known = spelled_out | base | overrides
         if one.launcher != "simulated":
             known |= {f"launch.{k}": v for k, v in {"launcher": one.launcher, "ranks": size, **one.launch}.items()}
-        for name in ("peer", "rank", "every_forward", "last_only", "start_from"):
-            known |= {f"launch.{name}": about[name]} if name in about else {}
+        known |= {f"launch.{name}": about[name] for name in LAUNCH_KEYS if name in about}
         options = {key: value for key, value in sorted(known.items()) if counts(key)}
-        label = str(declared.get("label", method))
-        axes = (label, recipe, size, sequences, learning_rate, seed)
+        axes = (recipe, size, sequences, learning_rate, seed)
         return RunSpec(one, method, *axes, overrides, options, about, also or {})
 
     def _budget(self, one: BudgetSet, base: Options) -> Options:
         """Return the options of a set's budget, the same for all its methods."""
-        sequence = int(base["training.seq_len"])
+        sequence, replicas = base["training.seq_len"], max(1, one.replicas)
         sequences = one.batch // sequence
-        validations, tokens = (int(self.declared[key]) for key in ("validations", "validation_tokens"))
-        validated = max(1, tokens // sequence // max(1, one.replicas))
+        validated = max(1, self.declared["validation_tokens"] // sequence // replicas)
         return {
             "training.steps": one.steps,
             "training.global_batch_size": sequences,
-            "training.local_batch_size": largest_divisor(sequences // max(1, one.replicas), MAX_MICRO_BATCH),
-            "lr_scheduler.warmup_steps": max(1, round(float(self.declared["lr_warmup"]) * one.steps)),
-            "validation.freq": -(-one.steps // validations),
-            "validation.local_batch_size": largest_divisor(validated, MAX_MICRO_BATCH),
-            "validation.steps": validated // largest_divisor(validated, MAX_MICRO_BATCH),
+            "training.local_batch_size": largest_divisor(sequences // replicas, MAX_MICRO_BATCH),
+            "lr_scheduler.warmup_steps": max(1, round(self.declared["lr_warmup"] * one.steps)),
+            "validation.freq": -(-one.steps // self.declared["validations"]),
+            "validation.local_batch_size": (at_a_time := largest_divisor(validated, MAX_MICRO_BATCH)),
+            "validation.steps": validated // at_a_time,
             "metrics.log_freq": max(1, one.steps // (CURVE_POINTS * LOGS_PER_POINT)),
             **({"topology.simulate_replicas": one.replicas} if one.replicas else {}),
         }
@@ -361,9 +355,8 @@ def method_of_file(path: str, recipe: str) -> Options:
     a file that `recipe` contains as well."""
     common = set(map(os.path.realpath, load(_absolute(recipe)).files))
     found = load(str(ROOT / path))
-    flat = flatten(found.table)
-    own = {key: value for key, value in flat.items() if os.path.realpath(found.origins[key]) not in common}
-    return {key: value for key, value in own.items() if key.startswith(_OF_A_METHOD)}
+    flat = {key: value for key, value in flatten(found.table).items() if key.startswith(_OF_A_METHOD)}
+    return {key: value for key, value in flat.items() if os.path.realpath(found.origins[key]) not in common}
 
 
 def _absolute(recipe: str) -> str:
@@ -384,11 +377,6 @@ def describe_also(also: Options) -> str:
 def largest_divisor(count: int, limit: int) -> int:
     """Return the largest divisor of `count` that is at most `limit`."""
     return max(n for n in range(1, limit + 1) if count % n == 0)
-
-
-def _flat_method(table: dict[str, Any]) -> Options:
-    nested = {key: table[key] for key in ("planned", "targets") if key in table}
-    return flatten({key: value for key, value in table.items() if key not in nested}) | nested
 
 
 def _check_keys(where: str, table: dict[str, Any], known: set[str], needed: set[str]) -> None:

@@ -1,6 +1,5 @@
 """The launchers `simulated`, `local` and `predicted`, and the stored result of a run."""
 
-import functools
 import io
 import json
 import math
@@ -21,7 +20,8 @@ from scripts.study.store import SETUP, Store
 from topology.layout import plan_layout
 from topology.links import Links
 from topology.machines import Machine, get_machine
-from torchtitan_scape.core.workloads import Workload
+from torchtitan_scape.core.files import write_whole
+from torchtitan_scape.models.registry import recipe_workload
 from torchtitan_scape.planner.step import Assumptions, predict
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -87,9 +87,9 @@ def _curves(spec: RunSpec, out: Path, folder: Path) -> dict[str, Any]:
         arrays = {k: v for k, v in load_arrays(folder / ARRAYS).items() if not k.startswith(prefix)}
         arrays |= {prefix + key: value for key, value in load_arrays(out / ARRAYS).items()}
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{ARRAYS}.part", "wb") as file:
-            np.savez_compressed(file, **arrays)
-        (folder / f"{ARRAYS}.part").rename(folder / ARRAYS)
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        write_whole(folder / ARRAYS, content.getvalue())
     return {key: [[s, round(value, 6)] for s, value in curve] for key, curve in losses(out, **tags).items()}
 
 
@@ -105,14 +105,14 @@ def arrays_of(folder: Path, prefix: str) -> IO[bytes]:
 def load_arrays(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    with np.load(path, allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
+    with np.load(path) as file:
+        return dict(file)
 
 
-def thin(curve: Curve, points: int = CURVE_POINTS) -> list[list[float]]:
-    """Return at most `points` points: the first step, then means of step and loss over neighbours."""
+def thin(curve: Curve) -> list[list[float]]:
+    """Return at most CURVE_POINTS points: the first step, then means of step and loss over neighbours."""
     rest = curve[1:]
-    size = max(1, -(-len(rest) // max(1, points - 1)))
+    size = max(1, -(-len(rest) // (CURVE_POINTS - 1)))
     groups = [curve[:1], *(rest[i : i + size] for i in range(0, len(rest), size))]
     return [[round(fmean(s for s, _ in g), 1), round(fmean(loss for _, loss in g), 4)] for g in groups if g]
 
@@ -123,17 +123,12 @@ def cumulative(levels: Sequence[Curve], at: Sequence[int]) -> list[list[int]]:
     Args:
         levels: For each link level (step, bytes per step since the previous point). The last rate continues.
     """
-    totals = []
-    for step in at:
-        total = 0.0
-        for curve in levels:
-            before, rate = 0, 0.0
-            for until, rate in curve:
-                total += rate * (min(until, step) - min(before, step))
-                before = until
-            total += rate * max(0, step - before)
-        totals.append([step, round(total)])
-    return totals
+    totals = np.zeros(len(at))
+    for curve in levels:
+        steps, rates = zip(*curve, strict=True)
+        ends = [0, *steps, max([*steps, *at])]
+        totals += np.interp(at, ends, [0, *np.cumsum(np.diff(ends) * [*rates, rates[-1]])])
+    return [[step, round(total)] for step, total in zip(at, totals, strict=True)]
 
 
 def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str, Any]]:
@@ -154,17 +149,10 @@ def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str,
     return lambda spec: predicted(spec, machine, links)
 
 
-@functools.cache
-def _workload(arguments: tuple[str, ...], ranks: int) -> Workload:
-    from torchtitan_scape.models.registry import recipe_workload  # selects the device
-
-    return recipe_workload(arguments, ranks)
-
-
 def predicted(spec: RunSpec, machine: Machine, links: Links) -> dict[str, Any]:
     """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
     relevant = ("--job.config_file", "--model.", "--training.")
-    workload = _workload(tuple(one for one in spec.arguments if one.startswith(relevant)), spec.size)
+    workload = recipe_workload([one for one in spec.arguments if one.startswith(relevant)], spec.size)
     shard = spec.of.launch.get("shard", 1)
     per_node = min(machine.ranks_per_node or spec.size, spec.size)
     layout = plan_layout(spec.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=shard)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from scripts.plots import COLOURS, figure, save
 from scripts.study.grid import Grid
 from scripts.study.launchers import ARRAYS, arrays_of
 from scripts.study.store import Store
+from scripts.study.sweep_tables import Row
 from torchtitan_scape.observe import record
 from torchtitan_scape.observe.figures import HIGHEST, LINEAR, LOWEST, PER_OCTAVE
 
@@ -63,8 +64,8 @@ def distributions(runs: Runs, name: str, path: Path) -> None:
     """Draw a row for each tensor; at each step a signed histogram and one of log2 |g|, with both optimizers."""
     found = {(n, step, tensor): h for n, run in dense(runs).items() for step, tensor, h in run["histograms"]}
     tensors, steps = tensors_of(runs)[:SHOWN], sorted({step for _, step, _ in found})
-    drawn, axes = figure(len(tensors), 2 * len(steps), (4.3 * 2 * len(steps), 3.1 * len(tensors)))
-    drawn.suptitle(f"{name}: gradients of dense training, without zero entries (Figures 4 and 5)")
+    title = f"{name}: gradients of dense training, without zero entries (Figures 4 and 5)"
+    drawn, axes = figure(len(tensors), 2 * len(steps), (4.3 * 2 * len(steps), 3.1 * len(tensors)), title)
     for row, tensor in zip(axes, tensors, strict=True):
         for i, step in enumerate(steps):
             both = {n: found[n, step, tensor] for n in OPTIMIZERS if (n, step, tensor) in found}
@@ -91,9 +92,8 @@ def _signed(axis: Any, both: Runs) -> None:
         label, colour = OPTIMIZERS[name]
         axis.stairs(drawn / counts.sum() / np.diff(edges), edges, color=colour, label=label, linewidth=1.2)
         reach = max(reach, edges[-1])
-    axis.set_xlim(-reach, reach)
+    axis.set(xlim=(-reach, reach), xlabel="g")
     axis.ticklabel_format(axis="both", style="sci", scilimits=(-2, 3))
-    axis.set_xlabel("g")
 
 
 def _logarithmic(axis: Any, both: Runs) -> None:
@@ -105,9 +105,7 @@ def _logarithmic(axis: Any, both: Runs) -> None:
         low, high = min(low, edges[np.searchsorted(below, 2e-3)]), max(high, edges[np.flatnonzero(counts)[-1] + 1])
         label, colour = OPTIMIZERS[name]
         axis.stairs(counts / counts.sum() * PER_OCTAVE, edges, color=colour, label=label, linewidth=1.2)
-    axis.set_xlim(low, high)
-    axis.set_xlabel("log2 |g|")
-    axis.set_ylabel("share per octave")
+    axis.set(xlim=(low, high), xlabel="log2 |g|", ylabel="share per octave")
 
 
 def windows(rows: Sequence[record.Row]) -> list[tuple[int, int]]:
@@ -150,8 +148,7 @@ def overlaps(runs: Runs, name: str, path: Path) -> None:
             noise = [(step, overlap_of_noise(step, density)) for step in range(max(2, first), last + 1)]
             axis.plot(*zip(*noise, strict=True), color="gray", linestyle=":", linewidth=1.5, label=NOISE)
             axis.set_title(f"{OPTIMIZERS[optimizer][0]}, from step {first}", fontsize=10)
-            axis.set_ylim(0, 1)
-            axis.set_xlabel("step")
+            axis.set(ylim=(0, 1), xlabel="step")
         row[0].set_ylabel(f"overlap of the top {100 * density:g} %")
     save(drawn, path, [axes[0][0]])
 
@@ -185,8 +182,7 @@ def residuals(runs: Runs, name: str, path: Path) -> None:
     titles += [f"shadow in the dense run: {tensor}" for tensor in tensors]
     for axis, title in zip(axes.flat, titles, strict=False):
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
-        axis.set_visible(bool(axis.lines))
+        axis.set(xlabel="step", visible=bool(axis.lines))
         if axis is not top[0]:
             axis.set_ylim(bottom=0)
     for row in axes[1:]:
@@ -220,12 +216,12 @@ def parts(grid: Grid, store: Store) -> list[str]:
             continue
         found += [f"## {one.name}", "Gradients of dense training:", markdown(gradient_rows(runs)), narrower(runs)]
         found += ["Overlap, mean (minimum) over a window:", markdown(overlap_rows(runs))]
-        found += ["After the switch, means over the last quarter of its steps:", markdown(residual_rows(runs))]
-        found += ["Losses:", markdown(loss_rows(runs))]
+        found += ["After the switch, means over the last quarter of its steps:", markdown(list(residual_rows(runs)))]
+        found += ["Losses:", markdown(list(loss_rows(runs)))]
     return [part for part in found if part]
 
 
-def gradient_rows(runs: Runs) -> list[dict[str, str]]:
+def gradient_rows(runs: Runs) -> list[Row]:
     rows = []
     for name, run in dense(runs).items():
         for step, tensor, f in run["histograms"]:
@@ -251,8 +247,8 @@ def narrower(runs: Runs) -> str:
     return f"Of {len(pairs)} pairs AdamS has {', '.join(f'{text} in {count}' for text, count in counts.items())}."
 
 
-def overlap_rows(runs: Runs) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = [{"tensor": name} for name in (NOISE, *tensors_of(runs))]
+def overlap_rows(runs: Runs) -> list[Row]:
+    rows: list[Row] = [{"tensor": name} for name in (NOISE, *tensors_of(runs))]
     for name, run in dense(runs).items():
         density = run["rows"][0].density
         for first, last in windows(run["rows"]):
@@ -266,8 +262,7 @@ def overlap_rows(runs: Runs) -> list[dict[str, str]]:
     return rows
 
 
-def residual_rows(runs: Runs) -> list[dict[str, str]]:
-    rows = []
+def residual_rows(runs: Runs) -> Iterator[Row]:
     for tensor in tensors_of(runs):
         for name, (label, _) in OPTIMIZERS.items():
             row = {"tensor": tensor, "optimizer": label}
@@ -281,12 +276,10 @@ def residual_rows(runs: Runs) -> list[dict[str, str]]:
                 row |= {f"{what}: sent": number(sent, ".3g"), f"{what}: residual": number(left, ".3g")}
                 row |= {f"{what}: residual / sent": number(left / sent, ".2f")}
             if len(row) > 2:
-                rows.append(row)
-    return rows
+                yield row
 
 
-def loss_rows(runs: Runs) -> list[dict[str, str]]:
-    rows = []
+def loss_rows(runs: Runs) -> Iterator[Row]:
     for name, (label, _) in OPTIMIZERS.items():
         if name not in runs or f"{name}-topk" not in runs:
             continue
@@ -297,5 +290,4 @@ def loss_rows(runs: Runs) -> list[dict[str, str]]:
         row |= {"validation, top-k": f"{switched['validation'][-1][1]:.4f}"}
         row |= {"largest gap of training losses (mean of 10 steps)": f"{most:+.4f} at step {at}"}
         row |= {"last": f"{gap[-1][1]:+.4f}", "residual, model, at the end": f"{switched['residual'][-1][1]:.3g}"}
-        rows.append(row | {"received gradient": f"{switched['norm'][-1][1]:.3g}"})
-    return rows
+        yield row | {"received gradient": f"{switched['norm'][-1][1]:.3g}"}

@@ -7,7 +7,9 @@ All exchange gradients during the backward pass. AdamS and clipping are ours, so
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,19 +37,14 @@ def without_fsdp(model: nn.Module, parallel_dims: Any, job_config: Any, *, famil
     return family(model, bare, job_config)  # activation checkpointing and torch.compile
 
 
+@dataclass
 class DdpPeer:
-    """DistributedDataParallel, plain or with one of its hooks.
+    """DistributedDataParallel, plain or with one of its hooks, "bf16" or "low_rank" (PowerSGD of a rank)."""
 
-    Args:
-        hook: "", "bf16" or "low_rank".
-        rank: Of PowerSGD.
-    """
-
-    parallelize: Parallelize | None = staticmethod(without_fsdp)
-    counted = False  # whether the ranks count the bytes that they send
-
-    def __init__(self, hook: str, rank: int) -> None:
-        self.hook, self.rank = hook, rank
+    hook: str
+    rank: int
+    parallelize: ClassVar[Parallelize | None] = staticmethod(without_fsdp)
+    counted: ClassVar[bool] = False  # whether the ranks count the bytes that they send
 
     def install(self, trainer: Any) -> None:
         group = trainer.replica_optimizer.collectives.groups.replicate
@@ -67,7 +64,7 @@ class DdpPeer:
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         trainer.model_parts[0] = self.model
         # DDP averages; the trainer's loss, divided by the global token count, needs sums.
-        _replace_method(trainer, lambda scale: scale)
+        _replace_method(trainer, trainer.replica_optimizer.methods[0].context.gradient_scale)
 
     def exchanging(self, last: bool) -> AbstractContextManager[None]:
         """Return the context of a micro-batch: only the `last` one of a step exchanges."""
@@ -78,6 +75,7 @@ class DdpPeer:
         return self.model.no_sync()
 
 
+@dataclass
 class HsdpPeer:
     """TorchTitan's parallelization as it is, with FSDP2 on a mesh of two axes.
 
@@ -85,10 +83,8 @@ class HsdpPeer:
     its call blocks the backward pass. With `overlaps` it is asynchronous, and waited for at the end, as on a GPU.
     """
 
-    counted = False
-
-    def __init__(self, overlaps: bool) -> None:
-        self.overlaps = overlaps
+    overlaps: bool
+    counted: ClassVar[bool] = False
 
     @staticmethod
     def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any, *, family: Parallelize) -> nn.Module:
@@ -108,7 +104,7 @@ class HsdpPeer:
             shard.counted = True  # the mesh contains the replicas, too
         self._timer = trainer.replica_optimizer.timer
         self._one_pass = trainer.gradient_accumulation_steps == 1 and trainer.device.type == "cpu"
-        _replace_method(trainer, lambda scale: 1.0)
+        _replace_method(trainer, 1.0)
 
     @contextmanager
     def exchanging(self, last: bool) -> Iterator[None]:
@@ -121,14 +117,14 @@ class HsdpPeer:
         def start(tensor: Tensor, **options: Any) -> None:
             started.append((dist.all_reduce(tensor, **options, async_op=True), tensor))
 
-        with replaced(_fsdp_collectives, "dist", _ReplacedAllReduce(start)):
+        with _with_all_reduce(start):
             yield
         with self._timer.phase("exchange"):
             for work, _ in started:
                 work.wait()
 
     def silent(self) -> AbstractContextManager[None]:
-        return replaced(_fsdp_collectives, "dist", _ReplacedAllReduce(lambda tensor, **options: None))
+        return _with_all_reduce(lambda tensor, **options: None)
 
 
 class DistributedOptimizerPeer:
@@ -168,14 +164,9 @@ PEERS: dict[str, Callable[[int], Peer]] = {
 }
 
 
-class _ReplacedAllReduce:
-    """torch.distributed with another all_reduce."""
-
-    def __init__(self, all_reduce: Callable[..., None]) -> None:
-        self.all_reduce = all_reduce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+def _with_all_reduce(all_reduce: Callable[..., None]) -> AbstractContextManager[None]:
+    """Return a context in which FSDP2 calls another all_reduce."""
+    return replaced(_fsdp_collectives, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": all_reduce}))
 
 
 class _WrappedModel(torch.nn.parallel.DistributedDataParallel):
@@ -202,8 +193,8 @@ class _AlreadySynchronized(GradientMethod):
         return []
 
 
-def _replace_method(trainer: Any, factor: Callable[[float], float]) -> None:
+def _replace_method(trainer: Any, factor: float) -> None:
     dense = trainer.replica_optimizer.methods[0]
     method = _AlreadySynchronized(dense.context, dense.options)
-    method.factor = factor(dense.context.gradient_scale)
+    method.factor = factor
     trainer.replica_optimizer.methods = [method]

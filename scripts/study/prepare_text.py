@@ -8,6 +8,7 @@ versions of the packages: the manifest in results/at_size names them and contain
     python -m scripts.study.prepare_text --larger    # twice as much: scripts/gpu/training.py
 """
 
+import argparse
 import json
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from scripts.common import OUTPUTS, RESULTS, ROOT, guarded, parser, read, write
+from scripts.common import OUTPUTS, RESULTS, ROOT, read, run_command, write
 from torchtitan_scape.data import prepare
 from torchtitan_scape.data.manifest import MANIFEST
 from torchtitan_scape.data.standard_library import read_sources
@@ -38,16 +39,16 @@ def sources(packages: Sequence[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def run(larger: bool) -> int:
-    prepared, found = (LARGER_PREPARED, sources(PACKAGES + LARGER)) if larger else (PREPARED, sources(PACKAGES))
+def run(args: argparse.Namespace) -> int:
+    prepared, packages = (LARGER_PREPARED, PACKAGES + LARGER) if args.larger else (PREPARED, PACKAGES)
+    found = sources(packages)
     text = prepared.parent / "sources.jsonl"
     write(text, "".join(json.dumps({"text": source}) + "\n" for files in found.values() for source in files.values()))
     tokenizer = ROOT / "torchtitan_scape" / "data" / "tokenizer"
     arguments = [f"--path={text}", f"--tokenizer={tokenizer}", f"--output={prepared}", "--validation=0.01"]
-    if code := prepare.main(arguments):
-        return code
-    if larger:
-        return 0  # the results of the GPU check contain its manifest
+    code = prepare.main(arguments)
+    if code or args.larger:
+        return code  # the results of the GPU check contain the manifest of the larger text
     manifest = read(prepared / MANIFEST)
     manifest["source"]["path"] = None  # differs between machines
     manifest["sources"] = {name: {"files": len(files)} for name, files in found.items()}
@@ -57,7 +58,5 @@ def run(larger: bool) -> int:
 
 
 if __name__ == "__main__":
-    arguments = parser(__doc__)
-    arguments.add_argument("--larger", action="store_true", help="the text for 50 M parameters")
-    larger = arguments.parse_args().larger
-    sys.exit(guarded(lambda: run(larger)))
+    larger = {"action": "store_true", "help": "the text for 50 M parameters"}
+    sys.exit(run_command(__doc__, run, {"--larger": larger}))

@@ -1,6 +1,7 @@
-"""The queue of a study's trainer processes: what is missing, several at a time, resumable after a stop."""
+"""The queue of a study: which runs there are, as tuning goes on, and those that are missing, resumable after a stop."""
 
 import itertools
+import math
 import os
 import re
 import shutil
@@ -13,10 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from scripts.common import ROOT, RunError, versions, without_paths
-from scripts.study.grid import BudgetSet, Grid, RunSpec
+from scripts.study.grid import BudgetSet, Grid, Options, RunSpec
 from scripts.study.launchers import ENVIRONMENT, process_command, result
 from scripts.study.store import Store
-from scripts.study.tuning import Tuning
 
 LOG_LINES = 12  # printed of a failed run
 POLL = 0.2  # seconds between two looks at the children
@@ -56,12 +56,51 @@ class Queue:
             if not tuned:
                 found += [spec for one, method in pairs for spec in self.grid.specs(one, method)]
                 continue
-            tunings = [Tuning(self.grid, one, method, self.store.loss, self.failed) for one, method in pairs]
-            for specs in itertools.zip_longest(*(tuning.declared for tuning in tunings)):
+            tunings = [(one, self.tuning(one, method)) for one, method in pairs]
+            for specs in itertools.zip_longest(*(runs[: len(one.learning_rates)] for one, runs in tunings)):
                 found += [spec for spec in specs if spec is not None]
-            found += [spec for tuning in tunings for spec in tuning.runs]
-            found += [spec for tuning in tunings for spec in tuning.other_seeds(guess)]
+            found += [spec for _, runs in tunings for spec in runs]
+            found += [spec for one, runs in tunings for spec in self.other_seeds(one, runs, guess)]
         return {spec.key: spec for spec in found}
+
+    def tuning(self, one: BudgetSet, method: str) -> list[RunSpec]:
+        """Return the known runs of a method with the first seed: the set's learning rates, then at most `further` more.
+
+        If the best rate is at an edge of the rates tried, a further run takes the next rate beyond it. Otherwise it
+        takes the best rate with another value of the options that the grid declares under `also`.
+        """
+
+        def spec(rate: float | None, also: Options | None = None) -> RunSpec:
+            return self.grid.spec(one, method, rate, one.seeds[0], also)
+
+        found, others = [spec(rate) for rate in one.learning_rates], self.grid.also(method)
+        most = len(found) + one.further
+        while len(found) < most and not self.waits_for(found) and (best := self.best_of(found)):
+            if (rate := beyond(best, found)) is not None:
+                found.append(spec(rate, best.also))
+            elif others:
+                found.append(spec(best.learning_rate, others.pop(0)))
+            else:
+                break
+        return found
+
+    def waits_for(self, runs: Sequence[RunSpec]) -> bool:
+        return any(self.store.loss(spec) is None and spec.key not in self.failed for spec in runs)
+
+    def best_of(self, runs: Sequence[RunSpec]) -> RunSpec | None:
+        """Return the run of the lowest finite loss so far; of equal losses the one of the lower rate."""
+        losses = [(loss, spec.learning_rate, spec) for spec in runs if (loss := self.store.loss(spec)) is not None]
+        finite = [found for found in losses if math.isfinite(found[0])]
+        return min(finite, key=lambda found: found[:2])[-1] if finite else None
+
+    def other_seeds(self, one: BudgetSet, runs: Sequence[RunSpec], guess: bool) -> list[RunSpec]:
+        """Return the runs of the other seeds at the best rate of the tuning `runs`.
+
+        While the tuning is not done: none, or with `guess` as many as there will be.
+        """
+        best = (runs[0] if guess else None) if self.waits_for(runs) else self.best_of(runs)
+        seeds = one.seeds[1:] if best else ()
+        return [self.grid.spec(one, best.method, best.learning_rate, seed, best.also) for seed in seeds]
 
     def missing(self) -> list[RunSpec]:
         """Return the known runs that are neither stored nor running and have not failed in this process."""
@@ -77,9 +116,8 @@ class Queue:
         for key, spec in specs.items():
             if seconds := (self.store.result(key) or {}).get("wall_seconds"):
                 rates.setdefault(spec.of.name, []).append(seconds / spec.steps)
-        if not rates:
+        if not (every := [rate for found in rates.values() for rate in found]):
             return "time left unknown"
-        every = [rate for found in rates.values() for rate in found]
         left = [s for key, s in specs.items() if key not in self.failed and self.store.result(key) is None]
         seconds = sum(spec.steps * fmean(rates.get(spec.of.name, every)) for spec in left)
         return f"about {seconds / self.jobs / 60:.0f} min left"
@@ -122,14 +160,9 @@ class Queue:
             self.fail(spec, str(error))
             return
         with open(out / "log.txt", "wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | ENVIRONMENT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its children
-            )
+            options = {"cwd": ROOT, "env": os.environ | ENVIRONMENT, "stdout": log, "stderr": subprocess.STDOUT}
+            # In a session of its own: Ctrl-C reaches this process alone, which ends its children.
+            process = subprocess.Popen(command, start_new_session=True, **options)
         self.running.append(_Running(spec, process, time.monotonic(), out))
 
     def _collect(self, one: _Running) -> None:
@@ -153,11 +186,9 @@ class Queue:
             prepare: Returns the function that measures a run of a set. RunError and ValueError are the run's failure.
         """
         for one in self.sets:
-            specs = [spec for spec in self.missing() if spec.of is one]
-            if not specs:
-                continue
-            measure = prepare(one)
-            for spec in specs:
+            measure = None
+            for spec in [spec for spec in self.missing() if spec.of is one]:
+                measure = measure or prepare(one)
                 print(f"[{self.done() + 1}/{len(self.runs())}] {spec.title} ...", flush=True)
                 begin = time.monotonic()
                 try:
@@ -183,3 +214,15 @@ class Queue:
         content = spec.head | {"error": without_paths(reason)}
         self.store.keep(spec, content, without_paths(" ".join(spec.arguments)), versions())
         print(f"failed: {spec.title}: {reason}{details}", flush=True)
+
+
+def beyond(best: RunSpec, tried: Sequence[RunSpec]) -> float | None:
+    """Return the next learning rate if `best` has the lowest or the highest of at least two rates tried; else None.
+
+    Only rates that were tried with the same further options count.
+    """
+    rates = sorted({spec.learning_rate for spec in tried if spec.also == best.also and spec.learning_rate is not None})
+    if len(rates) < 2 or best.learning_rate not in (rates[0], rates[-1]):
+        return None
+    edge, neighbour = (rates[0], rates[1]) if best.learning_rate == rates[0] else (rates[-1], rates[-2])
+    return float(f"{edge * edge / neighbour:.6g}")

@@ -1,6 +1,6 @@
 """A study's report.md, from its stored lines: the tables that its grid names, and the figures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ from scripts.study import costs, curves, observations, special_tables, sweep_tab
 from scripts.study.entries import Budget, budgets_of, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
-from scripts.study.store import SETUP, Store, is_failure
+from scripts.study.store import SETUP, Store
+from scripts.study.sweep_tables import Row
 
 READING = """\
 Losses are final validation losses in nats per token, on the same validation batches for all methods of a budget.
@@ -26,12 +27,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}"
 
 
-def loss_table(one: Budget, report: dict[str, Any]) -> str:
-    rows = []
+def losses_of(one: Budget, report: dict[str, Any]) -> Iterator[Row]:
     for entry in one.entries:
         row = {"method": entry.label, "optimizer": entry.optimizer, "tuned to": entry.tuned}
-        row["bytes, % of dense: step"] = percent(entry.shares[0]) if one.replicas > 1 else "-"
-        row["whole run"] = percent(entry.shares[1]) if one.replicas > 1 else "-"
+        for title, share in zip(("bytes, % of dense: step", "whole run"), entry.shares, strict=True):
+            row[title] = percent(share) if one.replicas > 1 else "-"
         if report.get("payload"):
             density, by_tensor = entry.option("density"), entry.option("selection") == "tensor"
             row["density"] = "-" if density is None else f"{density:.4g}"
@@ -44,31 +44,26 @@ def loss_table(one: Budget, report: dict[str, Any]) -> str:
             to = one.dense(entry.optimizer if name == "own" else name)
             title = f"gap to dense {'training with its optimizer' if name == 'own' else name}, %"
             row[title] = "0" if entry is to else spread(entry.gaps(to), "+.2f")
-        rows.append(row)
-    return markdown(rows)
+        yield row
 
 
-def trials_table(one: Budget) -> str:
-    rows = []
+def trials_of(one: Budget) -> Iterator[Row]:
     for entry in one.entries:
         texts = []
         for trial in entry.trials:
             text = f"{trial.text}: {'failed' if trial.loss is None else f'{trial.loss:.4f}'}"
             texts.append(f"**{text}**" if trial == entry.best else text)
-        rows.append({"method": entry.label, "learning rate: final loss with the first seed": "; ".join(texts)})
-    return markdown(rows)
+        yield {"method": entry.label, "learning rate: final loss with the first seed": "; ".join(texts)}
 
 
-def seconds_table(one: Budget) -> str:
-    rows, adamw = [], one.dense("AdamW")
+def seconds_of(one: Budget) -> Iterator[Row]:
     for entry in one.entries:
         row = {"method": entry.label}
         for machine in costs.MACHINES:
             step = costs.step_seconds(machine, costs.overlapped(entry.options), one.replicas)
             row[f"{machine}: step, s"] = f"{step:.3g}"
             row[f"{machine}: run / dense AdamW's"] = f"{relative(one, entry, machine):.2f}"
-        rows.append(row | {"gap to dense AdamW, %": spread(entry.gaps(adamw), "+.2f")})
-    return markdown(rows)
+        yield row | {"gap to dense AdamW, %": spread(entry.gaps(one.dense("AdamW")), "+.2f")}
 
 
 def provenance(store: Store) -> str:
@@ -87,16 +82,15 @@ def budget_parts(grid: Grid, store: Store) -> list[str]:
     found, missing = budgets_of(grid, store)
     if not found:
         return []
-    report = grid.report
     parts = [f"{provenance(store)}\n{READING}"]
     parts += [f"{missing} declared run(s) have not run yet."] if missing else []
     for one in found:
-        parts += [f"## {one.title}", loss_table(one, report)]
-        parts += ["Tuning:", trials_table(one)]
-    if report.get("seconds"):
+        parts += [f"## {one.title}", markdown(list(losses_of(one, grid.report)))]
+        parts += ["Tuning:", markdown(list(trials_of(one)))]
+    if grid.report.get("seconds"):
         parts += ["## Predicted seconds", costs.describe()]
         for one in (one for one in found if one.dense("AdamW")):
-            parts += [f"{one.title}:", seconds_table(one)]
+            parts += [f"{one.title}:", markdown(list(seconds_of(one)))]
     return parts
 
 
@@ -112,7 +106,7 @@ TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
 def failures(store: Store) -> list[str]:
     rows = []
     for line in store.own.values():
-        if is_failure(line["result"]):
+        if "error" in line["result"]:
             error = line["result"]["error"]
             varied = {key: line["options"].get(key) for key in ("optimizer.lr", "debug.seed")}
             run = ", ".join(f"{key} {value}" for key, value in varied.items() if value is not None)

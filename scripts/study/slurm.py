@@ -24,12 +24,28 @@ from pathlib import Path
 
 from scripts.common import ROOT, RunError, command_of, read, write
 from scripts.study.grid import BudgetSet, RunSpec
+from scripts.study.peers import PEERS
 from scripts.study.queue import Queue
-from scripts.study.ready import step_seconds
 from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
-from topology.machines import get_machine
+from topology.layout import Layout
+from topology.links import Links
+from topology.machines import Machine, get_machine
+from torchtitan_scape.config.checks import check_config, import_custom
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.library_checks import check_library_keys
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.core.patching import environment
+from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.planner.step import predict
+from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
+from torchtitan_scape.sharding.levels_build import check_levels
+from torchtitan_scape.titan.components import model_converters
+from torchtitan_scape.trainer.layout import layout_of
+from torchtitan_scape.trainer.specs import register
 
+DEVICE = "cuda"  # of the nodes; this process may run on a login node without a GPU
 START = 300.0  # seconds of a run before its first step: imports, groups, torch.compile
 MARGIN = 2.0  # factor on the predicted step time
 END = 60.0  # seconds of a run after its last step: the summary, and the grace period of a run that is ended
@@ -62,7 +78,10 @@ class SlurmSet:
 
     def share(self, spec: RunSpec) -> float:
         """Return the seconds that a run may take. Raises ValueError if the run cannot start or does not fit."""
-        step = step_seconds(spec, self.options(spec), get_machine(self.machine))
+        try:
+            step = step_seconds(spec, self.options(spec), get_machine(self.machine))
+        except ValueError as error:
+            raise ValueError(f"{spec.title}: {error}") from None
         planned = math.ceil(START + MARGIN * timing(spec)["steps"] * step)
         share = float(self.one.launch.get("timeout", planned))
         if share + END > self.limit:
@@ -196,27 +215,72 @@ class SlurmSet:
             self.queue.fail(spec, self.reason(spec))
 
 
-def time_limit(options: Sequence[str]) -> float:
-    """Return the seconds of --time or -t among the options of sbatch; 0 without it.
+def step_seconds(spec: RunSpec, arguments: list[str], machine: Machine) -> float:
+    """Return the step time of a run that the planner predicts from the links of its machine.
 
-    Raises ValueError for a time that sbatch does not know.
+    Args:
+        arguments: The trainer's command line.
+        machine: Where the recipe leaves it to the device's name.
+
+    Raises:
+        ValueError: The trainer would refuse the run before its first step.
+    """
+    config, layout = checked(spec, arguments, machine)
+    plan, _ = shard_axis_of(config, layout, on_cpu=False)
+    return predict(
+        method_of(config),
+        workload_of(config),
+        layout,
+        Links.from_machine(layout.machine),
+        batch=config.training.global_batch_size,
+        micro_batch=config.training.local_batch_size,
+        sharding=plan,
+        levels=levels_of(config, layout),
+    ).step
+
+
+def checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobConfig, Layout]:
+    """Return configuration and layout after the checks of the trainer before its first step."""
+    config = parse([f"--job.config_file={spec.config_file}", *arguments])
+    import_custom(config)
+    check_config(config, DEVICE)
+    check_library_keys(config, DEVICE, model_converters)
+    config.topology.ranks_per_node = config.topology.ranks_per_node or machine.ranks_per_node
+    if config.topology.machine == "auto":
+        config.topology.machine = machine.name
+    with environment(WORLD_SIZE=str(spec.size)):
+        layout = layout_of(config)
+    check_layout(config.optimizer.name, layout, config.sharding.levels.active)
+    if config.sharding.levels.active:
+        check_levels(config.sharding, layout)
+    else:
+        config.sharding.check(layout)
+    register(config, with_data=False)
+    peer = str(spec.about.get("peer", ""))
+    if peer and peer not in PEERS:
+        raise ValueError(f"there is no peer {peer!r}; known are {', '.join(PEERS)}")
+    shards = layout.shard * layout.context
+    if peer.startswith("ddp") and shards > 1:
+        raise ValueError(f"DDP has no shards, but the shard degree is {shards}; set data_parallel_shard_degree = 1")
+    if peer == "distributed-optimizer" and shards == 1:
+        raise ValueError("the distributed optimizer shards over all ranks; set data_parallel_shard_degree = -1")
+    return config, layout
+
+
+def time_limit(options: Sequence[str]) -> float:
+    """Return the seconds of --time or -t among the options of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    0 without it. Raises ValueError for a time that sbatch does not know.
     """
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    known.add_argument("-t", "--time")
+    known.add_argument("-t", "--time", default="0")
     text = known.parse_known_args(options)[0].time
-    return seconds_of(text) if text else 0.0
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a time as sbatch writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise ValueError(f"--sbatch: the time {text!r} is none that sbatch knows; write H:M:S")
-    days, *given = found.groups()
-    hours, minutes, seconds = (int(one or 0) for one in given)
-    if not days and given[2] is None:  # M or M:S
-        hours, minutes, seconds = 0, hours, minutes
-    return 86400.0 * int(days or 0) + 3600.0 * hours + 60.0 * minutes + seconds
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400.0 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def run(queue: Queue, args: argparse.Namespace) -> None:

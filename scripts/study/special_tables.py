@@ -2,13 +2,13 @@
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from scripts.common import markdown, megabytes, ms, number, spread
 from scripts.study.grid import Grid
 from scripts.study.store import Line, Store
-from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, by_set
+from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, Row, by_set, titled
 
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 # Columns of a step with a shard axis, and the phases in each.
@@ -20,58 +20,49 @@ LEAST_BYTES = 1e3  # per step; less are scalars
 LOSS_TARGET = 0.005  # of the dense loss
 
 
+def holds(found: bool) -> str:
+    return "yes" if found else "no"
+
+
 def _ratio(over: float | None, under: float | None, form: str = ".2f") -> str:
     return format(over / under, form) if over and under else "-"
 
 
-def _by_count(cells: list[Cell]) -> dict[int, dict[str, Cell]]:
-    """Return the cells by number of micro-batches, then by method."""
-    found: dict[int, dict[str, Cell]] = {}
-    for cell in cells:
-        found.setdefault(cell["micro_batches"], {})[cell["method"]] = cell
-    return dict(sorted(found.items()))
+def _with_others(cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Cell]]]:
+    """Yield the cells by number of micro-batches, each with all cells of that number, by method."""
+    for count in sorted({cell["micro_batches"] for cell in cells}):
+        same = {cell["method"]: cell for cell in cells if cell["micro_batches"] == count}
+        yield from ((cell, same) for cell in same.values())
 
 
-def _form(count: int, cell: Cell) -> dict[str, str]:
-    return {"micro-batches": str(count), "method": cell["label"]}
+def _form(cell: Cell) -> Row:
+    return {"micro-batches": str(cell["micro_batches"]), "method": cell["label"]}
 
 
-def shard_steps(cells: list[Cell]) -> str:
-    rows = []
-    for count, by_method in _by_count(cells).items():
-        for cell in by_method.values():
-            row = _form(count, cell) | {"step, ms": ms(cell["step_seconds"])}
-            for name in ("dense", "dense-last", "zeropp-published"):
-                if other := by_method.get(name):
-                    speedup = _ratio(other["step_seconds"], cell["step_seconds"])
-                    row[f"speed-up over {_form(count, other)['method']}"] = speedup
-            for part, names in SHARD_PARTS.items():
-                row[f"{part}, ms"] = ms(sum(cell["by_phase"].get(one, 0.0) for one in names))
-            rows.append(row)
-    return markdown(rows)
+def _seconds(cell: Cell, phases: Iterable[str]) -> float:
+    return sum(cell["by_phase"].get(phase, 0.0) for phase in phases)
 
 
-def shard_exchange(cells: list[Cell]) -> str:
+def shard_steps(cells: list[Cell]) -> Iterator[Row]:
+    for cell, same in _with_others(cells):
+        row = _form(cell) | {"step, ms": ms(cell["step_seconds"])}
+        for other in (same[name] for name in ("dense", "dense-last", "zeropp-published") if name in same):
+            row[f"speed-up over {other['label']}"] = _ratio(other["step_seconds"], cell["step_seconds"])
+        yield row | {f"{part}, ms": ms(_seconds(cell, phases)) for part, phases in SHARD_PARTS.items()}
+
+
+def shard_exchange(cells: list[Cell]) -> Iterator[Row]:
     """Time of the exchange of gradients, index included, of methods with a target for it, against FSDP2's."""
-
-    def seconds(cell: Cell) -> float:
-        return sum(cell["by_phase"].get(name, 0.0) for name in ("shard gradients", "shard index"))
-
-    rows = []
-    for count, by_method in _by_count(cells).items():
-        for cell in by_method.values():
-            if (target := cell["targets"].get("exchange")) and "dense" in by_method:
-                dense, own = seconds(by_method["dense"]), seconds(cell)
-                found = dense / own if own else 0.0
-                row = _form(count, cell) | {"dense, ms": ms(dense), "own, ms": ms(own)}
-                row |= {"ratio": f"{found:.2f}", "target": f"{target:.2f}"}
-                rows.append(row | {"holds": "yes" if found >= target else "no"})
-    return markdown(rows)
+    for cell, same in _with_others(cells):
+        if (target := cell["targets"].get("exchange")) and "dense" in same:
+            dense, own = (_seconds(one, ("shard gradients", "shard index")) for one in (same["dense"], cell))
+            found = dense / own if own else 0.0
+            row = _form(cell) | {"dense, ms": ms(dense), "own, ms": ms(own), "ratio": f"{found:.2f}"}
+            yield row | {"target": f"{target:.2f}", "holds": holds(found >= target)}
 
 
-def shard_bytes(cells: list[Cell]) -> str:
-    rows = []
-    for cell in (cell for by_method in _by_count(cells).values() for cell in by_method.values()):
+def shard_bytes(cells: list[Cell]) -> Iterator[Row]:
+    for cell, _ in _with_others(cells):
         for level, kinds in cell.get("by_kind", {}).items():
             nic, counted = cell["nic"][level], sum(kinds.values())
             if not counted:
@@ -79,15 +70,14 @@ def shard_bytes(cells: list[Cell]) -> str:
             network = sum(value for key, value in cell["planned"].items() if key.startswith("network"))
             planned = network if level == "network" else sum(cell["planned"].values()) - network
             by_kind = ", ".join(f"{kind} {megabytes(value)}" for kind, value in sorted(kinds.items()) if value)
-            row = _form(cell["micro_batches"], cell) | {"link": level, "interface": megabytes(nic)}
+            row = _form(cell) | {"link": level, "interface": megabytes(nic)}
             row |= {"counted": megabytes(counted), "closed form": megabytes(planned)}
             row |= {"interface / counted": _ratio(nic, counted, ".3f")}
-            rows.append(row | {"interface / closed form": _ratio(nic, planned, ".3f"), "counted by kind": by_kind})
-    return markdown(rows)
+            yield row | {"interface / closed form": _ratio(nic, planned, ".3f"), "counted by kind": by_kind}
 
 
 def shard_losses(grid: Grid, store: Store) -> list[str]:
-    parts = ["## Losses by seed", "Gaps are to the run of the same seed with FSDP2's collectives."]
+    parts = []
     for one in grid.sets:
         by_method: dict[str, dict[int, float]] = {}
         for line in store.of(one.name):
@@ -105,14 +95,14 @@ def shard_losses(grid: Grid, store: Store) -> list[str]:
             target = grid.methods[name].get("targets", {}).get("loss", LOSS_TARGET)
             row |= {"gap, %": spread([100 * gap for gap in gaps], "+.2f")}
             row |= {"by seed": ", ".join(f"{100 * gap:+.2f}" for gap in gaps), "target": f"{100 * target:.1f}"}
-            rows.append(row | {"holds": "yes" if statistics.mean(gaps) <= target else "no"})
+            rows.append(row | {"holds": holds(statistics.mean(gaps) <= target)})
         parts += [f"### Set {one.name}", markdown(rows)] if rows else []
-    return parts if len(parts) > 2 else []
+    return titled("Losses by seed", "Gaps are to the run of the same seed with FSDP2's collectives.", parts)
 
 
 def sent_bytes(grid: Grid, store: Store) -> list[str]:
     """Return a table for each set and kind of link over which its first method sends payload."""
-    parts = ["## Bytes of a step", BYTES_READING]
+    parts = []
     for one in grid.sets:
         found = [line for line in store.of(one.name) if "interfaces" in line["result"]]
         runs = {(line["options"]["training.global_batch_size"], line["method"]): line for line in found}
@@ -126,7 +116,7 @@ def sent_bytes(grid: Grid, store: Store) -> list[str]:
                     row |= bytes_row(own, first, grid.methods[method].get("targets", {}).get("bytes"), sequences)
                     rows.append(row | {"validation loss": f"{own['validation_loss']:.4f}"})
             parts += [f"### Set {one.name}: {level}", markdown(rows)] if rows else []
-    return parts if len(parts) > 2 else []
+    return titled("Bytes of a step", BYTES_READING, parts)
 
 
 def link_bytes(line: Line, level: str) -> dict[str, float]:
@@ -161,49 +151,47 @@ def bytes_row(own: dict[str, float], first: dict[str, float], target: Any, seque
     row["interface / counted"] = _ratio(own["interface"], own["counted"], ".3f")
     row |= {"masks": megabytes(own["masks"]), "interface without masks": megabytes(own["interface"] - own["masks"])}
     row |= {f"ratio, {kind}": f"{ratio:.3f}" for kind, ratio in ratios.items()}
-    holds = "-" if target is None else "yes" if max(ratios.values()) <= target else "no"
-    return row | {"target": number(target, ".2f"), "holds": holds}
+    verdict = "-" if target is None else holds(max(ratios.values()) <= target)
+    return row | {"target": number(target, ".2f"), "holds": verdict}
 
 
 def weights(grid: Grid, store: Store) -> list[str]:
     """Losses of BF16 weights by density and compute dtype, against FP32 weights of the same seed."""
-    runs: dict[tuple[float, str], dict[str, dict[int, Cell]]] = {}
-    for line in store.own.values():
-        if "validation_loss" in line["result"]:
-            options = line["options"]
-            setting = options["sync.scape.density"], options["training.mixed_precision_param"]
-            forms = runs.setdefault(setting, {})
-            forms.setdefault(line["result"]["label"], {})[options["debug.seed"]] = line["result"]
+    runs: dict[tuple[float, str], dict[str, dict[int, Cell]]] = {}  # by setting, label and seed
+    for line in (line for line in store.own.values() if "validation_loss" in line["result"]):
+        options, run = line["options"], line["result"]
+        forms = runs.setdefault((options["sync.scape.density"], options["training.mixed_precision_param"]), {})
+        forms.setdefault(run["label"], {})[options["debug.seed"]] = run
     rows, base = [], grid.methods["fp32"]["label"]
     for (density, compute), forms in sorted(runs.items()):
-        for form in sorted(forms, key=lambda label: (label != base, -len(forms[label]), label)):
-            found = dict(sorted(forms[form].items()))
-            pairs = [(r, forms[base][seed]) for seed, r in found.items() if seed in forms.get(base, {})]
-            gaps = [100 * (r["validation_loss"] / p["validation_loss"] - 1) for r, p in pairs]
-            error, excess = (
-                max((r[k] for r in found.values() if k in r), default=None)
-                for k in ("master_distance", "excess_length")
-            )
+        plain = forms.get(base, {})
+        for form, found in sorted(forms.items(), key=lambda item: (item[0] != base, -len(item[1]), item[0])):
+            losses = {seed: run["validation_loss"] for seed, run in sorted(found.items())}
+            pairs = [(loss, plain[seed]["validation_loss"]) for seed, loss in losses.items() if seed in plain]
+            gaps = [100 * (loss / dense - 1) for loss, dense in pairs if form != base]
             row = {"density": f"{density:g}", "forward": compute, "weights": form}
-            row["validation loss, by seed"] = ", ".join(f"{r['validation_loss']:.4f}" for r in found.values())
-            row["gap to FP32 weights, %"] = spread(gaps, "+.2f") if gaps and form != base else ""
-            row["distance from the master, L2"] = "" if error is None else f"{error:.2e}"
-            rows.append(row | {"excess length": "" if excess is None else f"{excess:+.2e}"})
+            row["validation loss, by seed"] = ", ".join(f"{loss:.4f}" for loss in losses.values())
+            row["gap to FP32 weights, %"] = spread(gaps, "+.2f") if gaps else ""
+            columns = {"distance from the master, L2": ("master_distance", ".2e")}
+            columns |= {"excess length": ("excess_length", "+.2e")}
+            for column, (key, form_of) in columns.items():
+                values = [run[key] for run in found.values() if key in run]
+                row[column] = format(max(values), form_of) if values else ""
+            rows.append(row)
     return [markdown(rows)] if rows else []
 
 
 def methods(grid: Grid, store: Store) -> list[str]:
     """One run of each method: loss, step time, the optimizer's share and bytes."""
     rows = []
-    for line in (line for line in store.own.values() if "seconds_by_phase" in line["result"]):
-        run = line["result"]
+    for run in (line["result"] for line in store.own.values() if "seconds_by_phase" in line["result"]):
         seconds, sent = run["seconds_by_phase"], sum(run["bytes_sent_per_step_and_rank"].values())
         own, planned = sum(seconds.get(p, 0.0) for p in OPTIMIZER_PHASES), run["planned_bytes_per_step_and_rank"]
+        without = own - seconds.get("exchange", 0.0)
         row = {"method": run["label"], "final validation loss": f"{run['validation_loss']:.4f}"}
         row["step, ms"] = f"{1e3 * run['seconds_per_step']:.0f}"
         row["optimizer, % of forward + backward"] = f"{100 * own / seconds['forward_backward']:.1f}"
-        exchange = seconds.get("exchange", 0.0)
-        row["without the exchange, %"] = f"{100 * (own - exchange) / seconds['forward_backward']:.1f}"
+        row["without the exchange, %"] = f"{100 * without / seconds['forward_backward']:.1f}"
         row |= {"sent per step and rank, MB": f"{sent / 1e6:.3f}", "after warm-up, MB": f"{planned / 1e6:.3f}"}
         rows.append(row | {"of dense, %": f"{100 * planned / run['dense_bytes_per_step_and_rank']:.1f}"})
     return [markdown(rows)] if rows else []

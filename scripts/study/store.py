@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,11 @@ class Store:
         """Append a line with one write, so that a process that is killed leaves at most one incomplete line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            end = os.lseek(file, 0, os.SEEK_END)
-            if end and os.pread(file, 1, end - 1) != b"\n":
+        with open(self.path, "a+b", buffering=0) as file:
+            if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 data = b"\n" + data  # ends an incomplete line
-            os.write(file, data)
+            file.write(data)
             os.fsync(file)
-        finally:
-            os.close(file)
         self.own[line["key"]] = self.lines[line["key"]] = line
 
     def keep(self, spec: RunSpec, result: dict[str, Any], command: str, versions: dict[str, str]) -> None:
@@ -61,29 +58,20 @@ class Store:
         return line and line["result"]
 
     def of(self, set_name: str) -> list[Line]:
-        """Return the lines of a set that are results of runs."""
-        return [line for line in self.own.values() if line["set"] == set_name and isinstance(line["result"], dict)]
+        """Return the lines of a set, also those that are no runs."""
+        return [line for line in self.own.values() if line["set"] == set_name]
 
     def result(self, key: str) -> dict[str, Any] | None:
         """Return a finished run's result. None if it has not run or has failed."""
         line = self.lines.get(key)
-        return None if line is None or is_failure(line["result"]) else line["result"]
+        return None if line is None or "error" in line["result"] else line["result"]
 
     def loss(self, spec: RunSpec) -> float | None:
-        found = self.result(spec.key)
-        return None if found is None else found["validation_loss"]
-
-
-def is_failure(result: Any) -> bool:
-    return isinstance(result, dict) and "error" in result
+        return (self.result(spec.key) or {}).get("validation_loss")
 
 
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the complete lines of a store; nothing if the file is missing."""
     for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # written by a process that was killed
-        if isinstance(line, dict) and {"key", "set", "method", "options", "result"} <= line.keys():
-            yield line
+        with suppress(ValueError):  # written by a process that was killed
+            yield json.loads(text)

@@ -1,7 +1,7 @@
 """Tables of step times, bytes and losses of runs on several ranks, from a study's stored lines."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.common import markdown, megabytes, ms, number
@@ -9,6 +9,7 @@ from scripts.study.grid import Grid, is_file
 from scripts.study.store import Store
 
 Cell = dict[str, Any]
+Row = dict[str, str]  # of a table
 LEVELS = ("gcd_pair", "node", "network")  # the innermost first
 PHASES = {"compute": "compute", "exposed": "exposed communication", "optimizer": "optimizer", "other": "other"}
 COMPUTE = {
@@ -20,7 +21,7 @@ NEEDED = ("launcher", "recipe", "size", "step_seconds", "phases", "tokens_per_st
 
 
 def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
-    """Return the finished step times of a set, in the order of the grid, with the method's name and derived values.
+    """Return the finished step times of a set, in the order of the grid, with the method's name and targets.
 
     Raises ValueError for a line that lacks a value.
     """
@@ -40,46 +41,41 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
         place = (cell["recipe"], order[line["method"]], cell["size"], count)
         found.pop(place, None)  # a run with other settings of the launcher
         declared = {"method": line["method"], "targets": grid.methods.get(line["method"], {}).get("targets", {})}
-        found[place] = cell | declared | {"dense": dense, "micro_batches": count, "set": set_name}
-    cells = [found[place] for place in sorted(found)]
-    for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
-        _derive([cell for cell in cells if cell["recipe"] == recipe])
-    return cells
+        found[place] = cell | declared | {"dense": dense, "micro_batches": count}
+    return [found[place] for place in sorted(found)]
 
 
-def _derive(panel: Sequence[Cell]) -> None:
-    """Add efficiency, speed-up, tokens per second and the prediction's residual to the cells of one recipe."""
-    baseline = next((cell["method"] for cell in panel if cell["dense"]), None)
-    for cell in panel:
-        seconds, predicted = cell["step_seconds"], (cell.get("predicted") or {}).get("step_seconds")
-        first = min((other for other in panel if other["method"] == cell["method"]), key=lambda other: other["size"])
-        dense = [other for other in panel if other["method"] == baseline and other["size"] == cell["size"]]
-        cell["smallest_size"] = first["size"]
-        cell["efficiency"] = first["step_seconds"] * first["size"] / (seconds * cell["size"])
-        cell["speedup"] = dense[0]["step_seconds"] / seconds if dense else None
-        cell["tokens_per_second"] = cell["tokens_per_step"] / seconds
-        cell["residual"] = predicted / seconds - 1 if predicted and cell["launcher"] != "predicted" else None
+def titled(title: str, about: str, parts: list[str]) -> list[str]:
+    """Return the parts as a section of the report; [] without parts."""
+    return [f"## {title}", *([about] if about else []), *parts] if parts else []
 
 
-def by_set(make: Callable[[list[Cell]], str], title: str, about: str = "") -> Callable[[Grid, Store], list[str]]:
-    """Return a table of every set and recipe that has its numbers, under one title."""
+def by_set(
+    make: Callable[[list[Cell]], Iterable[Row]],
+    title: str,
+    about: str = "",
+    describe: Callable[[list[Cell]], str] | None = None,
+) -> Callable[[Grid, Store], list[str]]:
+    """Return a section: a table of every set and recipe that has its numbers, below its description."""
 
     def parts(grid: Grid, store: Store) -> list[str]:
         found = []
         for one in grid.sets:
             cells = cells_of(grid, store, one.name)
             for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
-                if table := make([cell for cell in cells if cell["recipe"] == recipe]):
+                panel = [cell for cell in cells if cell["recipe"] == recipe]
+                if rows := list(make(panel)):
                     several = len(grid.sets) > 1 or len(one.recipes) > 1
-                    found += ([f"### Set {one.name}, {recipe}"] if several else []) + [table]
-        return [f"## {title}", *([about] if about else []), *found] if found else []
+                    found += [f"### Set {one.name}, {recipe}"] if several else []
+                    found += [*([describe(panel)] if describe else []), markdown(rows)]
+        return titled(title, about, found)
 
     return parts
 
 
-def levels_of(volumes: Iterable[Mapping[str, float]]) -> list[str]:
-    found = {level for volume in volumes for level in volume}
-    return [*(level for level in LEVELS if level in found), *sorted(found.difference(LEVELS))]
+def levels_of(found: Iterable[str]) -> list[str]:
+    """Return link levels in order."""
+    return sorted(set(found), key=lambda level: (level not in LEVELS, level in LEVELS and LEVELS.index(level), level))
 
 
 def _heading(cell: Cell) -> dict[str, str]:
@@ -87,7 +83,7 @@ def _heading(cell: Cell) -> dict[str, str]:
     return {"method": cell["label"], "ranks (nodes x each)": ranks}
 
 
-def describe(panel: Sequence[Cell]) -> str:
+def set_up(panel: Sequence[Cell]) -> str:
     tokens = sorted({cell["tokens_per_step"] for cell in panel})
     steps = sorted({len(cell.get("steps") or ()) for cell in panel})
     memory = dict.fromkeys(cell["memory_kind"] for cell in panel if cell.get("peak_memory_bytes") is not None)
@@ -100,74 +96,72 @@ def describe(panel: Sequence[Cell]) -> str:
     return text + (f" Memory: {' or '.join(memory)}." if memory else "")
 
 
-def step_times(panel: list[Cell]) -> str:
-    dense = next((cell["label"] for cell in panel if cell["dense"]), "dense")
-    smallest, rows = min(cell["size"] for cell in panel), []
+def step_times(panel: list[Cell]) -> Iterator[Row]:
+    baseline = next((cell for cell in panel if cell["dense"]), {"method": None, "label": "dense"})
+    smallest, levels = min(cell["size"] for cell in panel), levels_of(level for cell in panel for level in cell["sent"])
     for cell in panel:
+        seconds, size = cell["step_seconds"], cell["size"]
+        rate, flops = cell["tokens_per_step"] / seconds, cell.get("flops_per_token")
+        first = min((other for other in panel if other["method"] == cell["method"]), key=lambda other: other["size"])
+        dense = [one["step_seconds"] for one in panel if (one["method"], one["size"]) == (baseline["method"], size)]
         row = _heading(cell)
         row["method"] += f" (mean of {cell['period']} steps)" if cell.get("period", 1) > 1 else ""
-        row["step, ms"] = ms(cell["step_seconds"])
+        row["step, ms"] = ms(seconds)
         row["quartiles, ms"] = " to ".join(map(ms, cell.get("quartiles") or [None]))
         row |= {f"{name}, ms": ms(cell["phases"].get(phase)) for phase, name in PHASES.items()}
-        row["tokens/s"] = number(cell["tokens_per_second"], ",.0f")
-        if any(other.get("flops_per_token") for other in panel):
-            row["TFLOP/s per rank"] = _tflops(cell)
-        start = f" (from {cell['smallest_size']})" if cell["smallest_size"] > smallest else ""
-        row["efficiency, %"] = number(cell["efficiency"], ".1f", 100) + start
-        row[f"speed-up over {dense}"] = number(cell["speedup"], ".2f")
+        row["tokens/s"] = number(rate, ",.0f")
+        if any(other.get("flops_per_token") for other in panel):  # attention is not causal, as in TorchTitan's MFU
+            row["TFLOP/s per rank"] = number(rate * flops / size if flops else None, ".1f", 1e-12)
+        start = f" (from {first['size']})" if first["size"] > smallest else ""
+        row["efficiency, %"] = f"{100 * first['step_seconds'] * first['size'] / (seconds * size):.1f}{start}"
+        row[f"speed-up over {baseline['label']}"] = number(dense[0] / seconds if dense else None, ".2f")
         row["peak memory per rank, MB"] = number(cell.get("peak_memory_bytes"), ",.0f", 1e-6)
-        for level in levels_of(other["sent"] for other in panel):
-            row[f"sent per step and rank, MB: {level}"] = _sent(cell, level)
-        rows.append(row)
-    return f"{describe(panel)}\n\n{markdown(rows)}"
-
-
-def _tflops(cell: Cell) -> str:
-    """Return the rate of a rank, with attention counted as not causal, like TorchTitan's MFU."""
-    flops = cell.get("flops_per_token")
-    return number(cell["tokens_per_second"] * flops / cell["size"] if flops else None, ".1f", 1e-12)
+        yield row | {f"sent per step and rank, MB: {level}": _sent(cell, level) for level in levels}
 
 
 def _sent(cell: Cell, level: str) -> str:
     """Return bytes as the ranks counted them; of DDP and HSDP, which count none, as the interfaces did."""
-    counted, nic = cell["sent"].get(level), (cell.get("nic") or {}).get(level)
-    if counted is not None or nic is None or cell["sent"]:
-        return megabytes(counted)
+    nic = (cell.get("nic") or {}).get(level)
+    if cell["sent"] or nic is None:
+        return megabytes(cell["sent"].get(level))
     return f"{megabytes(nic / cell['ranks_per_node'])} (interface)"
 
 
-def prediction(panel: list[Cell]) -> str:
-    cells, rows = [cell for cell in panel if cell["residual"] is not None], []
-    for cell in cells:
-        predicted, phases = cell["predicted"], cell["phases"]
-        row = _heading(cell) | {"predicted, ms": ms(predicted["step_seconds"])}
-        row["measured, ms"] = ms(cell["step_seconds"])
-        row["residual, %"] = number(cell["residual"], "+.1f", 100)
-        for part in ("compute", "exposed", "optimizer"):
-            row[f"{PHASES[part]}, predicted / measured"] = f"{ms(predicted.get(part))} / {ms(phases.get(part))}"
-        rows.append(row)
-    if not rows:
-        return ""
-    worst = max(cells, key=lambda cell: abs(cell["residual"]))
-    largest = f"{100 * worst['residual']:+.1f} % ({worst['label']}, {worst['size']} ranks)"
-    return f"Largest residual, (predicted - measured) / measured: {largest}.\n\n{markdown(rows)}"
+def _residual(cell: Cell) -> float | None:
+    predicted = (cell.get("predicted") or {}).get("step_seconds")
+    return predicted / cell["step_seconds"] - 1 if predicted and cell["launcher"] != "predicted" else None
 
 
-def interface_bytes(panel: list[Cell]) -> str:
-    rows = []
+def largest_residual(panel: list[Cell]) -> str:
+    worst = max(panel, key=lambda cell: abs(_residual(cell) or 0.0))
+    largest = f"{100 * (_residual(worst) or 0.0):+.1f} % ({worst['label']}, {worst['size']} ranks)"
+    return f"Largest residual, (predicted - measured) / measured: {largest}."
+
+
+def prediction(panel: list[Cell]) -> Iterator[Row]:
+    for cell in panel:
+        if (residual := _residual(cell)) is not None:
+            predicted, phases = cell["predicted"], cell["phases"]
+            row = _heading(cell) | {"predicted, ms": ms(predicted["step_seconds"])}
+            row |= {"measured, ms": ms(cell["step_seconds"]), "residual, %": f"{100 * residual:+.1f}"}
+            for part in ("compute", "exposed", "optimizer"):
+                row[f"{PHASES[part]}, predicted / measured"] = f"{ms(predicted.get(part))} / {ms(phases.get(part))}"
+            yield row
+
+
+def interface_bytes(panel: list[Cell]) -> Iterator[Row]:
     for cell in panel:
         nic, counted = cell.get("nic") or {}, cell.get("counted") or {}
-        for level in levels_of([nic]):
+        for level in levels_of(nic):
             row = _heading(cell) | {"level": level}
             row |= {"counted by the ranks, MB": megabytes(counted.get(level)), "interface, MB": megabytes(nic[level])}
             row["interface / counted"] = number(nic[level] / counted[level] if counted.get(level) else None, ".3f")
-            rows.append(row)
-    return markdown(rows)
+            yield row
 
 
 PER_STEP_AND_NODE = "MB (1e6 bytes) sent per step and node."
 TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
-    "step_times": by_set(step_times, "Step times"),
-    "prediction": by_set(prediction, "Predicted and measured steps"),
+    "step_times": by_set(step_times, "Step times", describe=set_up),
+    "prediction": by_set(prediction, "Predicted and measured steps", describe=largest_residual),
     "interface_bytes": by_set(interface_bytes, "Bytes of the ranks and of the interfaces", PER_STEP_AND_NODE),
 }

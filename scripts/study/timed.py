@@ -1,12 +1,12 @@
 """Common parts of the launchers `emulated` and `slurm`: timed runs on several ranks, and their results."""
 
 import json
-import statistics
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from scripts.common import RunError
-from scripts.study.grid import RunSpec
+from scripts.study.grid import LAUNCH_KEYS, RunSpec
 
 TIMED = ("scripts.study.timed_rank",)
 NEVER = 1_000_000  # steps between two logs or validations
@@ -24,20 +24,15 @@ def medians(launch: dict[str, Any]) -> str:
 
 def timing(spec: RunSpec) -> dict[str, int]:
     """Return the steps before the measured ones, the period of the exchange, and all steps: whole periods."""
-    launch, period = spec.of.launch, int(spec.about.get("period", 1))
-    warm_up = max(int(launch.get("warm_up", WARM_UP)), int(spec.about.get("settles", 0)))
-    return {
-        "warm_up": warm_up,
-        "period": period,
-        "steps": warm_up + -(-int(launch.get("steps", STEPS)) // period) * period,
-    }
+    launch, period = spec.of.launch, spec.about.get("period", 1)
+    warm_up = max(launch.get("warm_up", WARM_UP), spec.about.get("settles", 0))
+    periods = -(-launch.get("steps", STEPS) // period)
+    return {"warm_up": warm_up, "period": period, "steps": warm_up + periods * period}
 
 
 def wanted(spec: RunSpec, raw: Path, **more: Any) -> str:
     """Return the variable TIMED_RUN of a run, whose measurement goes into the file `raw`."""
-    keys = ("every_forward", "last_only", "peer", "rank")
-    found = {key: value for key, value in timing(spec).items() if key != "steps"}
-    found |= {key: spec.about[key] for key in keys if key in spec.about}
+    found = timing(spec) | {key: spec.about[key] for key in LAUNCH_KEYS if key in spec.about}
     return json.dumps({"output": str(raw), **found, **more})
 
 
@@ -48,10 +43,8 @@ def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str,
     if summary["skipped_steps"]:
         raise RunError(f"{summary['skipped_steps']} steps were skipped; the rest is no measurement")
     sent = (summary.get("interfaces") or {}).get("sent_per_step", {})
-    nic, counted = (
-        {level: statistics.fmean(node[kind] for node in nodes) for level, nodes in sent.items()}
-        for kind in ("interface", "counted")
-    )
+    nic = {level: fmean(node["interface"] for node in nodes) for level, nodes in sent.items()}
+    counted = {level: fmean(node["counted"] for node in nodes) for level, nodes in sent.items()}
     batch = spec.options["training.global_batch_size"]
     found = {
         "launcher": spec.of.launcher,
@@ -68,7 +61,6 @@ def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str,
         "counted": counted if counted and measured["sent"] else None,
         "tokens_per_step": batch * summary["sequence"],
         "validation_loss": summary["validation_loss"],
-        "steps_trained": summary["steps"],
         "payload_parts": summary["payload_parts"],
         "predicted": None,
     }
@@ -81,7 +73,7 @@ def from_raw(spec: RunSpec, raw: Path, per_node: int, compute: str) -> dict[str,
         replicas = per_node * summary["planned_bytes_per_step_and_rank"]
         found["planned"] = planned | ({"network replicas": replicas} if replicas else {})
         found["by_kind"] = {
-            level: {kind: sum(n["by_kind"].get(kind, 0.0) for n in nodes) / len(nodes) for kind in nodes[0]["by_kind"]}
+            level: {kind: fmean(n["by_kind"].get(kind, 0.0) for n in nodes) for kind in nodes[0]["by_kind"]}
             for level, nodes in sent.items()
         }
     return found

@@ -81,7 +81,7 @@ class TimedTrainer(ScapeTrainer):
         return self.device.type == "cuda" and self.layout.shard > 1
 
     def train(self) -> None:
-        with shard_axis_timed(self.replica_optimizer.timer) if self.layout.shard > 1 else nullcontext():
+        with shard_axis(self.replica_optimizer.timer) if self.layout.shard > 1 else nullcontext():
             super().train()
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
@@ -102,23 +102,24 @@ class TimedTrainer(ScapeTrainer):
     def forward_backward_step(self, **kwargs: Any) -> Tensor:
         self._passes_started += 1
         self._last_batch = kwargs
+        last = self._passes_started % self.gradient_accumulation_steps == 0
         if self.wanted.get("every_forward"):
             self.replica_optimizer.sharding.version.changed()
         if self.wanted.get("last_only"):
-            last = self._passes_started % self.gradient_accumulation_steps == 0
             cast(FSDPModule, self.model_parts[0]).set_requires_gradient_sync(last)
         if self.peer is not None:
             before_measuring = self.steps_taken == self.wanted["warm_up"] - 1
             if before_measuring and not self._silent_seconds and not self.peer.counted:
                 self._silent_seconds = [self._silent_pass(**kwargs) for _ in range(SILENT_PASSES)]
-            with self.peer.exchanging(last=self._passes_started % self.gradient_accumulation_steps == 0):
+            with self.peer.exchanging(last):
                 return super().forward_backward_step(**kwargs)
         seconds = self.wanted.get("compute")
-        if seconds is None or self._loss is None:
+        if seconds is None:
+            return super().forward_backward_step(**kwargs)
+        if self._loss is None:
             self._loss = super().forward_backward_step(**kwargs)
-            if seconds is not None:
-                with_gradient = (p for p in self.model_parts[0].parameters() if p.grad is not None)
-                self._gradients = [(p, p.grad, local(p.grad).clone()) for p in with_gradient]
+            with_gradient = (p for p in self.model_parts[0].parameters() if p.grad is not None)
+            self._gradients = [(p, p.grad, local(p.grad).clone()) for p in with_gradient]
             return self._loss
         with self.replica_optimizer.timer.phase("forward_backward"):
             end = time.perf_counter() + seconds
@@ -133,7 +134,7 @@ class TimedTrainer(ScapeTrainer):
         before = [p.grad for p in self.model_parts[0].parameters()]
         _synchronize()
         begin = time.perf_counter()
-        with self.peer.silent() if self.peer else nullcontext(), shard_axis_silent() if self.beside else nullcontext():
+        with self.peer.silent() if self.peer else nullcontext(), shard_axis(None) if self.beside else nullcontext():
             # The method of TorchTitan: an overlapped exchange of ours does not start.
             super(ScapeTrainer, self).forward_backward_step(**kwargs)
         _synchronize()
@@ -231,40 +232,28 @@ def _joined(ranks: list[dict[str, Any]], middle: Callable[[Sequence[float]], flo
 
 
 @contextmanager
-def shard_axis_timed(timer: PhaseTimer) -> Iterator[None]:
-    """Inside, the collectives of the shard axis are phases, by the kinds of their content.
+def shard_axis(timer: PhaseTimer | None) -> Iterator[None]:
+    """Inside, the collectives of the shard axis are phases of the timer, by the kinds of their content; without a timer
+    they send nothing, and their outputs have arbitrary values.
 
     gloo has no streams: FSDP2 waits for each of them. Coding belongs to the passes that contain it. On a GPU the phases
     are the times on FSDP2's streams, which overlap with the passes.
     """
 
-    def by_kind(send: Callable[..., None]) -> Callable[..., None]:
-        def call(output: Tensor, input: Tensor, group: RankGroup, ledger: Any, kind: str) -> None:
-            with timer.phase(SHARD[kind]):
-                send(output, input, group, ledger, kind)
+    def replacement(send: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if timer is None:
+                return None
+            with timer.phase(SHARD[kind or args[-1]]):
+                return send(*args, **kwargs)
 
         return call
 
+    own = [(shard_collectives, name, "") for name in ("all_gather", "all_to_all")]  # the kind is their last argument
+    hooks = [(CountedAllGather, "__call__", WEIGHTS), (CountedReduceScatter, "__call__", GRADIENTS)]
     with ExitStack() as stack:
-        for name in ("all_gather", "all_to_all"):
-            stack.enter_context(replaced(shard_collectives, name, by_kind(getattr(shard_collectives, name))))
-        for hook, kind in ((CountedAllGather, WEIGHTS), (CountedReduceScatter, GRADIENTS)):
-            stack.enter_context(replaced(hook, "__call__", timer.timed(SHARD[kind], hook.__call__)))
-        yield
-
-
-@contextmanager
-def shard_axis_silent() -> Iterator[None]:
-    """Inside, the collectives of the shard axis send nothing; their outputs have arbitrary values."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    with ExitStack() as stack:
-        for name in ("all_gather", "all_to_all"):
-            stack.enter_context(replaced(shard_collectives, name, nothing))
-        for hook in (CountedAllGather, CountedReduceScatter):
-            stack.enter_context(replaced(hook, "__call__", nothing))
+        for owner, name, kind in (*own, *hooks):
+            stack.enter_context(replaced(owner, name, replacement(getattr(owner, name), kind)))
         yield
 
 

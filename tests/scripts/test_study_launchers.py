@@ -13,12 +13,12 @@ import pytest
 
 from scripts.common import EMBEDDED, ROOT
 from scripts.emulated_cluster import Cluster, ClusterError
+from scripts.study import emulated
 from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import predicted, process_command
 from scripts.study.queue import Queue
-from scripts.study.ready import step_seconds
-from scripts.study.slurm import OFFLINE, SlurmSet, time_limit
+from scripts.study.slurm import OFFLINE, SlurmSet, step_seconds, time_limit
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
@@ -169,7 +169,7 @@ def test_local_runs_start_all_ranks_and_simulated_ones_a_process(tmp_path: Path)
     assert (tmp_path / "work" / switched.name / "checkpoint" / "step-100" / "state").exists()
 
 
-def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path) -> None:
+def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: its latency once, the masks hidden."""
     silent = {"by_phase": {"pack": 0.1}, "phases": {"optimizer": 0.2, "compute": 0.0}, "step_seconds": 0.3}
     links, tiers = Links({"network": Link(1e-3, 1e7)}, "by hand"), [("network", 4)]
@@ -177,11 +177,12 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path) -> None
         declare(tmp_path, {"launcher": "emulated", "methods": ["scape-0.047-int4"], "sizes": [4], "sequences": [32]})
     )
     (spec,) = grid.specs(grid.sets[0], "scape-0.047-int4")
-    emulated = SimpleNamespace(per_node=1, real=True, links=lambda _: links)
-    emulated.passes, emulated.shapes = lambda _: silent, lambda _: [(100, 1000), (100,)]
+    shapes = [(100, 1000), (100,)]
+    one = SimpleNamespace(per_node=1, real=True, links=lambda _: links, passes=lambda _: silent)
+    monkeypatch.setattr(emulated, "parameter_shapes", lambda config: shapes)
     measured = {"phases": {"compute": 1.0}, "payload_parts": 1}
-    found = EmulatedSet.predicted(emulated, spec, measured)  # type: ignore[arg-type]
-    model, levels = LocalModel.of_shapes([(100, 1000), (100,)]), [LevelSize(*tier) for tier in tiers]
+    found = EmulatedSet.predicted(one, spec, measured)  # type: ignore[arg-type]
+    model, levels = LocalModel.of_shapes(shapes), [LevelSize(*tier) for tier in tiers]
     payload, _ = ScapeOptions(density=0.047, wire="int4").cost().collective_calls(model, levels)
     stages = payload.stages(levels) + scalar_stages(tiers)
     assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
@@ -300,7 +301,7 @@ SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machi
         ({"methods": ["ddp"], "options": {"parallelism.data_parallel_shard_degree": 2}}, "DDP has no shards, but the"),
         ({"options": {"optimizer.weight_decay": -1}}, "weight_decay = -1"),
         ({"launch": {"machine": "vista", "timeout": 200000}}, "steps of "),
-        ({"methods": ["none.toml"]}, "the recipe none.toml of a method does not exist"),
+        ({"methods": ["none.toml"]}, "there is no method 'none.toml'; known are adams"),
     ],
 )
 def test_slurm_runs_are_checked_before_anything_is_queued(

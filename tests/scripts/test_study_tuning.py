@@ -1,6 +1,8 @@
 """Tuning of studies: which runs a method has and in which order, runs of other studies, and the comparison's report."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ from scripts.study.entries import budgets_of
 from scripts.study.grid import GRIDS, Grid, RunSpec, defaults
 from scripts.study.queue import Queue
 from scripts.study.store import Store
-from scripts.study.tuning import Tuning
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
@@ -82,6 +83,10 @@ def grid(tmp_path: Path) -> Grid:
     return Grid(tmp_path / "grid.toml")
 
 
+def with_losses(grid: Grid, loss: Callable[[RunSpec], float | None]) -> Queue:
+    return Queue(grid, grid.sets, SimpleNamespace(loss=loss), jobs=1, work=Path())  # type: ignore[arg-type]
+
+
 def keep(store: Store, spec: RunSpec, loss: float) -> dict[str, Any]:
     dense = 1e6
     sent = dense * {"dense": 1.0, "scape": 0.02, "powersgd": 0.12}[str(spec.options["sync.method"])]
@@ -115,9 +120,11 @@ def test_every_method_has_the_same_budget_and_the_first_rates_come_first(grid: G
 
 @pytest.mark.parametrize("best, more", [(1e-3, [0.001, 0.0005]), (16e-3, [0.016, 0.032]), (4e-3, [])])
 def test_an_edge_is_passed_no_more_often_than_declared(best: float, more: list[float], grid: Grid) -> None:
-    tuning = Tuning(grid, grid.sets[0], "scape", lambda spec: abs((spec.learning_rate or 0) - best))
-    assert [spec.learning_rate for spec in tuning.runs] == [0.004, 0.002, 0.008, *more] and tuning.done
-    assert tuning.best is not None and tuning.best.learning_rate == best
+    queue = with_losses(grid, lambda spec: abs((spec.learning_rate or 0) - best))
+    runs = queue.tuning(grid.sets[0], "scape")
+    assert [spec.learning_rate for spec in runs] == [0.004, 0.002, 0.008, *more] and not queue.waits_for(runs)
+    chosen = queue.best_of(runs)
+    assert chosen is not None and chosen.learning_rate == best
 
 
 def test_the_best_run_has_the_lowest_finite_loss_and_of_equal_ones_the_lower_rate(grid: Grid) -> None:
@@ -126,8 +133,8 @@ def test_the_best_run_has_the_lowest_finite_loss_and_of_equal_ones_the_lower_rat
         ({0.002: float("nan"), 0.004: 1.7, 0.008: 1.7}, 0.004),
         ({0.002: float("inf"), 0.004: float("nan"), 0.008: float("nan")}, None),
     ):
-        tuning = Tuning(grid, grid.sets[0], "scape", lambda spec, of=losses: of.get(spec.learning_rate, 9.0))  # type: ignore[misc]
-        found = tuning._best(tuning.declared)
+        specs = [grid.spec(grid.sets[0], "scape", rate, 0) for rate in losses]
+        found = with_losses(grid, lambda spec, of=losses: of[spec.learning_rate]).best_of(specs)  # type: ignore[misc]
         assert (found and found.learning_rate) == best
 
 
@@ -135,8 +142,10 @@ def test_a_failed_rate_ends_the_grid(grid: Grid) -> None:
     """A rate that diverges is not waited for, and no rate beyond it is tried."""
     specs = {rate: grid.spec(grid.sets[1], "powersgd", rate, 0) for rate in (0.008, 0.016, 0.032)}
     losses = {specs[0.008].key: 2.0, specs[0.016].key: 1.9}
-    tuning = Tuning(grid, grid.sets[1], "powersgd", lambda spec: losses.get(spec.key), {specs[0.032].key})
-    assert [spec.also for spec in tuning.runs[3:]] == [{"sync.powersgd.start": 10}] and not tuning.done
+    queue = with_losses(grid, lambda spec: losses.get(spec.key))
+    queue.failed.add(specs[0.032].key)
+    runs = queue.tuning(grid.sets[1], "powersgd")
+    assert [spec.also for spec in runs[3:]] == [{"sync.powersgd.start": 10}] and queue.waits_for(runs)
 
 
 def test_runs_of_another_study_are_used_and_left_alone(grid: Grid, tmp_path: Path) -> None:
