@@ -4,6 +4,7 @@ Scripts are modules, started from the repository's root: `python -m scripts.stud
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -98,6 +99,24 @@ def names(text: str) -> list[str]:
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in names(text)]
+
+
+# -------------------------------------------------------------------------------------------- processes
+
+
+def process_state(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Send SIGKILL to those processes that exist."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------ files

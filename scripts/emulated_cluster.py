@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, given_command, run_command
+from scripts.common import ROOT, RunError, given_command, kill, process_state, run_command
 
 NIC = "eth0"
 PORT = 29500
@@ -91,8 +91,6 @@ class Cluster:
                     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                         self._handlers[number] = signal.signal(number, _raise)
             self._build()
-            if self._rate is not None:
-                self._limit(self._rate)
         except BaseException:
             self.close()
             raise
@@ -136,16 +134,10 @@ class Cluster:
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", NIC)
             _run("ip", "-n", name, "link", "set", NIC, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
-
-    # -------------------------------------------------------------------------------------------- the links
-
-    def _limit(self, rate_mbit: float) -> None:
-        """Limit every NIC, each way, in 1e6 bits per second."""
-        limit = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", BURST, "latency", LATENCY)
-        for node in range(self.nodes):
-            # The bridge's side sends what the node receives.
-            for name, device in ((self._name(node), NIC), (self._bridge, f"port{node}")):
-                _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+            if self._rate is not None:
+                limit = ("rate", f"{round(self._rate * 1e6)}bit", "burst", BURST, "latency", LATENCY)
+                for namespace, device in ((name, NIC), (self._bridge, port)):  # the bridge sends what the node receives
+                    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
     def set_link(self, node: int, up: bool) -> None:
         """Set a node's link down or up, at the switch. Connections stay open."""
@@ -180,20 +172,18 @@ class Cluster:
         return ["ip", "netns", "exec", self._name(node), *command]
 
     def start(
-        self,
-        node: int,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        stdout: Any = None,
-        stderr: Any = None,
+        self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, log: Any = None
     ) -> "subprocess.Popen[Any]":
-        """Start a command in a node, in its own session. `env` overrides `environment` and os.environ."""
+        """Start a command in a node, in its own session, with its output in `log`, if given.
+
+        `env` overrides `environment` and os.environ.
+        """
         process = subprocess.Popen(
             self.inside(node, command),
             env={**os.environ, **self.environment(node), **(env or {})},
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
             start_new_session=True,
         )
         self._processes.append(process)
@@ -224,17 +214,17 @@ class Cluster:
         running: dict[int, subprocess.Popen[Any]] = {}
         try:
             for node in range(self.nodes):
-                if node == 0 and show:
-                    running[node] = self.start(node, command, own)
-                    continue
-                with open(folder / f"node{node}.log", "wb") as log:
-                    running[node] = self.start(node, command, own, log, subprocess.STDOUT)
+                shown = node == 0 and show
+                with contextlib.nullcontext() if shown else open(folder / f"node{node}.log", "wb") as log:
+                    running[node] = self.start(node, command, own, log)
             while running:
                 for node, process in list(running.items()):
                     code = process.poll()
                     if code:
                         code = code if code > 0 else 128 - code
-                        _report_failure(node, code, None if node == 0 and show else folder / f"node{node}.log")
+                        where = "stands above" if node == 0 and show else f"is in {folder / f'node{node}.log'}"
+                        failed = f"node {node} ended with exit code {code}, the others are ended"
+                        print(f"error: {failed}; its output {where}", file=sys.stderr)
                         return code
                     if code == 0:
                         del running[node]
@@ -274,7 +264,7 @@ class Cluster:
         deadline = time.monotonic() + GRACE_SECONDS
         while left := [pid for name in namespaces() if name.startswith(self._prefix) for pid in processes_in(name)]:
             if time.monotonic() > deadline or all(process.poll() is not None for process in self._processes):
-                _kill(left)
+                kill(left)
             time.sleep(0.05)
             for process in self._processes:
                 process.poll()
@@ -287,11 +277,6 @@ def _raise(number: int, frame: Any) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
-
-
-def _report_failure(node: int, code: int, log: Path | None) -> None:
-    where = "its output stands above" if log is None else f"its output is in {log}"
-    print(f"error: node {node} ended with exit code {code}, the others are ended; {where}", file=sys.stderr)
 
 
 def _check_tools() -> None:
@@ -321,28 +306,18 @@ def processes_in(namespace: str) -> list[int]:
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks; None if there is none. Distinguishes reused ids."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
+def _start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks; "" if there is none. Distinguishes reused ids."""
+    return "".join(process_state(pid)[19:20])
 
 
 def _remove_stale() -> None:
     """Remove the namespaces of killed runs, and end the processes in them."""
     for name in namespaces():
         match = _NAME.fullmatch(name)
-        if match and _start_time(int(match[1])) != int(match[2]):
+        if match and _start_time(int(match[1])) != match[2]:
             with contextlib.suppress(ClusterError):  # another run may be removing it, too
-                _kill(processes_in(name))
+                kill(processes_in(name))
                 _run("ip", "netns", "delete", name)
 
 

@@ -220,17 +220,13 @@ def measure_observe(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def observe_table(facts: dict[str, Any]) -> str:
     step, mean = facts["step"], facts["share"] * facts["step"]
     kinds = {
-        "window": "a step in a window",
-        "first": "the first one of a window",
-        "histogram": "a step with histograms",
+        "a step in a window": (ms(facts["window"]), f"{100 * facts['window'] / step:.2f} %"),
+        "the first one of a window": (ms(facts["first"]), f"{100 * facts['first'] / step:.2f} %"),
+        "a step with histograms": (ms(facts["histogram"]), f"{100 * facts['histogram'] / step:.2f} %"),
+        "a step that is not looked at": (f"{1e3 * facts['outside']:.4f}", "0.00 %"),
+        f"mean over {LONG_RUN:,} steps": (f"{1e3 * mean:.4f}", f"{100 * facts['share']:.4f} %"),
     }
-    rows = [
-        {"": text, "ms": ms(facts[kind]), "of a step": f"{100 * facts[kind] / step:.2f} %"}
-        for kind, text in kinds.items()
-    ]
-    rows.append({"": "a step that is not looked at", "ms": f"{1e3 * facts['outside']:.4f}", "of a step": "0.00 %"})
-    share = f"{100 * facts['share']:.4f} %"
-    rows.append({"": f"mean over {LONG_RUN:,} steps", "ms": f"{1e3 * mean:.4f}", "of a step": share})
+    rows = [{"": kind, "ms": time, "of a step": share} for kind, (time, share) in kinds.items()]
     return f"""## What [observe] costs
 
 Made by `{facts["command"]}`: a step takes {ms(step)} ms of one core; {facts["entries"]:,} of 2.2 M entries are looked \

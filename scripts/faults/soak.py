@@ -14,11 +14,9 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +40,7 @@ class Soak:
 
     def __init__(self, cluster: Cluster, folder: Path, dice: random.Random, arguments: list[str]) -> None:
         self.cluster, self.dice = cluster, dice
-
-        def start(node: int, command: list[str], environment: dict[str, str], log: Any) -> Any:
-            return cluster.start(node, command, environment, log, subprocess.STDOUT)
-
-        self.run = Launch([*ARGUMENTS, *arguments], folder, cluster.nodes, 1, {"MAX_RESTARTS": "5"}, start)
+        self.run = Launch([*ARGUMENTS, *arguments], folder, cluster.nodes, 1, {"MAX_RESTARTS": "5"}, cluster.start)
 
     def rank(self) -> int:
         return self.dice.choice(sorted(self.run.ranks().values()))
@@ -90,7 +84,7 @@ class Soak:
     def inject(self, kind: str) -> dict[str, Any]:
         """Inject a fault, and wait until training has continued for five steps; return the row of the table."""
         begin, starts, reached = time.monotonic(), self.run.starts(), max(self.run.steps(), default=0)
-        FAULTS[kind](self)
+        getattr(self, kind)()
         seen = len(self.run.steps())
         ended: list[int] = []
 
@@ -149,9 +143,7 @@ ENDING = (
     "link_down_beyond_the_timeout",
     "ask_to_stop_and_start_again",
 )
-FAULTS: dict[str, Callable[[Soak], None]] = {
-    name: getattr(Soak, name) for name in (*ENDING, "halt_a_rank_for_5_s", "link_down_for_3_s")
-}
+FAULTS = (*ENDING, "halt_a_rank_for_5_s", "link_down_for_3_s")
 
 
 def section(command: str, facts: dict[str, Any]) -> str:
@@ -183,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         soak.run.wait_until(lambda: len(soak.run.steps()) >= 5, WAIT_SECONDS, "the first steps")
         while time.monotonic() < end and all(row["survived"] for row in rows):
             time.sleep(EVERY_SECONDS * dice.uniform(0.5, 1.5))
-            deck = deck or dice.sample(list(FAULTS), len(FAULTS))
+            deck = deck or dice.sample(FAULTS, len(FAULTS))
             rows.append(soak.inject(deck.pop()))
             print(rows[-1], flush=True)
         soak.stop()
