@@ -203,20 +203,6 @@ def megabytes(value: float | None) -> str:
 # ------------------------------------------------------------------------------------------ the trainer
 
 
-def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str) -> None:
-    """Run `arguments` ("-m", a module, its arguments) on ranks of this host. Raises RunError with the log's end."""
-    command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
-    command += ["--rdzv_backend=fixed", "--rdzv_endpoint=localhost:0", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as file:
-        code = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise RunError(
-            f"{' '.join(arguments[:2])} ended with exit code {code}:\n{log.read_text(errors='replace')[-3000:]}"
-        )
-
-
 def scalars(folder: Path, tags: Mapping[str, str], optional: Sequence[str] = ()) -> dict[str, Curve]:
     """Return (step, value) of each of `tags` from the TensorBoard logs under `folder`.
 

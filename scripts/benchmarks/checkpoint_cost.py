@@ -15,7 +15,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, train
+from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, seconds_of, train
 from scripts.common import EMBEDDED, markdown, megabytes, ms
 from torchtitan_scape.core.patching import replaced
 
@@ -49,9 +48,7 @@ OPTIONS = f"""
 def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> float:
     """Return the seconds of the slowest rank for a call."""
     dist.barrier()
-    begin = time.perf_counter()
-    function(*arguments, **options)
-    seconds = torch.tensor(time.perf_counter() - begin)
+    seconds = torch.tensor(seconds_of(function, *arguments, **options))
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item()
 
@@ -59,12 +56,14 @@ def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> floa
 def plain_write(folder: Path, nbytes: int) -> float:
     """Return the seconds of one process that writes as many bytes to one file and syncs it to disk."""
     path, chunk = folder / "plain", os.urandom(4 << 20)
-    begin = time.perf_counter()
-    with open(path, "wb", buffering=0) as stream:
-        for start in range(0, nbytes, len(chunk)):
-            stream.write(chunk[: nbytes - start])
-        os.fsync(stream.fileno())
-    seconds = time.perf_counter() - begin
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as stream:
+            for start in range(0, nbytes, len(chunk)):
+                stream.write(chunk[: nbytes - start])
+            os.fsync(stream.fileno())
+
+    seconds = seconds_of(write)
     path.unlink()
     return seconds
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, train
+from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, seconds_of, train
 from scripts.common import ALONE, EMBEDDED, markdown, ms, names
 from scripts.study.grid import GRIDS, Grid, as_arguments
 from torchtitan_scape.config.job_config import Observe
@@ -241,30 +241,19 @@ at.
 CHECK_WARM_UP, CHECKS = 5, 25
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Return the seconds of a call, the device's work included."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
-
-
 class CostTrainer(ScapeTrainer):
     """Trainer that checks and reads after every step, in addition to the step."""
 
     def __init__(self, job_config: Any) -> None:
-        self.interval, job_config.sync.consistency_interval = job_config.sync.consistency_interval, 0
         super().__init__(job_config)
         self.seconds: dict[str, list[float]] = {"step": [], "check": [], "read": []}
 
     def train_step(self, data_iterator: Any) -> None:
-        step = seconds_of(lambda: ScapeTrainer.train_step(self, data_iterator))
+        step = seconds_of(super().train_step, data_iterator)
         if self.step > CHECK_WARM_UP:
             dist.barrier()
             self.seconds["step"].append(step)
-            self.seconds["check"].append(seconds_of(lambda: self.replica_optimizer.check_consistency(self.step)))
+            self.seconds["check"].append(seconds_of(self.replica_optimizer.check_consistency, self.step))
             self.seconds["read"].append(seconds_of(self.read))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -280,6 +269,7 @@ class CostTrainer(ScapeTrainer):
 def measure_consistency(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     steps = CHECK_WARM_UP + CHECKS
     config = parse([*rest, f"--training.steps={steps}", "--validation.no-enable", f"--metrics.log_freq={steps}"])
+    interval, config.sync.consistency_interval = config.sync.consistency_interval, 0
     init_logger()
     trainer = CostTrainer(config)
     train(trainer)
@@ -291,8 +281,8 @@ def measure_consistency(_: argparse.Namespace, rest: list[str]) -> dict[str, Any
         "parameters": sum(p.numel() for p in trainer.model_parts[0].parameters()),
         "bytes_read": sum(tensor.nbytes for tensor in trainer.tensors()),
         "median_seconds": median,
-        "interval": trainer.interval,
-        "share_of_a_step": median["check"] / max(1, trainer.interval) / median["step"],
+        "interval": interval,
+        "share_of_a_step": median["check"] / max(1, interval) / median["step"],
         "seconds": trainer.seconds,
     }
     trainer.close()

@@ -84,7 +84,7 @@ class Launch:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pids = [pid for found in self._children() for pid in found.values()]
+        pids = list(self.ranks().values())
         for process in self.launchers:
             if process.poll() is None:
                 process.kill()
@@ -92,12 +92,13 @@ class Launch:
         for process in self.launchers:
             process.wait()
 
-    def _children(self) -> list[dict[int, int]]:
-        return [_ranks_of(process.pid) for process in self.launchers if process.poll() is None]
-
     def ranks(self) -> dict[int, int]:
         """Return the process ids of the running ranks, by rank."""
-        return {rank: pid for found in self._children() for rank, pid in sorted(found.items())}
+        found: dict[int, int] = {}
+        for process in self.launchers:
+            if process.poll() is None:
+                found |= _ranks_of(process.pid)
+        return dict(sorted(found.items()))
 
     def output(self) -> str:
         """Return the output since the first start, node by node."""
