@@ -22,10 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, given_command, run_command
+from scripts.common import ROOT, RunError, run_command
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
@@ -96,23 +97,17 @@ class SlurmCluster:
         missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
         if missing:
             raise SlurmError(f"there is no {', '.join(missing)}; on Debian: apt install slurm-wlm munge")
-        self.cluster.__enter__()
-        self.folder = Path(tempfile.mkdtemp(prefix="scape-slurm-"))
-        try:
+        with ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(prefix="scape-slurm-", ignore_cleanup_errors=True)
+            self.folder = Path(stack.enter_context(folder))
+            stack.enter_context(self.cluster)  # ends the daemons and all jobs
             self._configure()
             self._start_daemons()
-        except BaseException:
-            self.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the daemons and all jobs, and remove namespaces and files."""
-        self.cluster.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._stack.close()
 
     def _configure(self) -> None:
         addresses = self.cluster.addresses
@@ -167,15 +162,10 @@ class SlurmCluster:
         while not ready():
             ended = [name for name, process in self._daemons.items() if process.poll() is not None]
             if ended or time.monotonic() > deadline:
-                names = ended or list(self._daemons)
-                logs = "\n".join(f"{name}: {self.log(name)[-800:]}" for name in names)
+                files = [self.folder / f"{name}.log" for name in ended or self._daemons]
+                logs = "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-800:]}" for file in files)
                 raise SlurmError(f"{what} did not start within {READY_SECONDS:g} s:\n{logs}")
             time.sleep(0.3)
-
-    def log(self, name: str) -> str:
-        """Return the log of a daemon: munged, slurmctld, node1, ..."""
-        path = self.folder / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
 
     def run(
         self, *command: str, env: Mapping[str, str] | None = None, user: str | None = None, **options: Any
@@ -205,16 +195,15 @@ def _identity(user: str | None) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    command = given_command(args.command)
     _identity(args.user)
     with SlurmCluster(args.nodes) as cluster:
-        return cluster.run(*command, user=args.user, cwd=None, capture_output=False).returncode
+        return cluster.run(*args.command, user=args.user, cwd=None, capture_output=False).returncode
 
 
 if __name__ == "__main__":
     options = {
         "--nodes": dict(type=int, default=2),
         "--user": dict(help="runs the command and its jobs; by default root"),
-        "command": dict(nargs=argparse.REMAINDER, help="-- COMMAND ..."),
+        "command": dict(nargs="+", help="-- and the command that the controller runs"),
     }
     sys.exit(run_command(__doc__, run, options))
