@@ -102,19 +102,15 @@ def mean_of(seconds: Sequence[float], measured: int, period: int) -> float:
     return usual + (statistics.fmean(seconds) - usual) * measured / period
 
 
-def method_options(name: str) -> list[str]:
-    options = {key: value for key, value in METHODS[name].items() if "." in key}
-    return [argument for option in options.items() for argument in as_arguments(*option)]
-
-
 def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
     """Measure all methods in this group of processes; return the cells by method."""
     cells: dict[str, Any] = {}
     for name in request["methods"]:
         measured, period = rounds(name)
         before = max(WARM_UP, measured if period > measured else 0)
-        options = [*method_options(name), "--sync.consistency_interval=0", *request["rest"]]
+        options = [part for key, value in METHODS[name].items() if "." in key for part in as_arguments(key, value)]
         steps = before + -(-LEAST // measured) * measured
+        options += ["--sync.consistency_interval=0", *request["rest"]]
         config = parse(arguments(f"{request['folder']}/{name}", steps, *options))
         trainer = OverheadTrainer(config, REAL if name == "adamw" else 1)
         train(trainer)
@@ -174,10 +170,9 @@ def timed(seconds: dict[int, float], step: Callable[[], int], work: Callable[...
 
     def call(*args: Any) -> Any:
         begin = time.process_time()
-        try:
-            return work(*args)
-        finally:
-            seconds[step()] += time.process_time() - begin
+        result = work(*args)
+        seconds[step()] += time.process_time() - begin
+        return result
 
     return call
 
@@ -226,7 +221,7 @@ def observe_table(facts: dict[str, Any]) -> str:
         "a step that is not looked at": (f"{1e3 * facts['outside']:.4f}", "0.00 %"),
         f"mean over {LONG_RUN:,} steps": (f"{1e3 * mean:.4f}", f"{100 * facts['share']:.4f} %"),
     }
-    rows = [{"": kind, "ms": time, "of a step": share} for kind, (time, share) in kinds.items()]
+    rows = [{"": kind, "ms": value, "of a step": share} for kind, (value, share) in kinds.items()]
     return f"""## What [observe] costs
 
 Made by `{facts["command"]}`: a step takes {ms(step)} ms of one core; {facts["entries"]:,} of 2.2 M entries are looked \
