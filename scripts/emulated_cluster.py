@@ -193,9 +193,9 @@ class Cluster:
         self,
         command: Sequence[str],
         ranks_per_node: int,
-        env: Mapping[str, str] | None = None,
-        log_dir: str | os.PathLike[str] = "outputs/emulated_cluster",
-        timeout: float | None = None,
+        env: Mapping[str, str] | None,
+        log_dir: Path,
+        timeout: float | None,
         show: bool = True,
     ) -> int:
         """Run one command in every node. Return 0, or the exit code of the node that failed first.
@@ -207,22 +207,21 @@ class Cluster:
             timeout: in seconds; then all nodes are ended, and 124 is returned.
             show: print node 0's output instead.
         """
-        folder = Path(log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(parents=True, exist_ok=True)
         own = {"NGPU": str(ranks_per_node), **(env or {})}
         deadline = None if timeout is None else time.monotonic() + timeout
         running: dict[int, subprocess.Popen[Any]] = {}
         try:
             for node in range(self.nodes):
                 shown = node == 0 and show
-                with contextlib.nullcontext() if shown else open(folder / f"node{node}.log", "wb") as log:
+                with contextlib.nullcontext() if shown else open(log_dir / f"node{node}.log", "wb") as log:
                     running[node] = self.start(node, command, own, log)
             while running:
                 for node, process in list(running.items()):
                     code = process.poll()
                     if code:
                         code = code if code > 0 else 128 - code
-                        where = "stands above" if node == 0 and show else f"is in {folder / f'node{node}.log'}"
+                        where = "stands above" if node == 0 and show else f"is in {log_dir / f'node{node}.log'}"
                         failed = f"node {node} ended with exit code {code}, the others are ended"
                         print(f"error: {failed}; its output {where}", file=sys.stderr)
                         return code
@@ -334,7 +333,7 @@ if __name__ == "__main__":
         "--ranks-per-node": dict(type=int, default=1),
         "--rate": dict(type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited"),
         "--timeout": dict(type=float, help="seconds after which the run is ended"),
-        "--log-dir": dict(default="outputs/emulated_cluster", help="for the output of the nodes but node 0"),
+        "--log-dir": dict(type=Path, default="outputs/emulated_cluster", help="for the output of the nodes but node 0"),
         "command": dict(nargs="+", help="-- and the command that every node runs"),
     }
     sys.exit(run_command(__doc__, run, options, "error: interrupted; the nodes are removed"))
