@@ -4,6 +4,7 @@ Scripts are modules, started from the repository's root: `python -m scripts.stud
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -55,14 +56,6 @@ def run_command(
     return guarded(lambda: work(args), stopped)
 
 
-def given_command(arguments: list[str]) -> list[str]:
-    """Return the command that a user has given after "--". Raises ValueError without one."""
-    command = arguments[1:] if arguments[:1] == ["--"] else arguments
-    if not command:
-        raise ValueError("no command is given; put it after --, such as -- ./run_train.sh --training.steps=20")
-    return command
-
-
 def guarded(work: Callable[[], int | None], stopped: str = "stopped; the same command goes on from here") -> int:
     """Do a command's work and return its exit code.
 
@@ -98,6 +91,24 @@ def names(text: str) -> list[str]:
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in names(text)]
+
+
+# -------------------------------------------------------------------------------------------- processes
+
+
+def process_state(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Send SIGKILL to those processes that exist."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -182,20 +193,6 @@ def megabytes(value: float | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------ the trainer
-
-
-def torchrun(ranks: int, arguments: Sequence[str], log: Path, **environment: str) -> None:
-    """Run `arguments` ("-m", a module, its arguments) on ranks of this host. Raises RunError with the log's end."""
-    command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
-    command += ["--rdzv_backend=fixed", "--rdzv_endpoint=localhost:0", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as file:
-        code = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise RunError(
-            f"{' '.join(arguments[:2])} ended with exit code {code}:\n{log.read_text(errors='replace')[-3000:]}"
-        )
 
 
 def losses(folder: Path, **more: str) -> dict[str, Curve]:

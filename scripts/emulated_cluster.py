@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, given_command, run_command
+from scripts.common import ROOT, RunError, kill, process_state, run_command
 
 NIC = "eth0"
 PORT = 29500
@@ -91,8 +91,6 @@ class Cluster:
                     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                         self._handlers[number] = signal.signal(number, _raise)
             self._build()
-            if self._rate is not None:
-                self._limit(self._rate)
         except BaseException:
             self.close()
             raise
@@ -136,16 +134,10 @@ class Cluster:
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", NIC)
             _run("ip", "-n", name, "link", "set", NIC, "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
-
-    # -------------------------------------------------------------------------------------------- the links
-
-    def _limit(self, rate_mbit: float) -> None:
-        """Limit every NIC, each way, in 1e6 bits per second."""
-        limit = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", BURST, "latency", LATENCY)
-        for node in range(self.nodes):
-            # The bridge's side sends what the node receives.
-            for name, device in ((self._name(node), NIC), (self._bridge, f"port{node}")):
-                _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+            if self._rate is not None:
+                limit = ("rate", f"{round(self._rate * 1e6)}bit", "burst", BURST, "latency", LATENCY)
+                for namespace, device in ((name, NIC), (self._bridge, port)):  # the bridge sends what the node receives
+                    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
     def set_link(self, node: int, up: bool) -> None:
         """Set a node's link down or up, at the switch. Connections stay open."""
@@ -180,20 +172,18 @@ class Cluster:
         return ["ip", "netns", "exec", self._name(node), *command]
 
     def start(
-        self,
-        node: int,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        stdout: Any = None,
-        stderr: Any = None,
+        self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, log: Any = None
     ) -> "subprocess.Popen[Any]":
-        """Start a command in a node, in its own session. `env` overrides `environment` and os.environ."""
+        """Start a command in a node, in its own session, with its output in `log`, if given.
+
+        `env` overrides `environment` and os.environ.
+        """
         process = subprocess.Popen(
             self.inside(node, command),
             env={**os.environ, **self.environment(node), **(env or {})},
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
             start_new_session=True,
         )
         self._processes.append(process)
@@ -203,9 +193,9 @@ class Cluster:
         self,
         command: Sequence[str],
         ranks_per_node: int,
-        env: Mapping[str, str] | None = None,
-        log_dir: str | os.PathLike[str] = "outputs/emulated_cluster",
-        timeout: float | None = None,
+        env: Mapping[str, str] | None,
+        log_dir: Path,
+        timeout: float | None,
         show: bool = True,
     ) -> int:
         """Run one command in every node. Return 0, or the exit code of the node that failed first.
@@ -217,24 +207,23 @@ class Cluster:
             timeout: in seconds; then all nodes are ended, and 124 is returned.
             show: print node 0's output instead.
         """
-        folder = Path(log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(parents=True, exist_ok=True)
         own = {"NGPU": str(ranks_per_node), **(env or {})}
         deadline = None if timeout is None else time.monotonic() + timeout
         running: dict[int, subprocess.Popen[Any]] = {}
         try:
             for node in range(self.nodes):
-                if node == 0 and show:
-                    running[node] = self.start(node, command, own)
-                    continue
-                with open(folder / f"node{node}.log", "wb") as log:
-                    running[node] = self.start(node, command, own, log, subprocess.STDOUT)
+                shown = node == 0 and show
+                with contextlib.nullcontext() if shown else open(log_dir / f"node{node}.log", "wb") as log:
+                    running[node] = self.start(node, command, own, log)
             while running:
                 for node, process in list(running.items()):
                     code = process.poll()
                     if code:
                         code = code if code > 0 else 128 - code
-                        _report_failure(node, code, None if node == 0 and show else folder / f"node{node}.log")
+                        where = "stands above" if node == 0 and show else f"is in {log_dir / f'node{node}.log'}"
+                        failed = f"node {node} ended with exit code {code}, the others are ended"
+                        print(f"error: {failed}; its output {where}", file=sys.stderr)
                         return code
                     if code == 0:
                         del running[node]
@@ -274,7 +263,7 @@ class Cluster:
         deadline = time.monotonic() + GRACE_SECONDS
         while left := [pid for name in namespaces() if name.startswith(self._prefix) for pid in processes_in(name)]:
             if time.monotonic() > deadline or all(process.poll() is not None for process in self._processes):
-                _kill(left)
+                kill(left)
             time.sleep(0.05)
             for process in self._processes:
                 process.poll()
@@ -287,11 +276,6 @@ def _raise(number: int, frame: Any) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
-
-
-def _report_failure(node: int, code: int, log: Path | None) -> None:
-    where = "its output stands above" if log is None else f"its output is in {log}"
-    print(f"error: node {node} ended with exit code {code}, the others are ended; {where}", file=sys.stderr)
 
 
 def _check_tools() -> None:
@@ -321,37 +305,26 @@ def processes_in(namespace: str) -> list[int]:
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks; None if there is none. Distinguishes reused ids."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
+def _start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks; "" if there is none. Distinguishes reused ids."""
+    return "".join(process_state(pid)[19:20])
 
 
 def _remove_stale() -> None:
     """Remove the namespaces of killed runs, and end the processes in them."""
     for name in namespaces():
         match = _NAME.fullmatch(name)
-        if match and _start_time(int(match[1])) != int(match[2]):
+        if match and _start_time(int(match[1])) != match[2]:
             with contextlib.suppress(ClusterError):  # another run may be removing it, too
-                _kill(processes_in(name))
+                kill(processes_in(name))
                 _run("ip", "netns", "delete", name)
 
 
 def run(args: argparse.Namespace) -> int:
-    command = given_command(args.command)
     if args.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
     with Cluster(args.nodes, args.rate or None) as cluster:
-        return cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
+        return cluster.run(args.command, args.ranks_per_node, None, args.log_dir, args.timeout)
 
 
 if __name__ == "__main__":
@@ -360,7 +333,7 @@ if __name__ == "__main__":
         "--ranks-per-node": dict(type=int, default=1),
         "--rate": dict(type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited"),
         "--timeout": dict(type=float, help="seconds after which the run is ended"),
-        "--log-dir": dict(default="outputs/emulated_cluster", help="for the output of the nodes but node 0"),
-        "command": dict(nargs=argparse.REMAINDER, help="-- and the command that every node runs"),
+        "--log-dir": dict(type=Path, default="outputs/emulated_cluster", help="for the output of the nodes but node 0"),
+        "command": dict(nargs="+", help="-- and the command that every node runs"),
     }
     sys.exit(run_command(__doc__, run, options, "error: interrupted; the nodes are removed"))

@@ -22,13 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, given_command, run_command
+from scripts.common import ROOT, RunError, run_command
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CPUS, GPUS = 64, 2  # of a node, whatever the host has
 READY_SECONDS = 60.0
 CONFIGURATION = """
@@ -92,26 +94,20 @@ class SlurmCluster:
         self._daemons: dict[str, subprocess.Popen[Any]] = {}
 
     def __enter__(self) -> "SlurmCluster":
-        missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+        missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
         if missing:
             raise SlurmError(f"there is no {', '.join(missing)}; on Debian: apt install slurm-wlm munge")
-        self.cluster.__enter__()
-        self.folder = Path(tempfile.mkdtemp(prefix="scape-slurm-"))
-        try:
+        with ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(prefix="scape-slurm-", ignore_cleanup_errors=True)
+            self.folder = Path(stack.enter_context(folder))
+            stack.enter_context(self.cluster)  # ends the daemons and all jobs
             self._configure()
             self._start_daemons()
-        except BaseException:
-            self.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the daemons and all jobs, and remove namespaces and files."""
-        self.cluster.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._stack.close()
 
     def _configure(self) -> None:
         addresses = self.cluster.addresses
@@ -151,10 +147,7 @@ class SlurmCluster:
 
     def _daemon(self, node: int, name: str, command: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
-            self._daemons[name] = self._start(node, command, log, subprocess.STDOUT)
-
-    def _start(self, node: int, command: Sequence[str], stdout: Any, stderr: Any) -> "subprocess.Popen[Any]":
-        return self.cluster.start(node, self._named(node, command), self.environment(), stdout, stderr)
+            self._daemons[name] = self.cluster.start(node, self._named(node, command), self.environment(), log)
 
     def _named(self, node: int, command: Sequence[str]) -> list[str]:
         """Return a command that runs with the host name of a node; node 0 is the controller."""
@@ -162,44 +155,33 @@ class SlurmCluster:
         return ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, str(self.folder / "hosts"), *command]
 
     def environment(self) -> dict[str, str]:
-        return {"PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def _wait(self, what: str, ready: Any) -> None:
         deadline = time.monotonic() + READY_SECONDS
         while not ready():
             ended = [name for name, process in self._daemons.items() if process.poll() is not None]
             if ended or time.monotonic() > deadline:
-                names = ended or list(self._daemons)
-                logs = "\n".join(f"{name}: {self.log(name)[-800:]}" for name in names)
+                files = [self.folder / f"{name}.log" for name in ended or self._daemons]
+                logs = "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-800:]}" for file in files)
                 raise SlurmError(f"{what} did not start within {READY_SECONDS:g} s:\n{logs}")
             time.sleep(0.3)
 
-    def log(self, name: str) -> str:
-        """Return the log of a daemon: munged, slurmctld, node1, ..."""
-        path = self.folder / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
     def run(
-        self, *command: str, env: Mapping[str, str] | None = None, timeout: float | None = None, user: str | None = None
-    ) -> Any:
-        """Run a command on the controller, as root or another user; return its CompletedProcess with text."""
+        self, *command: str, env: Mapping[str, str] | None = None, user: str | None = None, **options: Any
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on the controller, as root or another user, from the repository's root, with captured text.
+
+        `options` are further ones of subprocess.run, and override these.
+        """
         environment = {**os.environ, **(env or {}), **self.environment(), **_identity(user)}
-        options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout}
-        given = self.cluster.inside(0, self._named(0, _as_user(command, user)))
-        return subprocess.run(given, env=environment, **options)
+        given = ["runuser", "-u", user, "--", *command] if user else command
+        options = {"cwd": ROOT, "capture_output": True, "text": True} | options
+        return subprocess.run(self.cluster.inside(0, self._named(0, given)), env=environment, **options)
 
     def output(self, *command: str) -> str:
         """Return the standard output of a command on the controller."""
-        return str(self.run(*command, timeout=60).stdout)
-
-    def call(self, command: Sequence[str], user: str | None = None) -> int:
-        """Run a command on the controller with this process's terminal; return its exit code."""
-        given = self.cluster.inside(0, self._named(0, _as_user(command, user)))
-        return subprocess.run(given, env={**os.environ, **self.environment(), **_identity(user)}).returncode
-
-
-def _as_user(command: Sequence[str], user: str | None) -> list[str]:
-    return [*(["runuser", "-u", user, "--"] if user else []), *command]
+        return self.run(*command, timeout=60).stdout
 
 
 def _identity(user: str | None) -> dict[str, str]:
@@ -212,21 +194,16 @@ def _identity(user: str | None) -> dict[str, str]:
         raise ValueError(f"--user={user}: there is no such user on this host") from error
 
 
-def _path() -> str:
-    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-
-
 def run(args: argparse.Namespace) -> int:
-    command = given_command(args.command)
     _identity(args.user)
     with SlurmCluster(args.nodes) as cluster:
-        return cluster.call(command, args.user)
+        return cluster.run(*args.command, user=args.user, cwd=None, capture_output=False).returncode
 
 
 if __name__ == "__main__":
     options = {
         "--nodes": dict(type=int, default=2),
         "--user": dict(help="runs the command and its jobs; by default root"),
-        "command": dict(nargs=argparse.REMAINDER, help="-- COMMAND ..."),
+        "command": dict(nargs="+", help="-- and the command that the controller runs"),
     }
     sys.exit(run_command(__doc__, run, options))

@@ -12,14 +12,14 @@ library, and so its tokenizer, depends on the version of Python.
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from platform import python_version
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.common import run_command
+from scripts.common import run_command, write
 from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_TOKENIZER, speeches, standard_library
 
 BOS_TOKEN = "<|begin_of_text|>"
@@ -28,11 +28,7 @@ ENTRIES = 4096  # special tokens included
 SMALLEST = 256 + 2  # bytes and special tokens
 # Corpus, folder of its tokenizer, and description.
 CORPORA = {
-    "standard_library": (
-        standard_library,
-        EMBEDDED_TOKENIZER,
-        f"standard library of Python {platform.python_version()}",
-    ),
+    "standard_library": (standard_library, EMBEDDED_TOKENIZER, f"standard library of Python {python_version()}"),
     "speeches": (speeches, SPEECHES_TOKENIZER, f"messages of {speeches.PACKAGE} {speeches.VERSION}"),
 }
 
@@ -58,8 +54,6 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
     """Write tokenizer.json and tokenizer_config.json to `folder`, which is created."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS_TOKEN,
@@ -70,7 +64,8 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
         "clean_up_tokenization_spaces": False,
         "trained_on": trained_on,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write(folder / "tokenizer.json", tokenizer.to_str(pretty=False) + "\n")
+    write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def run(args: argparse.Namespace) -> None:

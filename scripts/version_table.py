@@ -3,17 +3,16 @@
 python -m scripts.version_table 2.14.1 --junit 2.14.1.xml --tests "all but slow"
 """
 
+import argparse
 import datetime
 import platform
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.common import RESULTS, commit, guarded, markdown, package_version, parser, read, write
+from scripts.common import RESULTS, commit, markdown, package_version, read, run_command, write
 
-FOLDER = RESULTS / "torch_versions"
 COLUMNS = ("torch", "triton", "numpy", "python", "tests", "passed", "failed", "skipped", "minutes", "commit", "date")
 
 
@@ -28,12 +27,13 @@ def counts(junit: Path) -> dict[str, Any]:
         assert suite is not None
     except (OSError, ElementTree.ParseError, AssertionError) as error:
         raise ValueError(f"{junit} has no results ({error}); see the log of pytest") from error
-    number = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-    failed = number["failures"] + number["errors"]
+    tests, failures, errors, skipped = (
+        int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
+    )
     return {
-        "passed": number["tests"] - failed - number["skipped"],
-        "failed": failed,
-        "skipped": number["skipped"],
+        "passed": tests - failures - errors - skipped,
+        "failed": failures + errors,
+        "skipped": skipped,
         "minutes": round(float(suite.get("time", "0")) / 60, 1),
         "failures": [
             f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
@@ -50,42 +50,41 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     notes = []
     for release in order:
         result = results[release]
-        notes += [f"- {release}: failed: `{name}`" for name in result.get("failures", [])]
-        notes += [
-            f"- {release}: failed, and passed when it was run again with commit {again['commit']}: `{again['name']}`"
-            for again in result.get("rerun", [])
-        ]
+        lines = [f"failed: `{name}`" for name in result.get("failures", [])]
+        for again in result.get("rerun", []):
+            lines.append(f"failed, and passed when it was run again with commit {again['commit']}: `{again['name']}`")
         if "not_installed" in result:
-            notes.append(f"- {release}: not tested, because it could not be installed: {result['not_installed']}")
+            lines.append(f"not tested, because it could not be installed: {result['not_installed']}")
+        notes += [f"- {release}: {line}" for line in lines]
     parts = ["# Releases of torch", "`scripts/test_versions.sh`, on CPUs.", markdown(rows), "\n".join(notes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__)
-    options.add_argument("release")
-    options.add_argument("--junit", type=Path, help="results of pytest, run by this Python")
-    options.add_argument("--tests", default="all but slow", help="the tests that ran")
-    options.add_argument("--not-installed", help="why there are no results")
-    options.add_argument("--output", type=Path, default=FOLDER)
-    chosen = options.parse_args(arguments)
+def run(args: argparse.Namespace) -> None:
+    results = read(args.output / "versions.json") or {}
+    result: dict[str, Any] = {"torch": args.release, "tests": args.tests}
+    result |= {"commit": commit(".", ":!results/torch_versions"), "date": datetime.date.today().isoformat()}
+    if args.not_installed:
+        result |= {"tests": "none", "not_installed": " ".join(args.not_installed.split())}
+    elif args.junit:
+        result |= {name: package_version(name) for name in ("torch", "triton", "numpy")} | counts(args.junit)
+        result["python"] = platform.python_version()
+    else:
+        raise ValueError("give --junit FILE, or --not-installed REASON")
+    results |= {args.release: result}
+    write(args.output / "versions.json", results)
+    write(args.output / "table.md", table(results))
 
-    def work() -> None:
-        results = read(chosen.output / "versions.json") or {}
-        result: dict[str, Any] = {"torch": chosen.release, "tests": chosen.tests}
-        result |= {"commit": commit(".", ":!results/torch_versions"), "date": datetime.date.today().isoformat()}
-        if chosen.not_installed:
-            result |= {"tests": "none", "not_installed": " ".join(chosen.not_installed.split())}
-        elif chosen.junit:
-            result |= {name: package_version(name) for name in ("torch", "triton", "numpy")} | counts(chosen.junit)
-            result["python"] = platform.python_version()
-        else:
-            raise ValueError("give --junit FILE, or --not-installed REASON")
-        results |= {chosen.release: result}
-        write(chosen.output / "versions.json", results)
-        write(chosen.output / "table.md", table(results))
 
-    return guarded(work)
+def main() -> int:
+    options = {
+        "release": {},
+        "--junit": dict(type=Path, help="results of pytest, run by this Python"),
+        "--tests": dict(default="all but slow", help="the tests that ran"),
+        "--not-installed": dict(help="why there are no results"),
+        "--output": dict(type=Path, default=RESULTS / "torch_versions"),
+    }
+    return run_command(__doc__, run, options)
 
 
 if __name__ == "__main__":

@@ -89,20 +89,15 @@ def page(found: Mapping[tuple[str, str], Found]) -> str:
         compiled = sum(tag != "any" for _, tag in of.values())
         head = {"machine": machine, "Python": python, "packages": len(of), "with compiled code": compiled}
         heads.append(head | {"torch": of.get("torch", ("-",))[0]})
-
-    def cell(name: str, index: int, machine: str = "") -> str:
-        """All different values of a package, separated by commas, in the order of the targets."""
-        values = [
-            of[name][index] for (of_machine, _), of in found.items() if name in of and machine in ("", of_machine)
-        ]
-        return ", ".join(dict.fromkeys(values)) or "-"
-
-    every = sorted({name for of in found.values() for name in of})
-    machines = dict.fromkeys(machine for machine, _ in found)
-    rows = [
-        {"package": name, "version": cell(name, 0)} | {machine: cell(name, 1, machine) for machine in machines}
-        for name in every
-    ]
+    rows = []
+    for name in sorted({name for of in found.values() for name in of}):
+        # All different values, in the order of the targets.
+        cells: dict[str, list[str]] = {"version": [], **{machine: [] for machine, _ in found}}
+        for (machine, _), of in found.items():
+            version, platform = of.get(name, ("", ""))
+            cells["version"].append(version)
+            cells[machine].append(platform)
+        rows.append({"package": name} | {k: ", ".join(filter(None, dict.fromkeys(v))) or "-" for k, v in cells.items()})
     date = datetime.date.today().isoformat()
     note = (
         f"`python -m scripts.wheels`, {date}, pip {package_version('pip')}. Every package has a wheel. "

@@ -15,7 +15,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, train
-from scripts.common import EMBEDDED, markdown, megabytes
+from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, seconds_of, train
+from scripts.common import EMBEDDED, markdown, megabytes, ms
 from torchtitan_scape.core.patching import replaced
 
 MODULE = "scripts.benchmarks.checkpoint_cost"
@@ -46,12 +45,10 @@ OPTIONS = f"""
 """
 
 
-def timed(function: Callable[[], Any]) -> float:
-    """Return the seconds of the slowest rank."""
+def timed(function: Callable[..., Any], *arguments: Any, **options: Any) -> float:
+    """Return the seconds of the slowest rank for a call."""
     dist.barrier()
-    begin = time.perf_counter()
-    function()
-    seconds = torch.tensor(time.perf_counter() - begin)
+    seconds = torch.tensor(seconds_of(function, *arguments, **options))
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item()
 
@@ -59,12 +56,14 @@ def timed(function: Callable[[], Any]) -> float:
 def plain_write(folder: Path, nbytes: int) -> float:
     """Return the seconds of one process that writes as many bytes to one file and syncs it to disk."""
     path, chunk = folder / "plain", os.urandom(4 << 20)
-    begin = time.perf_counter()
-    with open(path, "wb", buffering=0) as stream:
-        for start in range(0, nbytes, len(chunk)):
-            stream.write(chunk[: nbytes - start])
-        os.fsync(stream.fileno())
-    seconds = time.perf_counter() - begin
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as stream:
+            for start in range(0, nbytes, len(chunk)):
+                stream.write(chunk[: nbytes - start])
+            os.fsync(stream.fileno())
+
+    seconds = seconds_of(write)
     path.unlink()
     return seconds
 
@@ -83,14 +82,14 @@ def time_saves(trainer: Any, repeats: int) -> dict[str, Any]:
 
     for step in range(1000, 1000 * (repeats + 2), 1000):
         path = Path(manager.folder, f"step-{step}")
-        goes_on = timed(lambda step=step: save(step))  # type: ignore[misc]
+        goes_on = timed(save, step)
         times.append((goes_on, goes_on + timed(finish)))
         if dist.get_rank() == 0:
             nbytes = sum(file.stat().st_size for file in path.iterdir())
             shutil.rmtree(path)
             plain.append(plain_write(path.parent, nbytes))
-    goes_on, complete = (statistics.median(column) for column in zip(*times[1:], strict=True))
-    return {"bytes": nbytes, "goes_on": goes_on, "whole": complete, "plain": statistics.median(plain[1:] or [0.0])}
+    goes_on, whole = map(statistics.median, zip(*times[1:], strict=True))
+    return {"bytes": nbytes, "goes_on": goes_on, "whole": whole, "plain": statistics.median(plain[1:] or [0.0])}
 
 
 def time_writers(trainer: Any, repeats: int) -> dict[str, float]:
@@ -104,7 +103,7 @@ def time_writers(trainer: Any, repeats: int) -> dict[str, float]:
         writer = (dcp.FileSystemWriter if name == "PyTorch's" else storage.CheckedWriter)(path)
         crc32 = (lambda *_: 0) if name == "without checksums" else storage.zlib.crc32
         with replaced(storage.zlib, "crc32", crc32):
-            times[name].append(timed(lambda writer=writer: dcp.save(state, storage_writer=writer)))  # type: ignore[misc]
+            times[name].append(timed(dcp.save, state, storage_writer=writer))
         if dist.get_rank() == 0:
             shutil.rmtree(path)
     return {name: statistics.median(column[1:]) for name, column in times.items()}
@@ -131,12 +130,12 @@ def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     cells: dict[str, dict[str, Any]] = {}
+    request = {"repeats": args.repeats, "rest": rest}
     for name, _, folder in (item.partition("=") for item in args.folders):
         if not os.path.isdir(folder):
             raise ValueError(f"{name}={folder} names no folder; give NAME=FOLDER")
         for replicas in REPLICAS:
             print(f"{name}: {replicas} replicas ...", flush=True)
-            request = {"repeats": args.repeats, "rest": rest}
             with tempfile.TemporaryDirectory(prefix="checkpoint_cost_", dir=folder) as work:
                 cells.setdefault(name, {})[str(replicas)] = measure_in_ranks(MODULE, replicas, work, request)
     return {"cells": cells}
@@ -152,13 +151,12 @@ def tables(cells: dict[str, dict[str, Any]]) -> str:
             row = {"replicas": replicas, "method": METHODS[name][0], "MB": megabytes(now["bytes"])}
             row["MB, ratio"] = f"{now['bytes'] / dense['disabled']['bytes']:.2f}"
             for title, mode in (("synchronous", "disabled"), ("asynchronous", "async")):
-                row[f"{title}, ms"] = f"{1e3 * cell[mode]['goes_on']:.1f}"
+                row[f"{title}, ms"] = ms(cell[mode]["goes_on"])
                 row[f"{title}, ratio"] = f"{cell[mode]['goes_on'] / dense[mode]['goes_on']:.2f}"
-            row["until whole, ms"] = f"{1e3 * later['whole']:.1f}"
-            row["plain write, ms"] = f"{1e3 * now['plain']:.1f}"
+            row |= {"until whole, ms": ms(later["whole"]), "plain write, ms": ms(now["plain"])}
             rows.append(row | {"synchronous / plain write": f"{now['goes_on'] / now['plain']:.2f}"})
         seconds = dense["writers"]
-        row = {"replicas": replicas} | {f"{name}, ms": f"{1e3 * seconds[name]:.1f}" for name in WRITERS}
+        row = {"replicas": replicas} | {f"{name}, ms": ms(seconds[name]) for name in WRITERS}
         by_writer.append(row | {f"checked / {n}": f"{seconds['checked'] / seconds[n]:.3f}" for n in WRITERS[1:]})
     return f"{markdown(rows)}\n\n{markdown(by_writer)}"
 

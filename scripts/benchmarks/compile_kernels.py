@@ -11,9 +11,9 @@ kernel does not compile, has a compare-and-swap loop, or spills more than `assem
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,7 +40,6 @@ from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.ownership import Ownership
 from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs, PayloadPlan
-from kernels.scape.triton_passes import TritonPasses
 from kernels.scape.triton_updates import triton_passes
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
@@ -54,26 +53,26 @@ from torchtitan_scape.methods.topk.messages import TopkMessages
 
 PACKAGES = ("codec", "dense", "exchange", "scape", "tagc", "topk")
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
-_STALENESS = Staleness((16, 8), keeps=0.5)
+RATES, STALENESS = Rates(1e-3, 0.9, 0.95, 1e-8, 0.1), Staleness((16, 8), keeps=0.5)
 _INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", **_INTEGERS}
-# Options of `_scape_step`; the default step is taken as well.
-SCAPE_STEPS: list[dict[str, Any]] = [
-    dict(density=0.01, in_use=0.01),  # offsets in the payload
-    dict(density=0.3, in_use=0.3),  # a bitmap
+# Options of `_scape_step`. The default step is taken as well.
+REPLICATED_STEPS: list[dict[str, Any]] = [
+    dict(density=0.01),  # offsets in the payload
+    dict(density=0.3),  # a bitmap
     dict(in_use=1.0),  # the first step
     dict(in_use=0.5),  # warm-up
     dict(dtype=torch.bfloat16),
     dict(dtype=torch.float16),
     dict(keeps_wire_error=True),  # BF16 payload
     dict(clip=False),
-    dict(scaled=False),
+    dict(staleness=None),
     dict(writes=False),
-    dict(block=8, density=0.3, in_use=0.3),
+    dict(block=8, density=0.3),
     dict(block=40),
     dict(block=8192),
     dict(block=32768),
-    dict(block=32768, density=0.01, in_use=0.01),
+    dict(block=32768, density=0.01),
 ]
 QUICK_STEPS: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(keeps_wire_error=True)]
 SHARDED_STEPS: list[dict[str, Any]] = [
@@ -87,20 +86,33 @@ SHARDED_STEPS: list[dict[str, Any]] = [
     dict(sends_changes=True, in_use=0.5),
     dict(sends_changes=True, dtype=torch.bfloat16),
     dict(rounds_values=True, in_use=0.5),
-    dict(scaled=True, dtype=torch.bfloat16),
-    dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
+    dict(rounds_values=True, scaled=True, dtype=torch.bfloat16),
+    dict(rounds_values=True, scaled=True, dtype=torch.bfloat16, in_use=0.5),
     dict(staleness=None),
     dict(block=32768, density=0.01),
 ]
 
 
-def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[Any, Any], int]]:
-    """Return (kernel, signature, constants, attributes, warps) of each distinct launch."""
-    found: dict[Any, Any] = {}
+class Launch(NamedTuple):
+    """A launch of a Triton kernel.
 
-    def note(
-        kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, moved: float = 0, **constants: Any
-    ) -> None:
+    Attributes:
+        signature: types of the arguments, "constexpr" for constants.
+        attributes: what the compiler may assume about arguments, such as their alignment.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[Any, Any]
+    warps: int
+
+
+def launches(quick: bool) -> list[Launch]:
+    """Return each distinct launch."""
+    found: dict[str, Launch] = {}
+
+    def note(kernel: Any, grid: Any, *arguments: Any, warps: int, moved: float = 0, **constants: Any) -> None:
         signature: dict[str, str] = {}
         attributes: dict[Any, Any] = {}
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
@@ -112,31 +124,30 @@ def launches(quick: bool) -> list[tuple[Any, dict[str, str], dict[str, Any], dic
                 if not parameter.do_not_specialize and isinstance(value, int) and value % 16 == 0:
                     attributes[(i,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(constants, "constexpr")
-        key = (kernel.fn.__name__, str(signature), str(constants), str(attributes), warps)
-        found.setdefault(key, (kernel, signature, constants, attributes, warps))
+        key = str((kernel.fn.__name__, signature, constants, attributes, warps))
+        found.setdefault(key, Launch(kernel, signature, constants, attributes, warps))
 
     with replaced(launching, "launch", note):
         _take_steps(quick)
     return list(found.values())
 
 
-def one_of_each_kernel(found: list[Any]) -> list[Any]:
+def one_of_each_kernel(found: list[Launch]) -> list[Launch]:
     """Return one launch per kernel: the one with the most constants that are neither false nor "none"."""
-    chosen: dict[tuple[str, str], tuple[int, Any]] = {}
+    by_kernel = defaultdict(list)
     for launch in found:
-        kernel, _, constants, *_ = launch
-        key = kernel.fn.__module__, kernel.fn.__name__
-        features = sum(bool(value) and value != "none" for value in constants.values())
-        if key not in chosen or features > chosen[key][0]:
-            chosen[key] = features, launch
-    return [launch for _, launch in chosen.values()]
+        by_kernel[launch.kernel].append(launch)
+    return [
+        max(group, key=lambda launch: sum(bool(value) and value != "none" for value in launch.constants.values()))
+        for group in by_kernel.values()
+    ]
 
 
 def _take_steps(quick: bool) -> None:
-    for options in [{}, *(QUICK_STEPS if quick else SCAPE_STEPS)]:
+    for options in [{}, *(QUICK_STEPS if quick else REPLICATED_STEPS)]:
         _scape_step(**options)
     for options in [{}, *SHARDED_STEPS[: 1 if quick else None]]:
-        _sharded_step(**options)
+        _scape_step(sharded=True, **options)
     for dtype in TRITON_DTYPES[: 1 if quick else None]:
         _dense_step(dtype)
     for name in ("int4", "2bit") if quick else FORMATS:  # a code of levels, and one of two means
@@ -183,36 +194,34 @@ def _cosine_step() -> None:
 def _scape_step(
     block: int = 1024,
     density: float = 0.1,
-    in_use: float = 0.1,
+    in_use: float | None = None,
     dtype: torch.dtype = torch.float32,
     clip: bool = True,
-    writes: bool = True,
-    scaled: bool = True,
+    staleness: Staleness | None = STALENESS,
     keeps_wire_error: bool = False,
+    sharded: bool = False,
+    **update: bool,
 ) -> None:
-    cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
-    layout = BlockLayout(sizes, block, 2)
-    staleness = _STALENESS if scaled else None
+    """Launch the kernels of a step of SCAPE.
+
+    Args:
+        in_use: density of the mask of this step; by default `density`, that of the next one.
+        update: options of the sharded or replicated update.
+    """
+    cpu, whole = torch.device("cpu"), (1024,)
+    layout = BlockLayout((16 * block, 16 * block + 8), block, 2)
+    updater: ShardedUpdate | ReplicatedUpdate
+    if sharded:
+        updater = ShardedUpdate(Ownership.of(layout, whole), 0, cpu, **update)
+    else:
+        updater = ReplicatedUpdate(layout, whole, **update)
     plan = PayloadPlan("block", density, 0, keeps_wire_error=keeps_wire_error)
-    passes = triton_passes(ReplicatedUpdate(layout, whole, writes=writes), plan, cpu, staleness=staleness)
-    masks = _run(passes, sizes + whole, dtype, in_use, density, clip)
-    if not passes.compact and not masks[0].dense:
-        chunk = torch.zeros(64)
-        pieces: Any = passes.pieces()
-        pieces.fill(chunk, 0)
-        pieces.store(chunk, 0)
-    for following in (density, 1.0):
-        received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
-        passes.rotate(received if following < 1.0 else None, following, masks[0].bits, masks[1].bits)
-
-
-def _run(
-    passes: TritonPasses, sizes: Sequence[int], dtype: torch.dtype, in_use: float, density: float, clip: bool = True
-) -> list[Mask]:
-    """Run the passes of a step; return its masks."""
-    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in sizes] for _ in range(2))
-    used, previous = (Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use, density))
-    rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * len(sizes), torch.ones((), dtype=torch.float64)
+    passes = triton_passes(updater, plan, cpu, staleness=staleness)
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
+    used, previous = (
+        Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use or density, density)
+    )
+    rates, steps = [RATES] * len(parameters), torch.ones((), dtype=torch.float64)
     step = PassInputs(
         parameters, gradients, rates, used, previous, density, torch.tensor(True), steps, torch.ones(()), clip
     )
@@ -221,28 +230,15 @@ def _run(
     squares_all(passes)
     update_all(passes)
     passes.write()
-    return [used, previous]
-
-
-def _sharded_step(
-    block: int = 1024,
-    density: float = 0.1,
-    in_use: float | None = None,
-    dtype: torch.dtype = torch.float32,
-    rounds_values: bool = False,
-    sends_changes: bool = False,
-    scaled: bool = False,
-    staleness: Staleness | None = _STALENESS,
-    keeps_wire_error: bool = False,
-) -> None:
-    """Launch the kernels of the sharded update; all others are those of `_scape_step`."""
-    cpu, sizes, whole = torch.device("cpu"), (16 * block, 16 * block + 8), (1024,)
-    ownership = Ownership.of(BlockLayout(sizes, block, 2), whole)
-    values = dict(rounds_values=rounds_values or scaled, sends_changes=sends_changes, scaled=scaled)
-    owner = ShardedUpdate(ownership, 0, cpu, **values)
-    plan = PayloadPlan("block", density, 0, keeps_wire_error=keeps_wire_error)
-    passes = triton_passes(owner, plan, cpu, staleness=staleness)
-    _run(passes, passes.sizes, dtype, in_use or density, density)
+    if sharded:
+        return  # the other kernels are those of the replicated update
+    if not passes.compact and not used.dense:
+        chunk, pieces = torch.zeros(64), passes.pieces()
+        pieces.fill(chunk, 0)
+        pieces.store(chunk, 0)
+    for following in (density, 1.0):
+        received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
+        passes.rotate(received if following < 1.0 else None, following, used.bits, previous.bits)
 
 
 def _dense_step(dtype: torch.dtype) -> None:
@@ -250,8 +246,7 @@ def _dense_step(dtype: torch.dtype) -> None:
     moments, steps = [torch.zeros(8192), torch.zeros(100)], torch.ones(2, dtype=torch.float64)
     Finite()(gradients)
     Scaling()([gradient.float() for gradient in gradients], torch.ones(()))
-    rates = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 2
-    TritonAdams().step(parameters, gradients, moments, rates, steps, torch.tensor(True))
+    TritonAdams().step(parameters, gradients, moments, [RATES] * 2, steps, torch.tensor(True))
 
 
 def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
@@ -307,45 +302,39 @@ def _tagc_step() -> None:
     passes.unfold(cells, bits, sketch, True, x)
 
 
-def compiled(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
-) -> Any:
+def compiled(launch: Launch, target: GPUTarget) -> Any:
     """Return Triton's compiled kernel of a launch. Raises the compiler's errors."""
-    numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    ordered = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, ordered, numbers, attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    kernel = launch.kernel
+    constants = {(kernel.arg_names.index(name),): value for name, value in launch.constants.items()}
+    ordered = {name: launch.signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, ordered, constants, launch.attributes)
+    return triton.compile(source, target=target, options={"num_warps": launch.warps, "enable_fp_fusion": False})
 
 
-def compile_one(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, warps: int, target: GPUTarget
-) -> dict[str, Any]:
+def compile_one(launch: Launch, target: GPUTarget) -> dict[str, Any]:
     """Return registers, spills, atomics, access widths and shared memory of a kernel. Raises the compiler's errors."""
-    result = compiled(kernel, signature, constants, attributes, warps, target)
-    asm, nvidia = result.asm, target.backend == "cuda"
-    report = nvidia_report(asm["ptx"], target.arch) if nvidia else amd_report(asm["amdgcn"])
+    result = compiled(launch, target)
+    nvidia = target.backend == "cuda"
+    report = nvidia_report(result.asm["ptx"], target.arch) if nvidia else amd_report(result.asm["amdgcn"])
     return {**report, "shared_bytes": result.metadata.shared}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
+    groups = defaultdict(list)
     for row in rows:
-        key = row["package"], row["kernel"], row["constants"].get("BLOCK", 0), row["target"]
-        groups.setdefault(key, []).append(row)
-    titles = {"registers": "registers", "spilled, bytes": "spilled_bytes", "shared, bytes": "shared_bytes"}
+        groups[row["package"], row["kernel"], row["constants"].get("BLOCK", 0), row["target"]].append(row)
     lines = []
     for (package, kernel, block, target), members in sorted(groups.items()):
-        wide = [m for m in members if m["constants"].get("ALIGNED_TILE", True)] or members
-        lines.append(
-            {"package": package, "kernel": kernel, "block size": block or "", "target": target}
-            | {"configurations": len(members)}
-            | {title: max(m.get(key, 0) for m in members) for title, key in titles.items()}
-            | {
-                f"{kind}, bits": _range([m[f"{kind}_bits"] for m in wide if f"{kind}_bits" in m])
-                for kind in ("load", "store")
-            }
-            | {"atomics": ", ".join(sorted({f"`{name}`" for m in members for name in m.get("atomics", ())}))}
-        )
+        line = {"package": package, "kernel": kernel, "block size": block or "", "target": target}
+        line["configurations"] = len(members)
+        for title, key in (("registers",) * 2, ("spilled, bytes", "spilled_bytes"), ("shared, bytes", "shared_bytes")):
+            line[title] = max(member.get(key, 0) for member in members)
+        wide = [member for member in members if member["constants"].get("ALIGNED_TILE", True)] or members
+        for kind in ("load", "store"):
+            bits = {member[f"{kind}_bits"] for member in wide if f"{kind}_bits" in member}
+            line[f"{kind}, bits"] = " to ".join(map(str, sorted({min(bits), max(bits)}))) if any(bits) else ""
+        line["atomics"] = ", ".join(sorted({f"`{name}`" for member in members for name in member.get("atomics", ())}))
+        lines.append(line)
     return markdown(lines)
 
 
@@ -360,36 +349,30 @@ tiles are shown for launches on aligned tiles.
 {tables}"""
 
 
-def _range(values: list[int]) -> str:
-    if not values or not max(values):
-        return ""
-    return str(max(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
-
-
 def run(args: argparse.Namespace) -> int:
     rows, failed = [], 0
     found = launches(args.quick or args.once)
-    for kernel, signature, constants, attributes, warps in one_of_each_kernel(found) if args.once else found:
-        shown = {name: getattr(value, "name", value) for name, value in constants.items()}
-        package = kernel.fn.__module__.split(".")[1]
-        for name in args.target if args.package in ("", package) else ():
-            row: dict[str, Any] = {"package": package, "kernel": kernel.fn.__name__, "target": name, "warps": warps}
-            row["constants"] = shown
+    for launch in one_of_each_kernel(found) if args.once else found:
+        function = launch.kernel.fn
+        package = function.__module__.split(".")[1]
+        for target in args.target if args.package in ("", package) else ():
+            row: dict[str, Any] = {"package": package, "kernel": function.__name__, "target": target}
+            row["warps"] = launch.warps
+            row["constants"] = {name: getattr(value, "name", value) for name, value in launch.constants.items()}
             try:
-                row |= compile_one(kernel, signature, constants, attributes, warps, TARGETS[name])
+                row |= compile_one(launch, TARGETS[target])
                 faults = regressions(row)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"
                 faults = [row["error"]]
             for fault in faults:
-                failed += 1
-                print(f"{row['kernel']} for {name} {shown}: {fault}", file=sys.stderr)
+                print(f"{row['kernel']} for {target} {row['constants']}: {fault}", file=sys.stderr)
+            failed += len(faults)
             rows.append(row)
     stored = read(args.output / "compiled.json") or {}
     if args.package:
         rows += [row for row in stored.get(triton.__version__, ()) if row["package"] != args.package]
-    rows.sort(key=lambda row: row["package"])
-    stored |= {triton.__version__: rows}
+    stored[triton.__version__] = sorted(rows, key=lambda row: row["package"])
     write(args.output / "compiled.json", stored_text(stored))
     write(args.output / "table.md", page(stored))
     print(table(rows))

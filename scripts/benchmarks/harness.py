@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -11,7 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RESULTS, command_of, guarded, parser, read, torchrun, versions, write
+import torch
+
+from scripts.common import RESULTS, ROOT, RunError, command_of, guarded, parser, read, versions, write
 from torchtitan_scape.core.patching import replaced
 
 REQUEST = "SCAPE_BENCHMARK_REQUEST"  # environment variable with the request for the ranks, as JSON
@@ -92,10 +96,31 @@ def train(trainer: Any) -> None:
 
 
 def measure_in_ranks(module: str, ranks: int, folder: str, request: Mapping[str, Any]) -> Any:
-    """Start `module` on CPU ranks of this host; return what its rank 0 has measured."""
-    environment = {REQUEST: json.dumps({**request, "folder": folder}), "CUDA_VISIBLE_DEVICES": ""}
-    torchrun(ranks, ["-m", module], Path(folder, "log"), **environment)
+    """Start `module` on CPU ranks of this host, and return the measurements of its rank 0.
+
+    Raises:
+        RunError: A rank failed; the message has the end of the log.
+    """
+    command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
+    command += ["--rdzv_backend=fixed", "--rdzv_endpoint=localhost:0", "-m", module]
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    environment[REQUEST] = json.dumps({**request, "folder": folder})
+    log = Path(folder, "log")
+    with open(log, "wb") as file:
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | environment, stdout=file, stderr=file).returncode
+    if code:
+        raise RunError(f"{module} ended with exit code {code}:\n{log.read_text(errors='replace')[-3000:]}")
     return read(Path(folder, "answer.json"))
+
+
+def seconds_of(work: Callable[..., Any], *arguments: Any, **options: Any) -> float:
+    """Return the seconds of a call, with the device's work."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    begin = time.perf_counter()
+    work(*arguments, **options)
+    wait()
+    return time.perf_counter() - begin
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:

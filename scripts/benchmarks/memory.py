@@ -16,8 +16,8 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,27 +70,25 @@ STATES = {
 
 def measured(run: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     """Return the bytes of parameters and optimizer on the device and on the host."""
-    before = storages()
+    before, moments, host, options = storages(), 0, 0, run.options
     model = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-    options, moments, host = run.options, 0, 0
-    optimizers: list[Any] = []  # kept until the bytes are counted
+    optimizer: Any = None  # kept until the bytes are counted
     if isinstance(options, ScapeOptions):
         if options.weights_dtype == "bfloat16":
             hold_in_bfloat16(model, scaled=options.update == "sharded")
         with replaced(storage, "check_host_memory", lambda *_: None):  # host memory is reserved, not used
-            scape = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
-        host = sum(window.host.nbytes for window in scape.method.passes.storage.windows.values())
-        optimizers.append(scape)
+            optimizer = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
+        host = sum(window.host.nbytes for window in optimizer.method.passes.storage.windows.values())
     elif run.optimizer == "AdamS":
-        optimizers.append(AdamS(model.named_parameters(), lr=1e-3))
+        optimizer = AdamS(model.named_parameters(), lr=1e-3)
     else:
         for p in model:  # one at a time: AdamW has no state before a step
             p.grad = torch.zeros_like(p)
-            optimizer = torch.optim.AdamW([p])
-            optimizer.step()
-            moments += sum(t.nbytes for t in optimizer.state[p].values())
+            adamw = torch.optim.AdamW([p])
+            adamw.step()
+            moments += sum(t.nbytes for t in adamw.state[p].values())
             p.grad = None
-            del optimizer
+            del adamw
     found = sum(nbytes for address, nbytes in storages().items() if address not in before)
     return float(found + moments - host), float(host)
 
@@ -149,57 +147,35 @@ all tensors on a CPU, nothing on a GPU.
 RECIPE = "train_configs/llama_1_8b_frontier.toml"
 GIB = 2**30
 INT8 = 1 + 4 / 256  # bytes of an encoded entry
-
-
-class FrontierModel(NamedTuple):
-    title: str
-    ranks: int
-
-
-class FrontierCase(NamedTuple):
-    """Options of the trainer, and bytes per parameter by kind on a number of ranks, 8 of them per node."""
-
-    title: str
-    options: tuple[str, ...]
-    closed_form: Callable[[int], dict[str, float]]
-
-
-MODELS = {"20B": FrontierModel("GPT-NeoX-20B's size", 384), "1.8B": FrontierModel("Llama-1.8B", 64)}
+MODELS = {"20B": ("GPT-NeoX-20B's size", 384), "1.8B": ("Llama-1.8B", 64)}  # title and ranks, 8 of them per node
 _DENSE = ("--sync.method=dense", "--optimizer.name=AdamW", "--optimizer.implementation=foreach")
 _ONE = ("--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1")
 _FLAT = (*_DENSE, *_ONE, "--sharding.levels.weights=0", "--sharding.levels.gradients=0")
-CASES: dict[str, FrontierCase] = {
-    "zero3": FrontierCase(
-        "FSDP2 over all ranks",
-        (*_FLAT, "--sharding.weights=dense", "--sharding.gradients=dense"),
-        lambda ranks: {"parameters": 4 / ranks, "gradients": 4 / ranks, "state": 8 / ranks},
-    ),
-    "zeropp": FrontierCase(
-        "ZeRO++",
-        (*_FLAT, "--sharding.secondary", "--sharding.gradients=int8+int4"),
-        lambda ranks: CASES["zero3"].closed_form(ranks) | {"secondary weights": INT8 / 8},
-    ),
-    "levels": FrontierCase(
-        "three levels",
-        _DENSE,
-        lambda ranks: {"parameters": 2 / 2, "gradients": 4 / 8, "masters": 4 / ranks, "state": 8 / ranks},
-    ),
-    "published": FrontierCase(
-        "three levels, secondary on the pair",
-        (*_DENSE, "--sharding.levels.secondary=2"),
-        lambda ranks: CASES["levels"].closed_form(ranks) | {"secondary weights": INT8 / 2},
-    ),
-    "scape": FrontierCase(
-        "three levels, SCAPE across nodes",
-        (),
-        lambda ranks: {"parameters": 2 / 2, "gradients": 4 / 8, "masters": 4 / 8, "state": 4 / 8},
-    ),
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # title and options of the trainer
+    "zero3": ("FSDP2 over all ranks", (*_FLAT, "--sharding.weights=dense", "--sharding.gradients=dense")),
+    "zeropp": ("ZeRO++", (*_FLAT, "--sharding.secondary", "--sharding.gradients=int8+int4")),
+    "levels": ("three levels", _DENSE),
+    "published": ("three levels, secondary on the pair", (*_DENSE, "--sharding.levels.secondary=2")),
+    "scape": ("three levels, SCAPE across nodes", ()),
 }
+
+
+def closed_forms(ranks: int) -> dict[str, dict[str, float]]:
+    """Return the bytes per parameter by case and kind."""
+    zero3 = {"parameters": 4 / ranks, "gradients": 4 / ranks, "state": 8 / ranks}
+    levels = {"parameters": 2 / 2, "gradients": 4 / 8, "masters": 4 / ranks, "state": 8 / ranks}
+    return {
+        "zero3": zero3,
+        "zeropp": zero3 | {"secondary weights": INT8 / 8},
+        "levels": levels,
+        "published": levels | {"secondary weights": INT8 / 2},
+        "scape": levels | {"masters": 4 / 8, "state": 4 / 8},
+    }
 
 
 def measure_case(flavor: str, name: str) -> dict[str, Any]:
     """Return the bytes by kind of what the trainer builds if this process is one of the model's ranks."""
-    ranks = MODELS[flavor].ranks
+    ranks = MODELS[flavor][1]
     os.environ |= {"NGPU": str(ranks), "LOCAL_RANK": "0"}
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.trainer import ScapeTrainer
@@ -208,7 +184,7 @@ def measure_case(flavor: str, name: str) -> dict[str, Any]:
         [
             *(f"--job.config_file={RECIPE}", f"--model.flavor={flavor}", "--comm.mode=fake_backend"),
             *("--training.steps=0", "--validation.no-enable", "--checkpoint.no-enable", "--debug.seed=1"),
-            *(f"--training.global_batch_size={4 * ranks}", "--metrics.no-enable_tensorboard", *CASES[name].options),
+            *(f"--training.global_batch_size={4 * ranks}", "--metrics.no-enable_tensorboard", *CASES[name][1]),
         ]
     )
     trainer = ScapeTrainer(config)
@@ -259,13 +235,13 @@ def secondary_weights(flat: Any) -> list[torch.Tensor]:
 
     group = fsdp_parameter_group(flat.modules[0])
     gather, ranks = group._all_gather_comm, group._all_gather_process_group
-    if getattr(gather, "_kept", None) is None:
+    if getattr(gather, "_cache", None) is None:
         return []
     row, position = entries(flat.gathered), ranks.rank()
     output = torch.empty(ranks.size() * row, dtype=torch.bfloat16)
     with replaced(RowCodec, "encode", lambda *_: None):
         gather(output_tensor=output, input_tensor=output[position * row :][:row], group=ranks)
-    return [gather._kept.get()]
+    return [gather._cache.get()]
 
 
 def nbytes(tensors: list[Any]) -> float:
@@ -273,48 +249,39 @@ def nbytes(tensors: list[Any]) -> float:
 
 
 def frontier_rows(runs: Mapping[str, Any], model: str) -> list[dict[str, str]]:
-    rows = []
+    rows, forms = [], closed_forms(MODELS[model][1])
     for name, one in runs[model].items():
-        closed = {kind: one["n"] * each for kind, each in CASES[name].closed_form(MODELS[model].ranks).items()}
-        for kind, expected in [*closed.items(), ("all of these", sum(closed.values()))]:
-            found = one["held"][kind] if kind in closed else sum(one["held"][k] for k in closed)
-            row = {"form": CASES[name].title if kind == "parameters" else "", "kind": kind}
-            row |= {"closed form, GB": f"{expected / 1e9:.3f}", "dry run, GB": f"{found / 1e9:.3f}"}
-            rows.append(row | {"off": f"{100 * (found / expected - 1):+.2f} %"})
+        found = {kind: (one["n"] * each, one["held"][kind]) for kind, each in forms[name].items()}
+        found["all of these"] = tuple(map(sum, zip(*found.values(), strict=True)))
+        for kind, (expected, held) in found.items():
+            row = {"form": CASES[name][0] if kind == "parameters" else "", "kind": kind}
+            row |= {"closed form, GB": f"{expected / 1e9:.3f}", "dry run, GB": f"{held / 1e9:.3f}"}
+            rows.append(row | {"off": f"{100 * (held / expected - 1):+.2f} %"})
     return rows
 
 
-# Permanent bytes per parameter on a number of GCDs, as published (weights and gradients in 16 bits) and here.
-LARGEST: dict[str, tuple[Callable[[int], float], Callable[[int], float], dict[int, str]]] = {
-    "ZeRO-3": (lambda ranks: 16 / ranks, lambda ranks: 16 / ranks, {16: "68 B"}),
-    "ZeRO++": (lambda ranks: 16 / ranks + 2 / 8, lambda ranks: 16 / ranks + INT8 / 8, {16: "55 B"}),
-    "three levels": (
-        lambda ranks: 2 / 2 + 1 / 2 + 2 / 8 + 12 / ranks,
-        lambda ranks: 2 / 2 + 4 / 8 + 12 / ranks,
-        {16: "", 80: "about 36 B", 384: ""},
-    ),
-}
-
-
 def largest_rows() -> list[dict[str, str]]:
+    """Return the largest models by permanent bytes per parameter, as published (weights and gradients in 16 bits)
+    and here."""
+    forms = [("ZeRO-3", 16, "68 B", 16 / 16, 16 / 16), ("ZeRO++", 16, "55 B", 16 / 16 + 2 / 8, 16 / 16 + INT8 / 8)]
+    for ranks, printed in ((16, ""), (80, "about 36 B"), (384, "")):
+        published, here = 2 / 2 + 1 / 2 + 2 / 8 + 12 / ranks, 2 / 2 + 4 / 8 + 12 / ranks
+        forms.append(("three levels", ranks, printed, published, here))
     rows = []
-    for name, (published, here, sizes) in LARGEST.items():
-        for ranks, printed in sizes.items():
-            row = {"form": name, "GCDs": str(ranks), "printed": printed}
-            for title, per_parameter in (("as published", published(ranks)), ("here", here(ranks))):
-                row[f"{title}, bytes a parameter"] = f"{per_parameter:.3f}"
-                row[f"{title}, largest"] = f"{64 * GIB / per_parameter / 1e9:.1f} B"
-            rows.append(row)
+    for name, ranks, printed, published, here in forms:
+        row = {"form": name, "GCDs": str(ranks), "printed": printed}
+        for title, per_parameter in (("as published", published), ("here", here)):
+            row[f"{title}, bytes a parameter"] = f"{per_parameter:.3f}"
+            row[f"{title}, largest"] = f"{64 * GIB / per_parameter / 1e9:.1f} B"
+        rows.append(row)
     return rows
 
 
 def frontier_table(facts: Mapping[str, Any]) -> str:
-    runs, parts = facts["runs"], []
-    for name, model in MODELS.items():
-        n = next(iter(runs[name].values()))["n"]
-        parts.append(
-            f"### {model.title}, {n:,} parameters, {model.ranks} GCDs\n\n{markdown(frontier_rows(runs, name))}"
-        )
+    parts = []
+    for name, (title, ranks) in MODELS.items():
+        n = facts["runs"][name]["zero3"]["n"]
+        parts.append(f"### {title}, {n:,} parameters, {ranks} GCDs\n\n{markdown(frontier_rows(facts['runs'], name))}")
     body = "\n\n".join(parts)
     return f"""## Memory of a rank on Frontier
 
@@ -345,7 +312,7 @@ master. The paper says 36 B of three levels without a number of GCDs: its bytes 
 def measure_frontier(*_: Any) -> dict[str, Any]:
     runs: dict[str, Any] = {model: {} for model in MODELS}
     for model, case in itertools.product(MODELS, CASES):
-        print(f"{MODELS[model].title}: {CASES[case].title} ...", flush=True)
+        print(f"{MODELS[model][0]}: {CASES[case][0]} ...", flush=True)
         runs[model][case] = in_new_process(measure_case, model, case)
     return {"runs": runs}
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, train
+from scripts.benchmarks.harness import QUIET, Benchmark, main, measure_in_ranks, seconds_of, train
 from scripts.common import ALONE, EMBEDDED, markdown, ms, names
 from scripts.study.grid import GRIDS, Grid, as_arguments
 from torchtitan_scape.config.job_config import Observe
@@ -102,19 +102,15 @@ def mean_of(seconds: Sequence[float], measured: int, period: int) -> float:
     return usual + (statistics.fmean(seconds) - usual) * measured / period
 
 
-def method_options(name: str) -> list[str]:
-    options = {key: value for key, value in METHODS[name].items() if "." in key}
-    return [argument for option in options.items() for argument in as_arguments(*option)]
-
-
 def measure_rank(request: dict[str, Any]) -> dict[str, Any]:
     """Measure all methods in this group of processes; return the cells by method."""
     cells: dict[str, Any] = {}
     for name in request["methods"]:
         measured, period = rounds(name)
         before = max(WARM_UP, measured if period > measured else 0)
-        options = [*method_options(name), "--sync.consistency_interval=0", *request["rest"]]
+        options = [part for key, value in METHODS[name].items() if "." in key for part in as_arguments(key, value)]
         steps = before + -(-LEAST // measured) * measured
+        options += ["--sync.consistency_interval=0", *request["rest"]]
         config = parse(arguments(f"{request['folder']}/{name}", steps, *options))
         trainer = OverheadTrainer(config, REAL if name == "adamw" else 1)
         train(trainer)
@@ -174,10 +170,9 @@ def timed(seconds: dict[int, float], step: Callable[[], int], work: Callable[...
 
     def call(*args: Any) -> Any:
         begin = time.process_time()
-        try:
-            return work(*args)
-        finally:
-            seconds[step()] += time.process_time() - begin
+        result = work(*args)
+        seconds[step()] += time.process_time() - begin
+        return result
 
     return call
 
@@ -220,17 +215,13 @@ def measure_observe(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def observe_table(facts: dict[str, Any]) -> str:
     step, mean = facts["step"], facts["share"] * facts["step"]
     kinds = {
-        "window": "a step in a window",
-        "first": "the first one of a window",
-        "histogram": "a step with histograms",
+        "a step in a window": (ms(facts["window"]), f"{100 * facts['window'] / step:.2f} %"),
+        "the first one of a window": (ms(facts["first"]), f"{100 * facts['first'] / step:.2f} %"),
+        "a step with histograms": (ms(facts["histogram"]), f"{100 * facts['histogram'] / step:.2f} %"),
+        "a step that is not looked at": (f"{1e3 * facts['outside']:.4f}", "0.00 %"),
+        f"mean over {LONG_RUN:,} steps": (f"{1e3 * mean:.4f}", f"{100 * facts['share']:.4f} %"),
     }
-    rows = [
-        {"": text, "ms": ms(facts[kind]), "of a step": f"{100 * facts[kind] / step:.2f} %"}
-        for kind, text in kinds.items()
-    ]
-    rows.append({"": "a step that is not looked at", "ms": f"{1e3 * facts['outside']:.4f}", "of a step": "0.00 %"})
-    share = f"{100 * facts['share']:.4f} %"
-    rows.append({"": f"mean over {LONG_RUN:,} steps", "ms": f"{1e3 * mean:.4f}", "of a step": share})
+    rows = [{"": kind, "ms": value, "of a step": share} for kind, (value, share) in kinds.items()]
     return f"""## What [observe] costs
 
 Made by `{facts["command"]}`: a step takes {ms(step)} ms of one core; {facts["entries"]:,} of 2.2 M entries are looked \
@@ -245,30 +236,19 @@ at.
 CHECK_WARM_UP, CHECKS = 5, 25
 
 
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Return the seconds of a call, the device's work included."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
-
-
 class CostTrainer(ScapeTrainer):
     """Trainer that checks and reads after every step, in addition to the step."""
 
     def __init__(self, job_config: Any) -> None:
-        self.interval, job_config.sync.consistency_interval = job_config.sync.consistency_interval, 0
         super().__init__(job_config)
         self.seconds: dict[str, list[float]] = {"step": [], "check": [], "read": []}
 
     def train_step(self, data_iterator: Any) -> None:
-        step = seconds_of(lambda: ScapeTrainer.train_step(self, data_iterator))
+        step = seconds_of(super().train_step, data_iterator)
         if self.step > CHECK_WARM_UP:
             dist.barrier()
             self.seconds["step"].append(step)
-            self.seconds["check"].append(seconds_of(lambda: self.replica_optimizer.check_consistency(self.step)))
+            self.seconds["check"].append(seconds_of(self.replica_optimizer.check_consistency, self.step))
             self.seconds["read"].append(seconds_of(self.read))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -284,6 +264,7 @@ class CostTrainer(ScapeTrainer):
 def measure_consistency(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     steps = CHECK_WARM_UP + CHECKS
     config = parse([*rest, f"--training.steps={steps}", "--validation.no-enable", f"--metrics.log_freq={steps}"])
+    interval, config.sync.consistency_interval = config.sync.consistency_interval, 0
     init_logger()
     trainer = CostTrainer(config)
     train(trainer)
@@ -295,8 +276,8 @@ def measure_consistency(_: argparse.Namespace, rest: list[str]) -> dict[str, Any
         "parameters": sum(p.numel() for p in trainer.model_parts[0].parameters()),
         "bytes_read": sum(tensor.nbytes for tensor in trainer.tensors()),
         "median_seconds": median,
-        "interval": trainer.interval,
-        "share_of_a_step": median["check"] / max(1, trainer.interval) / median["step"],
+        "interval": interval,
+        "share_of_a_step": median["check"] / max(1, interval) / median["step"],
         "seconds": trainer.seconds,
     }
     trainer.close()

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torchtitan_scape.data.prepare_parts import PrepareWork
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 DATASET = "standard_library"
-SEQUENCES = (256, 2048, 4096)
+SEQUENCES, READ_SECONDS = (256, 2048, 4096), 2.0
 PREPARE = ["--dataset", DATASET, "--tokenizer", str(EMBEDDED_TOKENIZER), "--output"]
 
 
@@ -42,19 +42,18 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def tokens_per_second(dataset: str, path: Path | None, sequence: int, least: float = 2.0) -> float:
-    """Return the tokens that a loader reads per CPU second, over `least` seconds or to its end."""
+def tokens_per_second(dataset: str, path: Path | None, sequence: int) -> float:
+    """Return the tokens that a loader reads per CPU second, over READ_SECONDS or to its end."""
     config = JobConfig()
     config.model.hf_assets_path = str(EMBEDDED_TOKENIZER)
     config.training.dataset, config.training.dataset_path = dataset, None if path is None else str(path)
     config.training.local_batch_size, config.training.seq_len = 8, sequence
-    batches: Iterable[Any] = build_dataloader(1, 0, build_tokenizer(config), config)
-    iterator = iter(batches)
+    iterator = iter(build_dataloader(1, 0, build_tokenizer(config), config))
     next(iterator)
     tokens, begin = 0, time.process_time()
     for batch in iterator:
         tokens += batch[1].numel()
-        if time.process_time() - begin > least:
+        if time.process_time() - begin > READ_SECONDS:
             break
     return tokens / (time.process_time() - begin)
 
@@ -63,21 +62,18 @@ def encoding(folder: Path) -> dict[str, float]:
     """Return tokens per CPU second of the tokenizer and of a worker of `prepare`; alternating, the fastest of three."""
     plan, parts, sources, encoder = prepare.plan_of(prepare._parser().parse_args([*PREPARE, str(folder)]))
     texts = [text for _, text in sources[0].read(parts[0])]
-    borders = len(encoder._before) + len(encoder._after)
+    borders = len(encoder([""])[0])  # tokens around a document
 
     def tokenizer(_: int) -> int:
         batches = (texts[i : i + 512] for i in range(0, len(texts), 512))
         return sum(len(one.ids) for batch in batches for one in encoder._encode(batch, add_special_tokens=False))
 
     def worker(number: int) -> int:
-        target, done = folder / str(number), [0, 0, 0]
-        (target / "unfinished").mkdir(parents=True)
-
-        def count(*more: int) -> None:
-            done[:] = [a + b for a, b in zip(done, more, strict=True)]
-
-        PrepareWork(target, target / "unfinished", plan, [parts[0]], [sources[0]], encoder)(0, count)
-        return done[1] - borders * done[0]
+        unfinished = folder / str(number) / "unfinished"
+        unfinished.mkdir(parents=True)
+        task = PrepareWork(unfinished.parent, unfinished, plan, parts[:1], sources[:1], encoder)
+        task(0, lambda *_: None)
+        return sum(shard.tokens - borders * shard.documents for shard in task.shards(0) or ())
 
     def rate(work: Callable[[int], int], number: int) -> float:
         begin = time.process_time()
@@ -88,15 +84,10 @@ def encoding(folder: Path) -> dict[str, float]:
 
 
 def rates(work: Path) -> dict[str, Any]:
-    data = {"prepared": ("prepared", prepared(work / "prepared")), DATASET: (DATASET, None)}
-    read = {
-        f"sequence {n}": {name: tokens_per_second(dataset, path, n) for name, (dataset, path) in data.items()}
-        for n in SEQUENCES
-    }
-    return {
-        "tokens per CPU second of one process": read,
-        "encoding, tokens per CPU second": encoding(work / "encoding"),
-    }
+    data = {"prepared": prepared(work / "prepared"), DATASET: None}
+    read = {f"sequence {n}": {name: tokens_per_second(name, data[name], n) for name in data} for n in SEQUENCES}
+    speeds = encoding(work / "encoding")
+    return {"tokens per CPU second of one process": read, "encoding, tokens per CPU second": speeds}
 
 
 class _Uncleared(list[float]):
@@ -108,7 +99,7 @@ def waited(arguments: list[str]) -> dict[str, float]:
     """Train, and return the time that the steps waited for batches."""
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
-    os.environ |= ALONE | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "29611"}
+    os.environ |= ALONE
     trainer = ScapeTrainer(parse(arguments))
     times = trainer.metrics_processor.data_loading_times = _Uncleared()
     train(trainer)

@@ -11,9 +11,11 @@ scape and quantized_update, which contain the update. The collectives are those 
 import sys
 import weakref
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.common import launching
 from scripts.benchmarks.harness import Benchmark, main
-from scripts.common import markdown, names
+from scripts.common import markdown, names, numbers
 from topology import process_groups, stages
 from topology.comm_stream import Handle
 from topology.groups import ReplicaGroups
@@ -124,21 +126,18 @@ class StepCounter(TorchDispatchMode):
         self.count.bytes += sum(map(tensor_bytes, distinct.values()))
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
-        total = 0
-        written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        schema = func._schema
+        named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         indexed = named.get("index") if name in _INDEXED else None
-        for argument in func._schema.arguments:
-            tensors = self._tensors(named.get(argument.name))
-            writes = argument in written
-            only_writes = writes and (name in _WRITE_ONLY or argument.name == "out" or name.endswith("_out"))
-            for tensor in tensors:
+        total = 0 if schema.is_mutable else sum(map(tensor_bytes, self._tensors(result)))
+        for argument in schema.arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            only_writes = name in _WRITE_ONLY or argument.name == "out" or name.endswith("_out")
+            for tensor in self._tensors(named.get(argument.name)):
                 nbytes = tensor_bytes(tensor)
                 if indexed is not None and argument.name == "self":
                     nbytes = min(nbytes, indexed.numel() * tensor.element_size())
                 total += nbytes * (2 if writes and not only_writes else 1)
-        if not written:
-            total += sum(map(tensor_bytes, self._tensors(result)))
         return total
 
     def _own(self, tensor: Tensor, given: list[Tensor]) -> None:
@@ -209,98 +208,69 @@ def triton_everywhere() -> Iterator[None]:
         yield
 
 
-def build(name: str, model: LocalModel, replicas: int, backend: str, **options: Any) -> Method:
-    """Return a method of one of N replicas on parameters without values."""
-    named = [
-        (key, nn.Parameter(torch.empty(shape, device=META)))
-        for key, shape in zip(model.names, model.shapes, strict=True)
-    ]
-    optimizer = AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
-    shards = collect_shards(optimizer.param_groups)
-    # As in the trainer, which divides the loss by the tokens of all replicas.
-    context = MethodContext(
-        shards,
-        OneOfManyRanks(replicas),
-        optimizer,
-        gradient_scale=float(replicas),
-        total_steps=1000,
-        kernels=backend,
-        max_norm=1.0,
-    )
-    entry = METHODS[name]
-    return entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
-
-
 def count_step(name: str, model: LocalModel, replicas: int, backend: str = "triton", **options: Any) -> StepCount:
-    """Return the counts of a step in the steady state."""
-    counter = StepCounter()
+    """Return the counts of a step in the steady state, by one of N replicas on parameters without values."""
+    counter, entry = StepCounter(), METHODS[name]
+    tensors = [nn.Parameter(torch.empty(shape, device=META)) for shape in model.shapes]
+    named = list(zip(model.names, tensors, strict=True))
     with torch.no_grad(), as_one_rank(counter), triton_everywhere():
-        method = build(name, model, replicas, backend, **options)
+        optimizer = AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
+        shards, ranks = collect_shards(optimizer.param_groups), OneOfManyRanks(replicas)
+        # As in the trainer, which divides the loss by the tokens of all replicas.
+        common = {"gradient_scale": float(replicas), "total_steps": 1000, "kernels": backend, "max_norm": 1.0}
+        context = MethodContext(shards, ranks, optimizer, **common)
+        method = entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
         applied = torch.ones((), dtype=torch.bool, device=META)
-        first = getattr(method.options, "inner_steps", 1)
-        number = first * 2 if isinstance(method, LocalMethod) else 4
+        number = 2 * getattr(method.options, "inner_steps", 1) if isinstance(method, LocalMethod) else 4
         # The first masks of SCAPE are all ones; Radius prepares its masks in the first step after a refresh.
         for before in (1, 2, 3) if method.holds_optimizer_state or name == "radius" else ():
-            _take(method, StepInfo(before, applied), StepCounter())
-        gradients, counter.count = [torch.empty(n, device=META) for n in model.sizes], StepCount()
-        _take(method, StepInfo(number, applied), counter, gradients)
+            _take(method, model, StepInfo(before, applied), StepCounter())
+        counter.count = StepCount()
+        _take(method, model, StepInfo(number, applied), counter)
         if method.holds_optimizer_state:  # the kernels of SCAPE receive addresses of tensors, and lists of tiles
             counter.count.bytes = sum(method.options.cost().pass_bytes(model, replicas).values())
     return counter.count
 
 
-def _take(method: Method, info: StepInfo, counter: StepCounter, gradients: list[Tensor] | None = None) -> None:
-    shards = method.context.shards
-    gradients = gradients or [torch.empty(shard.size, device=META) for shard in shards]
-    if not isinstance(method, GradientMethod | LocalMethod):  # it updates the parameters
-        with counter:
-            method.finish_previous_step(True)
-            method.step(gradients, info)
-    elif isinstance(method, GradientMethod):
-        if hasattr(method, "_mask_counts") and hasattr(method, "_selected"):  # of Radius, read from the device
-            method._mask_counts = method._selected
-        with counter:
+def _take(method: Method, model: LocalModel, info: StepInfo, counter: StepCounter) -> None:
+    gradients = [torch.empty(n, device=META) for n in model.sizes]
+    if hasattr(method, "_mask_counts") and hasattr(method, "_selected"):  # of Radius, read from the device
+        method._mask_counts = method._selected
+    with counter:
+        if isinstance(method, LocalMethod):
+            method.exchange(info)
+        elif isinstance(method, GradientMethod):
             method.synchronize(gradients, info)
             method.after_optimizer_step(info)
-    else:
-        assert isinstance(method, LocalMethod)
-        with counter:
-            method.exchange(info)
+        else:  # it updates the parameters
+            method.finish_previous_step(True)
+            method.step(gradients, info)
 
 
 def measure(args: Namespace, _: list[str]) -> dict[str, Any]:
     rows = []
-    for workload in args.models:
+    for workload, method, replicas in product(args.models, args.methods, args.replicas):
         model = get_workload(workload).local(1)
-        for method in args.methods:
-            for replicas in args.replicas:
-                count = count_step(method, model, int(replicas))
-                entry = {"model": workload, "parameters": model.entries, "method": method, "replicas": int(replicas)}
-                entry |= {key: getattr(count, key) for key in ("operators", "triton", "collectives", "bytes", "peak")}
-                print(entry, flush=True)
-                rows.append(entry)
+        count = count_step(method, model, replicas)
+        entry = {"model": workload, "parameters": model.entries, "method": method, "replicas": replicas}
+        entry |= {key: getattr(count, key) for key in ("operators", "triton", "collectives", "bytes", "peak")}
+        print(entry, flush=True)
+        rows.append(entry)
     return {"rows": rows}
 
 
 def table(facts: Mapping[str, Any]) -> str:
     """Return table.md of the stored counts."""
-    parts = []
-    for model in dict.fromkeys(row["model"] for row in facts["rows"]):
-        own = [row for row in facts["rows"] if row["model"] == model]
-        rows = [
-            {
-                "method": row["method"],
-                "replicas": str(row["replicas"]),
-                "operators": f"{row['operators']:,}",
-                "Triton launches": f"{row['triton']:,}",
-                "collectives": f"{row['collectives']:,}",
-                "bytes a parameter": f"{row['bytes'] / row['parameters']:.1f}",
-                "temporary, bytes a parameter": f"{row['peak'] / row['parameters']:.2f}",
-            }
-            for row in own
-        ]
-        parts.append(f"### {model}: {own[0]['parameters']:,} parameters\n\n{markdown(rows)}")
-    body = "\n\n".join(parts)
+    tables = defaultdict(list)
+    for row in facts["rows"]:
+        tables[f"### {row['model']}: {row['parameters']:,} parameters"].append(
+            {"method": row["method"], "replicas": row["replicas"]}
+            | {"operators": f"{row['operators']:,}", "Triton launches": f"{row['triton']:,}"}
+            | {"collectives": f"{row['collectives']:,}"}
+            | {"bytes a parameter": f"{row['bytes'] / row['parameters']:.1f}"}
+            | {"temporary, bytes a parameter": f"{row['peak'] / row['parameters']:.2f}"}
+        )
+    body = "\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items())
     return f"""## Operators of an optimizer step
 
 `python -m scripts.benchmarks.step_operators`, on meta tensors: nothing is computed and nothing is timed. A step with an
@@ -323,7 +293,7 @@ BENCHMARKS = {
         arguments={
             "--models": dict(type=names, default=["llama_1_8b"], help="workloads"),
             "--methods": dict(type=names, default=[*METHODS], help="methods"),
-            "--replicas": dict(type=names, default=["4", "16", "64"], help="numbers of replicas"),
+            "--replicas": dict(type=numbers, default=[4, 16, 64], help="numbers of replicas"),
         },
     )
 }

@@ -8,7 +8,6 @@ with Launch(["--training.steps=20"], folder, nodes=2) as run:
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError
+from scripts.common import ROOT, RunError, kill, process_state
 
 STARTED = re.compile(r"rank0\]:.* Training starts at step (\d+)")
 # A run without validation that logs every step and can resume from each of its checkpoints.
@@ -85,21 +84,21 @@ class Launch:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pids = [pid for found in self._children() for pid in found.values()]
+        pids = list(self.ranks().values())
         for process in self.launchers:
             if process.poll() is None:
                 process.kill()
-        for pid in pids:
-            _kill(pid)
+        kill(pids)
         for process in self.launchers:
             process.wait()
 
-    def _children(self) -> list[dict[int, int]]:
-        return [_ranks_of(process.pid) for process in self.launchers if process.poll() is None]
-
     def ranks(self) -> dict[int, int]:
         """Return the process ids of the running ranks, by rank."""
-        return {rank: pid for found in self._children() for rank, pid in sorted(found.items())}
+        found: dict[int, int] = {}
+        for process in self.launchers:
+            if process.poll() is None:
+                found |= _ranks_of(process.pid)
+        return dict(sorted(found.items()))
 
     def output(self) -> str:
         """Return the output since the first start, node by node."""
@@ -177,10 +176,7 @@ def _ranks_of(pid: int) -> dict[int, int]:
 
 def running(pid: int) -> bool:
     """Return whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return process_state(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def seconds_until_gone(pids: Sequence[int], limit: float) -> float:
@@ -191,11 +187,6 @@ def seconds_until_gone(pids: Sequence[int], limit: float) -> float:
             raise RunError(f"ranks still run {limit:g} s after the fault: {[p for p in pids if running(p)]}")
         time.sleep(0.02)
     return time.monotonic() - begin
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def differences(checkpoint: Path, other: Path, scratch: Path) -> list[str]:

@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,11 +41,7 @@ class Soak:
 
     def __init__(self, cluster: Cluster, folder: Path, dice: random.Random, arguments: list[str]) -> None:
         self.cluster, self.dice = cluster, dice
-
-        def start(node: int, command: list[str], environment: dict[str, str], log: Any) -> Any:
-            return cluster.start(node, command, environment, log, subprocess.STDOUT)
-
-        self.run = Launch([*ARGUMENTS, *arguments], folder, cluster.nodes, 1, {"MAX_RESTARTS": "5"}, start)
+        self.run = Launch([*ARGUMENTS, *arguments], folder, cluster.nodes, 1, {"MAX_RESTARTS": "5"}, cluster.start)
 
     def rank(self) -> int:
         return self.dice.choice(sorted(self.run.ranks().values()))
@@ -54,31 +49,19 @@ class Soak:
     def node(self) -> int:
         return self.dice.randrange(self.cluster.nodes)
 
-    def kill_a_rank(self) -> None:
-        os.kill(self.rank(), signal.SIGKILL)
-
-    def kill_a_launcher(self) -> None:
-        self.run.launchers[self.node()].kill()
-
-    def halt_a_rank_for_5_s(self) -> None:
+    def halt_a_rank(self, seconds: float) -> None:
         pid = self.rank()
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(seconds)
         os.kill(pid, signal.SIGCONT)
 
-    def halt_a_rank_for_good(self) -> None:
-        os.kill(self.rank(), signal.SIGSTOP)
-
-    def link_down_beyond_the_timeout(self) -> None:
-        self.link_down_for_3_s(2 * TIMEOUT_SECONDS)
-
-    def link_down_for_3_s(self, seconds: float = 3.0) -> None:
+    def link_down(self, seconds: float) -> None:
         node = self.node()
         self.cluster.set_link(node, up=False)
         time.sleep(seconds)
         self.cluster.set_link(node, up=True)
 
-    def ask_to_stop_and_start_again(self) -> None:
+    def ask_to_stop(self) -> None:
         self.run.launchers[self.node()].send_signal(signal.SIGUSR1)
         if (codes := self.run.wait(WAIT_SECONDS)) != [75] * self.cluster.nodes:
             raise RunError(f"asked to stop, the launchers ended with {codes}, not 75:\n{self.run.output()[-3000:]}")
@@ -90,7 +73,8 @@ class Soak:
     def inject(self, kind: str) -> dict[str, Any]:
         """Inject a fault, and wait until training has continued for five steps; return the row of the table."""
         begin, starts, reached = time.monotonic(), self.run.starts(), max(self.run.steps(), default=0)
-        FAULTS[kind](self)
+        restarts, inject = FAULTS[kind]
+        inject(self)
         seen = len(self.run.steps())
         ended: list[int] = []
 
@@ -101,7 +85,7 @@ class Soak:
                     if code in (2, 4) or len(ended) > 10:
                         raise RunError(f"the launcher of node {node} ended with {code}")
                     self.run.launchers[node] = self.run.start(node)
-            if kind in ENDING and self.run.starts() <= starts:
+            if restarts and self.run.starts() <= starts:
                 nonlocal seen
                 seen = len(self.run.steps())
                 return False
@@ -117,11 +101,11 @@ class Soak:
         except RunError as error:
             survived, why = False, str(error)
         restarted = self.run.starts() > starts
-        if kind not in ENDING and restarted:
+        if restarted and not restarts:
             why = "the run was started again"
         return {
-            "fault": kind.replace("_", " "),
-            "survived": survived and restarted == (kind in ENDING),
+            "fault": kind,
+            "survived": survived and restarted == restarts,
             "step reached": reached,
             "steps taken again": max(0, reached - self.run.resumed_at()[-1] + 1) if restarted else 0,
             "started again": restarted,
@@ -141,16 +125,15 @@ class Soak:
             self.run.__exit__()
 
 
-# After these faults the ranks must restart; after the others they must not.
-ENDING = (
-    "kill_a_rank",
-    "kill_a_launcher",
-    "halt_a_rank_for_good",
-    "link_down_beyond_the_timeout",
-    "ask_to_stop_and_start_again",
-)
-FAULTS: dict[str, Callable[[Soak], None]] = {
-    name: getattr(Soak, name) for name in (*ENDING, "halt_a_rank_for_5_s", "link_down_for_3_s")
+# Whether the ranks must restart after a fault, and its injection.
+FAULTS: dict[str, tuple[bool, Callable[[Soak], None]]] = {
+    "kill a rank": (True, lambda soak: os.kill(soak.rank(), signal.SIGKILL)),
+    "kill a launcher": (True, lambda soak: soak.run.launchers[soak.node()].kill()),
+    "halt a rank for good": (True, lambda soak: os.kill(soak.rank(), signal.SIGSTOP)),
+    "link down beyond the timeout": (True, lambda soak: soak.link_down(2 * TIMEOUT_SECONDS)),
+    "ask to stop and start again": (True, Soak.ask_to_stop),
+    "halt a rank for 5 s": (False, lambda soak: soak.halt_a_rank(5.0)),
+    "link down for 3 s": (False, lambda soak: soak.link_down(3.0)),
 }
 
 

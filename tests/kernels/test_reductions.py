@@ -62,6 +62,6 @@ def test_no_kernel_reduces_lanes_that_are_separate_lanes(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(compile_kernels, "_take_steps", steps)
     target = compile_kernels.TARGETS["cuda:90"]
-    for kernel, signature, constants, attributes, warps in compile_kernels.launches(False):
-        compiled = compile_kernels.compiled(kernel, signature, constants, attributes, warps, target)
-        assert not separate_lanes(compiled.asm["ttgir"]), (kernel.fn.__name__, constants)
+    for launch in compile_kernels.launches(False):
+        compiled = compile_kernels.compiled(launch, target)
+        assert not separate_lanes(compiled.asm["ttgir"]), (launch.kernel.fn.__name__, launch.constants)

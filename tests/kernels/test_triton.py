@@ -113,7 +113,7 @@ def or_kernel(x):
 
 def test_loops_of_atomics_and_unlisted_spills_are_regressions() -> None:
     target = compile_kernels.TARGETS["hip:gfx90a"]
-    compiled = compile_kernels.compile_one(or_kernel, {"x": "*i32"}, {}, {}, 1, target)
+    compiled = compile_kernels.compile_one(compile_kernels.Launch(or_kernel, {"x": "*i32"}, {}, {}, 1), target)
     row: dict[str, Any] = {"package": "scape", "kernel": "or_kernel", "constants": {}, "target": "hip:gfx90a"}
     (fault,) = regressions(row | compiled)
     assert fault == "atomic operation as a compare-and-swap loop (global_atomic_cmpswap)"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -206,11 +205,7 @@ def test_a_short_link_outage_is_tolerated_and_a_long_one_is_named(
     timeout = 15.0
     arguments = [*ARGUMENTS, "--training.steps=10000", f"--comm.train_timeout_seconds={timeout:.0f}"]
     with Cluster(2) as cluster:
-
-        def start(node: int, command: list[str], environment: dict[str, str], log: Any) -> Any:
-            return cluster.start(node, command, environment, log, subprocess.STDOUT)
-
-        with Launch(arguments, tmp_path, nodes=2, ranks_per_node=1, start=start) as run:
+        with Launch(arguments, tmp_path, nodes=2, ranks_per_node=1, start=cluster.start) as run:
             run.wait_until(lambda: len(run.steps()) > 4, 180, "two steps")
             cluster.set_link(1, up=False)
             time.sleep(3.0)

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.common import ROOT
 from scripts.emulated_cluster import Cluster, ClusterError, namespaces, processes_in
+from scripts.faults.fault_runs import running
 from tests.runtime.test_launch import SHORT
 from topology.interfaces import parse_counters
 
@@ -47,19 +48,6 @@ def namespaces_of(pid: int) -> list[str]:
 
 def veths() -> set[str]:
     return set(subprocess.check_output(["ip", "-o", "link", "show", "type", "veth"], text=True).splitlines())
-
-
-def alive(pids: Sequence[int]) -> list[int]:
-    """Return the running processes. A process that has ended is a zombie until its new parent waits for it."""
-    left = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            left.append(pid)
-    return left
 
 
 def started(command: Sequence[str], tmp_path: Path) -> "tuple[subprocess.Popen[str], list[int]]":
@@ -114,7 +102,7 @@ def test_a_signal_leaves_no_processes_and_namespaces(
     _, errors = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in errors, errors
     assert namespaces_of(process.pid) == [] and veths() <= before
-    assert alive(pids) == []
+    assert not any(map(running, pids))
 
 
 def test_the_next_run_removes_the_remains_of_a_killed_one(works: None, tmp_path: Path) -> None:
@@ -125,7 +113,7 @@ def test_the_next_run_removes_the_remains_of_a_killed_one(works: None, tmp_path:
     with Cluster(1):
         assert namespaces_of(process.pid) == []
     assert namespaces_of(os.getpid()) == []
-    assert alive(pids) == []
+    assert not any(map(running, pids))
 
 
 def test_a_node_that_fails_ends_the_others_and_gives_its_exit_code(works: None, tmp_path: Path) -> None:
@@ -175,7 +163,7 @@ def test_a_network_interface_is_limited_in_both_directions(works: None) -> None:
         for senders in ([1], [1, 2]):
             before = counters(cluster)
             listen = [sys.executable, "-c", RECEIVE, cluster.addresses[0], str(len(senders))]
-            receiver = cluster.start(0, listen, stdout=subprocess.PIPE)
+            receiver = cluster.start(0, listen, log=subprocess.PIPE)
             assert receiver.stdout.readline() == b"listening\n"
             for node in senders:
                 cluster.start(node, [sys.executable, "-c", SEND, cluster.addresses[0], str(size)])
@@ -202,7 +190,7 @@ def test_missing_requirements_give_a_one_line_error(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "no command is given"),
+        ([], "arguments are required: command"),
         (["--nodes=0", "--", "true"], "0 nodes; give 1 to 99"),
         (["--rate=-1", "--", "true"], "a rate of -1.0 Mbit/s"),
         (["--ranks-per-node=0", "--", "true"], "--ranks-per-node is 0"),

@@ -1,10 +1,12 @@
 """scripts/version_table.py: the lines of releases that passed, failed and could not be installed."""
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from scripts.version_table import main
+from scripts import version_table
 from tests.docs.pages import ROOT
 from topology.torch_version import NEWEST, OLDEST, release_of
 
@@ -12,6 +14,11 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" errors="1" 
  time="90.0"><testcase classname="tests.kernels.test_triton" name="test_a[0]"><failure message="m"/></testcase>
 <testcase classname="tests.data.test_lines" name="test_b"><error message="m">e</error></testcase>
 <testcase classname="tests.data.test_lines" name="test_c"/></testsuite></testsuites>"""
+
+
+def main(arguments: list[str]) -> int:
+    with patch.object(sys, "argv", ["version_table", *arguments]):
+        return version_table.main()
 
 
 def test_the_table_has_a_line_for_each_release(tmp_path: Path) -> None:
