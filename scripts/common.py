@@ -56,6 +56,14 @@ def run_command(
     return guarded(lambda: work(args), stopped)
 
 
+def given_command(arguments: list[str]) -> list[str]:
+    """Return the command that a user has given after "--". Raises ValueError without one."""
+    command = arguments[1:] if arguments[:1] == ["--"] else arguments
+    if not command:
+        raise ValueError("no command is given; put it after --, such as -- ./run_train.sh --training.steps=20")
+    return command
+
+
 def guarded(work: Callable[[], int | None], stopped: str = "stopped; the same command goes on from here") -> int:
     """Do a command's work and return its exit code.
 

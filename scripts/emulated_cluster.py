@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, kill, process_state, run_command
+from scripts.common import ROOT, RunError, given_command, kill, process_state, run_command
 
 NIC = "eth0"
 PORT = 29500
@@ -321,10 +321,11 @@ def _remove_stale() -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    command = given_command(args.command)
     if args.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node is {args.ranks_per_node}; it must be 1 or more")
     with Cluster(args.nodes, args.rate or None) as cluster:
-        return cluster.run(args.command, args.ranks_per_node, None, args.log_dir, args.timeout)
+        return cluster.run(command, args.ranks_per_node, None, args.log_dir, args.timeout)
 
 
 if __name__ == "__main__":
@@ -334,6 +335,6 @@ if __name__ == "__main__":
         "--rate": dict(type=float, default=100.0, help="of a NIC, each way, in Mbit/s; 0: not limited"),
         "--timeout": dict(type=float, help="seconds after which the run is ended"),
         "--log-dir": dict(type=Path, default="outputs/emulated_cluster", help="for the output of the nodes but node 0"),
-        "command": dict(nargs="+", help="-- and the command that every node runs"),
+        "command": dict(nargs=argparse.REMAINDER, help="-- and the command that every node runs"),
     }
     sys.exit(run_command(__doc__, run, options, "error: interrupted; the nodes are removed"))

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, run_command
+from scripts.common import ROOT, RunError, given_command, run_command
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
@@ -195,15 +195,16 @@ def _identity(user: str | None) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    command = given_command(args.command)
     _identity(args.user)
     with SlurmCluster(args.nodes) as cluster:
-        return cluster.run(*args.command, user=args.user, cwd=None, capture_output=False).returncode
+        return cluster.run(*command, user=args.user, cwd=None, capture_output=False).returncode
 
 
 if __name__ == "__main__":
     options = {
         "--nodes": dict(type=int, default=2),
         "--user": dict(help="runs the command and its jobs; by default root"),
-        "command": dict(nargs="+", help="-- and the command that the controller runs"),
+        "command": dict(nargs=argparse.REMAINDER, help="-- and the command that the controller runs"),
     }
     sys.exit(run_command(__doc__, run, options))

@@ -95,7 +95,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
             return Handle(work.wait, partial(divide_, own, divisor))
         parts = torch.empty_like(tensor)  # gloo: an all-to-all moves fewer bytes, see `topology.stages`
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
-        return Handle(work.wait, lambda: torch.sum(parts.view(self.replicas, -1), 0, out=own).div_(divisor))
+        return Handle(work.wait, lambda: divide_(torch.sum(parts.view(self.replicas, -1), 0, out=own), divisor))
 
     def _reduce_to_owners(
         self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None

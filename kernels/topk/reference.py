@@ -55,10 +55,11 @@ def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
 
 def accumulate_(residual: Tensor, x: Tensor, decay: float, factor: float, applied: Tensor) -> None:
     """Set residual = factor * x + decay * residual, FP32 (n,), if `applied`, bool ()."""
+    if applied.is_cpu and not applied:
+        return
     x = x if factor == 1.0 else x * factor
     if applied.is_cpu:
-        if applied:
-            torch.add(x, residual, alpha=decay, out=residual)
+        torch.add(x, residual, alpha=decay, out=residual)
     else:
         torch.where(applied, torch.add(x, residual, alpha=decay), residual, out=residual)
 

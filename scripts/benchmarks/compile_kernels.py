@@ -98,7 +98,7 @@ class Launch(NamedTuple):
 
     Attributes:
         signature: types of the arguments, "constexpr" for constants.
-        attributes: what the compiler may assume about arguments, such as their alignment.
+        attributes: assumptions of the compiler about arguments, such as their alignment.
     """
 
     kernel: Any

@@ -84,7 +84,8 @@ class Launch:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pids = list(self.ranks().values())
+        running = [process for process in self.launchers if process.poll() is None]
+        pids = [pid for process in running for pid in _ranks_of(process.pid).values()]
         for process in self.launchers:
             if process.poll() is None:
                 process.kill()

@@ -103,7 +103,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what `scripts.gpu.machine.facts` stores, in another process, which then releases the device."""
+    """Return device and software, read in another process, which then releases the device."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch, "facts.json")
         command = [python(), "-m", "scripts.gpu.step", "scripts.gpu.machine:facts", f"--result={result}"]

@@ -48,7 +48,7 @@ from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 
 RANKS = 4
 LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exchanges go level by level
-TIMEOUT = timedelta(seconds=420)  # of a collective
+TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that waits says so before the limit of the step
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
 OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": Muon}

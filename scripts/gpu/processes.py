@@ -59,7 +59,7 @@ def run_together(
 ) -> dict[str, str]:
     """Run commands at the same time, each with its environment; return the output of each.
 
-    `note` receives what `parse` finds in the outputs, and the exit codes, each time it has changed. The end of an
+    `note` receives the parsed outputs and the exit codes each time one has changed. The end of an
     output is printed if its command fails, hangs in a test, or is cut off. Raises RunError if one failed.
     """
     running: dict[str, subprocess.Popen[bytes]] = {}

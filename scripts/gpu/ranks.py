@@ -34,7 +34,7 @@ from topology.stages import (
     reduce_scatter_encoded,
 )
 
-TIMEOUT = timedelta(seconds=30)  # of a stage
+STAGE_SECONDS = 30.0
 BEGIN_SECONDS, GONE_SECONDS, END_SECONDS = 150.0, 15.0, 10.0  # of the lost rank
 
 
@@ -66,7 +66,7 @@ def stages(result: Path, smoke: bool) -> None:
     The result must be the input, encoded and decoded if the stage has a code. Raises RunError if it is not.
     """
     os.environ |= ALONE | own_host(0)
-    device = start(TIMEOUT)
+    device = start(timedelta(seconds=patience(smoke) * STAGE_SECONDS))
     group = dist.new_group([0])
     levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
     endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     options = {
-        "function": dict(help="of the file for the result, whether it is a smoke test, and the arguments"),
+        "function": dict(metavar="module:function", help="called with the result file, smoke, and the arguments"),
         "arguments": dict(nargs="*"),
         "--result": dict(type=Path, required=True, help="file for what is measured, JSON"),
         "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),

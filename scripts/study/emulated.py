@@ -130,7 +130,9 @@ class EmulatedSet:
             arguments = ["-m", "torchtitan_scape.planner.preflight", f"--output={path}", "--machine=local"]
             arguments += [f"--ranks-per-node={self.per_node}", "--largest=16"]
             self.start(size, arguments, path.with_suffix(""), self.rate)
-            self.store.note("links", self.one.name, {"ranks": size}, read(path))
+            if (found := read(path)) is None:
+                raise RunError(f"the preflight wrote no links (log in {path.with_suffix('')})")
+            self.store.note("links", self.one.name, {"ranks": size}, found)
         return Links.from_json(path)
 
     def passes(self, spec: RunSpec) -> dict[str, Any]:

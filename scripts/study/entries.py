@@ -15,7 +15,7 @@ BETA2 = 0.95  # of train_configs/study.toml
 
 
 class _Stored(NamedTuple):
-    """A stored run, with what the grid declares of it if it does."""
+    """A stored run, and its declaration in the grid if there is one."""
 
     method: str
     options: Options
@@ -24,7 +24,7 @@ class _Stored(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A setting of a method's tuning: the learning rate, and the values of what else it is tuned in."""
+    """A setting of a method's tuning: the learning rate, and the values of further tuned options."""
 
     also: str
     rate: float

@@ -8,7 +8,7 @@ from typing import Any
 from scripts.common import markdown, megabytes, ms, number, spread
 from scripts.study.grid import Grid
 from scripts.study.store import Line, Store
-from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, Row, by_set, titled
+from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, Row, by_set, section
 
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 # Columns of a step with a shard axis, and the phases in each.
@@ -20,7 +20,7 @@ LEAST_BYTES = 1e3  # per step; less are scalars
 LOSS_TARGET = 0.005  # of the dense loss
 
 
-def holds(found: bool) -> str:
+def yes_or_no(found: bool) -> str:
     return "yes" if found else "no"
 
 
@@ -28,7 +28,7 @@ def _ratio(over: float | None, under: float | None, form: str = ".2f") -> str:
     return format(over / under, form) if over and under else "-"
 
 
-def _with_others(cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Cell]]]:
+def _by_setting(cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Cell]]]:
     """Yield the cells by number of micro-batches, each with all cells of that number, by method."""
     for count in sorted({cell["micro_batches"] for cell in cells}):
         same = {cell["method"]: cell for cell in cells if cell["micro_batches"] == count}
@@ -44,7 +44,7 @@ def _seconds(cell: Cell, phases: Iterable[str]) -> float:
 
 
 def shard_steps(cells: list[Cell]) -> Iterator[Row]:
-    for cell, same in _with_others(cells):
+    for cell, same in _by_setting(cells):
         row = _form(cell) | {"step, ms": ms(cell["step_seconds"])}
         for other in (same[name] for name in ("dense", "dense-last", "zeropp-published") if name in same):
             row[f"speed-up over {other['label']}"] = _ratio(other["step_seconds"], cell["step_seconds"])
@@ -53,16 +53,16 @@ def shard_steps(cells: list[Cell]) -> Iterator[Row]:
 
 def shard_exchange(cells: list[Cell]) -> Iterator[Row]:
     """Time of the exchange of gradients, index included, of methods with a target for it, against FSDP2's."""
-    for cell, same in _with_others(cells):
+    for cell, same in _by_setting(cells):
         if (target := cell["targets"].get("exchange")) and "dense" in same:
             dense, own = (_seconds(one, ("shard gradients", "shard index")) for one in (same["dense"], cell))
             found = dense / own if own else 0.0
             row = _form(cell) | {"dense, ms": ms(dense), "own, ms": ms(own), "ratio": f"{found:.2f}"}
-            yield row | {"target": f"{target:.2f}", "holds": holds(found >= target)}
+            yield row | {"target": f"{target:.2f}", "holds": yes_or_no(found >= target)}
 
 
 def shard_bytes(cells: list[Cell]) -> Iterator[Row]:
-    for cell, _ in _with_others(cells):
+    for cell, _ in _by_setting(cells):
         for level, kinds in cell.get("by_kind", {}).items():
             nic, counted = cell["nic"][level], sum(kinds.values())
             if not counted:
@@ -95,9 +95,9 @@ def shard_losses(grid: Grid, store: Store) -> list[str]:
             target = grid.methods[name].get("targets", {}).get("loss", LOSS_TARGET)
             row |= {"gap, %": spread([100 * gap for gap in gaps], "+.2f")}
             row |= {"by seed": ", ".join(f"{100 * gap:+.2f}" for gap in gaps), "target": f"{100 * target:.1f}"}
-            rows.append(row | {"holds": holds(statistics.mean(gaps) <= target)})
+            rows.append(row | {"holds": yes_or_no(statistics.mean(gaps) <= target)})
         parts += [f"### Set {one.name}", markdown(rows)] if rows else []
-    return titled("Losses by seed", "Gaps are to the run of the same seed with FSDP2's collectives.", parts)
+    return section("Losses by seed", "Gaps are to the run of the same seed with FSDP2's collectives.", parts)
 
 
 def sent_bytes(grid: Grid, store: Store) -> list[str]:
@@ -116,7 +116,7 @@ def sent_bytes(grid: Grid, store: Store) -> list[str]:
                     row |= bytes_row(own, first, grid.methods[method].get("targets", {}).get("bytes"), sequences)
                     rows.append(row | {"validation loss": f"{own['validation_loss']:.4f}"})
             parts += [f"### Set {one.name}: {level}", markdown(rows)] if rows else []
-    return titled("Bytes of a step", BYTES_READING, parts)
+    return section("Bytes of a step", BYTES_READING, parts)
 
 
 def link_bytes(line: Line, level: str) -> dict[str, float]:
@@ -151,7 +151,7 @@ def bytes_row(own: dict[str, float], first: dict[str, float], target: Any, seque
     row["interface / counted"] = _ratio(own["interface"], own["counted"], ".3f")
     row |= {"masks": megabytes(own["masks"]), "interface without masks": megabytes(own["interface"] - own["masks"])}
     row |= {f"ratio, {kind}": f"{ratio:.3f}" for kind, ratio in ratios.items()}
-    verdict = "-" if target is None else holds(max(ratios.values()) <= target)
+    verdict = "-" if target is None else yes_or_no(max(ratios.values()) <= target)
     return row | {"target": number(target, ".2f"), "holds": verdict}
 
 

@@ -46,7 +46,7 @@ class Store:
         head = {"key": spec.key, "set": spec.of.name, "method": spec.method, "options": spec.options}
         self.append({**head, "result": result, "command": command, "versions": versions, "source": "scripts.study"})
 
-    def note(self, kind: str, name: str, options: dict[str, Any], result: Any, command: str = "") -> None:
+    def note(self, kind: str, name: str, options: dict[str, Any], result: dict[str, Any], command: str = "") -> None:
         """Append a line that is no run: a calibration or a set's setup."""
         key = digest({"kind": kind, "set": name} | options)
         head = {"key": key, "set": name, "method": kind, "options": options}

@@ -45,7 +45,7 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     return [found[place] for place in sorted(found)]
 
 
-def titled(title: str, about: str, parts: list[str]) -> list[str]:
+def section(title: str, about: str, parts: list[str]) -> list[str]:
     """Return the parts as a section of the report; [] without parts."""
     return [f"## {title}", *([about] if about else []), *parts] if parts else []
 
@@ -68,7 +68,7 @@ def by_set(
                     several = len(grid.sets) > 1 or len(one.recipes) > 1
                     found += [f"### Set {one.name}, {recipe}"] if several else []
                     found += [*([describe(panel)] if describe else []), markdown(rows)]
-        return titled(title, about, found)
+        return section(title, about, found)
 
     return parts
 

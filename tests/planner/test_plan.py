@@ -146,7 +146,7 @@ def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(options: Metho
     after, during, backward = steps(on_slow_vista())
     hidden = min(after.exchange, backward)
     assert during.hidden == pytest.approx(hidden, rel=1e-3) and after.hidden == 0
-    # The second pass of `quantized` reads again; `dense` copies what it would exchange in place.
+    # The second pass of `quantized` reads its inputs again; `dense` copies all chunks, also those within one tensor.
     added = during.optimizer - after.optimizer
     assert added > 0.0 and after.step - during.step + added == pytest.approx(hidden, rel=1e-3)
     assert during.exchange == pytest.approx(max(0.0, after.exchange - backward), abs=1e-3)

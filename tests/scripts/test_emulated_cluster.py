@@ -190,7 +190,7 @@ def test_missing_requirements_give_a_one_line_error(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "arguments are required: command"),
+        ([], "no command is given"),
         (["--nodes=0", "--", "true"], "0 nodes; give 1 to 99"),
         (["--rate=-1", "--", "true"], "a rate of -1.0 Mbit/s"),
         (["--ranks-per-node=0", "--", "true"], "--ranks-per-node is 0"),

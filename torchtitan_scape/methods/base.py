@@ -74,6 +74,10 @@ class GradientMethod(Method):
 
     def scale_and_add(self, gradients: list[Tensor], residuals: list[Tensor]) -> None:
         """Replace each gradient by `context.gradient_scale` times itself plus its residual, in one pass over both."""
+        if self.context.gradient_scale == 1.0:
+            if gradients:
+                torch._foreach_add_(gradients, residuals)
+            return
         for gradient, residual in zip(gradients, residuals, strict=True):
             torch.add(residual, gradient, alpha=self.context.gradient_scale, out=gradient)
 

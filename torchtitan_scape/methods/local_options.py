@@ -142,7 +142,7 @@ class LocalCost(GradientCost):
     def traffic_per_parameter(self) -> float:
         """Return the mean bytes per parameter and step over a round.
 
-        Displacement: 12 to read anchor and parameter and write it. Exchange: that of the gradient method, or at most 32
+        Displacement: 12 to read anchor and parameter and write it. Exchange: that of the gradient method, or at most 24
         to fill, divide and empty chunks of FP32; no copies where chunks are parts of one tensor. Outer step: 4 to read
         the mean, 8 each to read and write anchor and momentum, 4 to write the parameter. Restart: 8 to copy the anchor
         to the parameter.
@@ -150,7 +150,7 @@ class LocalCost(GradientCost):
         options, averaging = self.options, self.options.averaging()
         cost = averaging.cost()
         assert isinstance(cost, GradientCost)
-        exchange = 32.0 if isinstance(averaging, DenseOptions) else cost.traffic_per_parameter()
+        exchange = 24.0 if isinstance(averaging, DenseOptions) else cost.traffic_per_parameter()
         momentum = 8.0 if options.stores_momentum() else 0.0
         restart = 8.0 if options.schedule().restart else 0.0
         return (12.0 + exchange + 4.0 + 8.0 + momentum + 4.0 + restart) / options.inner_steps
