@@ -31,18 +31,13 @@ from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, tim
 from topology.layout import Layout
 from topology.links import Links
 from topology.machines import Machine, get_machine
-from torchtitan_scape.config.checks import check_config, import_custom
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.patching import environment
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
-from torchtitan_scape.sharding.levels_build import check_levels
-from torchtitan_scape.titan.components import model_converters
-from torchtitan_scape.trainer.layout import layout_of
+from torchtitan_scape.trainer.layout import checked_layout
 from torchtitan_scape.trainer.specs import register
 
 DEVICE = "cuda"  # of the nodes; this process may run on a login node without a GPU
@@ -242,19 +237,11 @@ def step_seconds(spec: RunSpec, arguments: list[str], machine: Machine) -> float
 def checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobConfig, Layout]:
     """Return configuration and layout after the checks of the trainer before its first step."""
     config = parse([f"--job.config_file={spec.config_file}", *arguments])
-    import_custom(config)
-    check_config(config, DEVICE)
-    check_library_keys(config, DEVICE, model_converters)
     config.topology.ranks_per_node = config.topology.ranks_per_node or machine.ranks_per_node
     if config.topology.machine == "auto":
         config.topology.machine = machine.name
     with environment(WORLD_SIZE=str(spec.size)):
-        layout = layout_of(config)
-    check_layout(config.optimizer.name, layout, config.sharding.levels.active)
-    if config.sharding.levels.active:
-        check_levels(config.sharding, layout)
-    else:
-        config.sharding.check(layout)
+        layout = checked_layout(config, DEVICE)
     register(config, with_data=False)
     peer = str(spec.about.get("peer", ""))
     if peer and peer not in PEERS:

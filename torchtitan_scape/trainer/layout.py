@@ -4,7 +4,12 @@ import os
 
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from topology.machines import detect_machine, get_machine
+from torchtitan_scape.config.checks import check_config, import_custom
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.config.library_checks import check_library_keys
+from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.sharding.levels_build import check_levels
+from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.distributed import device_module
 from torchtitan_scape.trainer.specs import whole_model
 
@@ -12,6 +17,26 @@ from torchtitan_scape.trainer.specs import whole_model
 def is_dry_run(config: JobConfig) -> bool:
     """Return whether the run builds everything without training: the fake backend with 0 steps."""
     return config.comm.mode == "fake_backend" and config.training.steps == 0
+
+
+def checked_layout(config: JobConfig, device_type: str) -> Layout:
+    """Check a configuration as far as that is possible without a process group, and return the run's layout.
+
+    Imports what `experimental.custom_import` names.
+
+    Raises:
+        ValueError: A key has a value that is not possible, alone, with others or with this layout.
+    """
+    import_custom(config)
+    check_config(config, device_type)
+    check_library_keys(config, device_type, model_converters)
+    layout = layout_of(config)
+    check_layout(config.optimizer.name, layout, config.sharding.levels.active)
+    if config.sharding.levels.active:
+        check_levels(config.sharding, layout)
+    else:
+        config.sharding.check(layout)
+    return layout
 
 
 def layout_of(config: JobConfig) -> Layout:

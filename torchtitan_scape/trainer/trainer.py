@@ -18,17 +18,15 @@ from topology.layout import Layout
 from topology.torch_version import permute_copies
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.reader import GlobalLayout
-from torchtitan_scape.config.checks import check_config, import_custom, remarks
+from torchtitan_scape.config.checks import remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
-from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError
 from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
-from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast, check_memory
 from torchtitan_scape.report.interfaces import InterfaceCount
@@ -39,15 +37,13 @@ from torchtitan_scape.runtime.agreement import check_ranks_agree, facts
 from torchtitan_scape.runtime.device_settings import check_queues
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.sharding.build import groups_for
-from torchtitan_scape.sharding.levels_build import check_levels
 from torchtitan_scape.titan import DEVICE_TYPE, patches
-from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.data import DataloaderExhaustedError
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
 from torchtitan_scape.titan.trainer import Trainer
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 from torchtitan_scape.trainer.health import Health
-from torchtitan_scape.trainer.layout import is_dry_run, layout_of
+from torchtitan_scape.trainer.layout import checked_layout, is_dry_run
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
@@ -72,19 +68,11 @@ class ScapeTrainer(Trainer):
     shutdown: Shutdown | None = None  # None in tests, where a process builds several trainers
 
     def __init__(self, job_config: JobConfig) -> None:
-        import_custom(job_config)
-        check_config(job_config, DEVICE_TYPE)
-        check_library_keys(job_config, DEVICE_TYPE, model_converters)
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("LOCAL_RANK is not set; start the trainer with ./run_train.sh or torchrun")
-        self.layout = layout_of(job_config)
+        self.layout = checked_layout(job_config, DEVICE_TYPE)
         if self.layout.context > 1:
             permute_copies()
-        check_layout(job_config.optimizer.name, self.layout, job_config.sharding.levels.active)
-        if job_config.sharding.levels.active:
-            check_levels(job_config.sharding, self.layout)
-        else:
-            job_config.sharding.check(self.layout)
         self.simulated = job_config.topology.simulate_replicas
         if self.simulated > 1 and job_config.training.global_batch_size < 0:
             readers = self.layout.shard * self.simulated
