@@ -279,8 +279,9 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
 
 
 def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
-    """Return the time of Muon's passes, as `predict` computes it without measured rates."""
+    """Return the time of Muon's passes and the gradients' copies, as `predict` has it without measured rates."""
     nbytes = get_optimizer_cost("Muon").traffic(local_shapes(workload.shapes(), shard))
+    nbytes += DenseOptions().cost().memory_traffic(workload.local(shard), 16 // shard)[1]
     return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)
 
 
