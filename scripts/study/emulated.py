@@ -10,6 +10,7 @@ Settings of a set's `launch`:
     steps, warm_up  measured steps, and steps before them
     predict         false: no prediction, whose calibrations take longer than the run
     measure         "loss" or "bytes": trains the set's steps, not timed, for their validation loss or their bytes
+    timeout         seconds of a run, 1200 by default
 """
 
 import os
@@ -31,7 +32,6 @@ from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.planner.step import last_backward, predict_step
 from torchtitan_scape.trainer.layout import parameter_shapes
 
-TIMEOUT = 1200.0  # seconds of a run
 MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
 
 
@@ -45,6 +45,7 @@ class EmulatedSet:
         self.real = self.compute == "real"
         self.rate: float | None = self.launch.get("rate") or None
         self.slowdown = float(self.launch.get("slowdown", 0))
+        self.timeout = float(self.launch.get("timeout", 1200))
         self.specs = [spec for method in one.methods for spec in queue.grid.specs(one, method)]
         if any(size % self.per_node for size in one.sizes):
             raise ValueError(f"set {one.name!r}: ranks_per_node = {self.per_node} does not divide sizes = {one.sizes}")
@@ -65,7 +66,7 @@ class EmulatedSet:
     def start(self, size: int, arguments: list[str], log: Path, rate: float | None, **env: str) -> None:
         """Run torchrun's arguments on all nodes. Raises RunError."""
         with Cluster(size // self.per_node, rate) as cluster:
-            cluster.torchrun(arguments, self.per_node, log, TIMEOUT, env)
+            cluster.torchrun(arguments, self.per_node, log, self.timeout, env)
 
     def arguments(self, spec: RunSpec, log: Path, steps: int = 0) -> list[str]:
         """Return the trainer's command line; with `steps`, of a timed run."""
