@@ -22,6 +22,7 @@ from topology.group_queries import gather_lists
 from topology.groups import ReplicaGroups
 from topology.pairs import partners
 from topology.rank_group import RankGroup
+from topology.stages import divide_
 from topology.traffic import REPLICATE
 
 T = TypeVar("T")
@@ -314,8 +315,7 @@ def _all_reduce(tensors: Sequence[Tensor], divisor: float) -> None:
     total, *others = tensors
     for other in others:
         total += other
-    if divisor != 1:
-        total.div_(divisor)
+    divide_(total, divisor)
     for other in others:
         other.copy_(total)
 
@@ -368,7 +368,8 @@ def _reduce_scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None)
             total += own
     else:
         total = _encoded_sums(pairs, codec)
-    parts = total.div_(divisor).view(len(pairs), -1)
+    divide_(total, divisor)
+    parts = total.view(len(pairs), -1)
     for replica, (own, _) in enumerate(pairs):
         own.fill_(torch.nan)
         own.view(len(pairs), -1)[replica] = parts[replica]

@@ -188,7 +188,7 @@ def reduce_scatter_encoded(x: Tensor, levels: Levels, divisor: float, codec: Cod
     own, own_error = _reduce_scatter_inner(x, inner, error)
     mean = own.view(outermost.size, -1)[outermost.group_rank]
     _sum_encoded(own, mean, outermost, codec, own_error)
-    mean.div_(divisor)
+    divide_(mean, divisor)
 
 
 def reduce_to_owners(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from topology.comm_stream import Handle
 from topology.partition import Chunk
+from topology.stages import divide_
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
@@ -23,7 +24,6 @@ class Dense(ChunkedMethod):
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
         def finish(info: StepInfo) -> None:
-            if self._divisor != 1.0:
-                values.div_(self._divisor)
+            divide_(values, self._divisor)
 
         return self.collectives.all_reduce(values, mean=False), finish
