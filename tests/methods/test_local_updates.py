@@ -151,7 +151,6 @@ def build(
     replicas = SimulatedReplicas(simulated) if simulated > 1 else OneReplica(_group(ProcessGroupCollectives))
     return ReplicaOptimizer(
         made[inner],
-        entry.method,
         entry.options(**options),
         replicas,
         model=model,

@@ -85,7 +85,6 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
     entry = METHODS[name]
     optimizers = ReplicaOptimizer(
         partial(AdamS, lr=1e-2),
-        entry.method,
         entry.options(**options),
         OneReplica(collectives),
         model=model,

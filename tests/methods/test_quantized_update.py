@@ -287,9 +287,7 @@ def test_simulated_replicas_that_share_an_optimizer_equal_separate_ones(make_opt
 
     parameters = {name: start_of(name) for name in NAMED}
     optimizer = make_optimizer(list(parameters.items()), lr=0.02, weight_decay=0.1)
-    shared = ReplicaOptimizer(
-        optimizer, QuantizedUpdate, QuantizedUpdateOptions(**OPTIONS), SimulatedReplicas(replicas)
-    )
+    shared = ReplicaOptimizer(optimizer, QuantizedUpdateOptions(**OPTIONS), SimulatedReplicas(replicas))
     for n in range(1, 7):
         for replica in range(replicas):
             for parameter, gradient in zip(parameters.values(), gradients(n, replica), strict=True):

@@ -134,7 +134,6 @@ def train(
     alone = played == 1
     optimizers = ReplicaOptimizer(
         make,
-        entry.method,
         entry.options(**options),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
         model=model,

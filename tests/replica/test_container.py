@@ -27,7 +27,6 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
     options = {"start": 0} if name == "powersgd" else {}
     optimizers = ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
-        entry.method,
         entry.options(**options),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
         model=model,

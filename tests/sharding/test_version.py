@@ -21,7 +21,6 @@ def versions() -> None:
     model, entry = nn.Linear(4, 3), METHODS["dense"]
     optimizers = container.ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
-        entry.method,
         entry.options(),
         OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
         model=model,

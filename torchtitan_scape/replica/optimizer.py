@@ -18,7 +18,7 @@ from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.chunked import ChunkedMethod
-from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
@@ -45,8 +45,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the wrapped optimizer, or a function that builds one on named parameters; the function is needed by
             methods with per-replica weights if replicas are simulated.
-        method: the class of the synchronization method.
-        options: the method's options.
+        options: those of the synchronization method, which determine its class.
         replicas: the replicas of this process.
         model: the module whose parameters are optimized.
         max_norm, reduction, total_steps, overlap, max_skipped_steps, kernels: see `replicate`.
@@ -68,7 +67,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | MakeOptimizer,
-        method: type[Method],
         options: MethodOptions,
         replicas: Replicas,
         *,
@@ -82,7 +80,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     ) -> None:
         agreement.check_arguments(max_norm, reduction)
         optimizer, make_optimizer = built(optimizer, model)
-        agreement.check_optimizer(optimizer, options.method_name(), METHODS[options.method_name()])
+        entry = METHODS[options.method_name()]
+        agreement.check_optimizer(optimizer, options.method_name(), entry)
+        method = entry.method
         if method.holds_optimizer_state and isinstance(optimizer, AdamS):
             optimizer.release_state()
         self.inner, self.model, self.replicas = optimizer, model, replicas

@@ -17,7 +17,7 @@ from topology.in_process import OneReplica, SimulatedReplicas
 from topology.process_groups import collectives_of
 from torchtitan_scape.core.parameters import collect_shards, model_group_of
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.registry import METHODS, MethodEntry
+from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import Named
 
@@ -77,7 +77,7 @@ def replicate(
             "the model is wrapped in DistributedDataParallel, which all-reduces the gradients in the backward pass; "
             "pass the module inside it (model.module), and let replicate() synchronize"
         )
-    options, entry = _method(method)
+    options = _options(method)
     if isinstance(optimizer, torch.optim.Optimizer):
         _name_parameters(model, optimizer)
     if overlap and not options.cost().supports_overlap:
@@ -86,7 +86,6 @@ def replicate(
         )
     return ReplicaOptimizer(
         optimizer,
-        entry.method,
         options,
         _replicas(replicas, model),
         model=model,
@@ -99,10 +98,10 @@ def replicate(
     )
 
 
-def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
-    """Return the options and the registry's entry. Raises ValueError for an unknown name or option."""
+def _options(method: MethodChoice) -> MethodOptions:
+    """Return the options of a method. Raises ValueError for an unknown name or option."""
     if isinstance(method, MethodOptions):
-        return method, METHODS[method.method_name()]
+        return method
     section = {"method": method} if isinstance(method, str) else dict(method)
     name = section.pop("method", None)
     if name not in METHODS:
@@ -111,7 +110,7 @@ def _method(method: MethodChoice) -> tuple[MethodOptions, MethodEntry]:
     known = [field.name for field in fields(entry.options)]
     if unknown := sorted(section.keys() - set(known)):
         raise ValueError(f"method {name!r} has no option {unknown[0]!r}; its options are {', '.join(known) or 'none'}")
-    return entry.options(**section), entry
+    return entry.options(**section)
 
 
 def _name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

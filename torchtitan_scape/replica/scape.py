@@ -62,7 +62,6 @@ class Scape(ReplicaOptimizer):
             replicas = collectives_of(replicas, model)
         super().__init__(
             rates,
-            ScapeMethod,
             options or ScapeOptions(),
             OneReplica(replicas),
             max_norm=max_norm,

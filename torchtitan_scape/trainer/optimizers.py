@@ -113,7 +113,6 @@ def build_optimizers(
             share=share,
             **state,
         ),
-        entry.method,
         options,
         replicas,
         model=model,
