@@ -98,6 +98,17 @@ def adams_step(backend: str) -> Any:
     return TorchAdams()
 
 
+def frozen_adam_step(backend: str) -> Any:
+    """Return an object whose `step` is one of AdamW with a frozen variance; see `TorchFrozenAdam`."""
+    if backend == "triton":
+        from kernels.dense.triton_passes import TritonFrozenAdam
+
+        return TritonFrozenAdam()
+    from kernels.dense.torch_passes import TorchFrozenAdam
+
+    return TorchFrozenAdam()
+
+
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
     """Return a block code on "triton" or "torch"; see `BlockCode`."""
     return BlockCode(name, block, scale, backend)

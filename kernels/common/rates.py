@@ -1,6 +1,8 @@
 """Hyper-parameters of the passes over one tensor."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,3 +22,11 @@ class Rates:
     weight_decay: float
     scale: float = 1.0
     counted: bool = True
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], scale: float = 1.0, counted: bool = True) -> "Rates":
+        """Return the rates of an optimizer's parameter group."""
+        # Numbers, also if a learning rate is a tensor that a scheduler changes in place.
+        lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        return cls(lr, beta1, beta2, eps, weight_decay, scale, counted)

@@ -1,4 +1,4 @@
-"""Dense AdamS and the finite check in plain PyTorch: the specification, and the CPU implementation."""
+"""Dense AdamS, Adam with a frozen variance, and the finite check in plain PyTorch: specification, and CPU code."""
 
 import math
 
@@ -48,6 +48,39 @@ def adams_update_(
     second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
     new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
     step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
+    decay_(parameter, lr * weight_decay, applied)
+    parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
+    moment.copy_(gated(applied, new, moment))
+
+
+def frozen_adam_update_(
+    parameter: Tensor,
+    momentum: Tensor,
+    moment: Tensor,
+    variance: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: Tensor,
+    applied: Tensor,
+) -> None:
+    """Update in place with AdamW, a given first moment, and a second one that does not change (arXiv:2102.02888).
+
+    An entry without variance has never had a gradient. It only decays, because its quotient would be unbounded.
+
+    Args:
+        momentum: FP32 (n,), the new first moment divided by 1 - beta1.
+        moment: (n,), receives the first moment.
+        bias_correction: Of the variance, ().
+        applied: bool (); nothing is written if it is false.
+    """
+    if known_false(applied):
+        return
+    new = momentum * (1.0 - beta1)
+    step = new / (variance / bias_correction).sqrt_().add_(eps)
+    step = torch.where(variance > 0.0, step, 0.0)
     decay_(parameter, lr * weight_decay, applied)
     parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
     moment.copy_(gated(applied, new, moment))

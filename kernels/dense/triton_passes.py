@@ -1,4 +1,4 @@
-"""Dense AdamS, the finite check and scaling as Triton kernels, each one launch for all tensors of a model."""
+"""The kernels of `dense.triton_kernels`, each one launch for all tensors of a model."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import launching
-from kernels.common.launching import DeviceTable, TileSchedule, Writable, aligned, as_flag
+from kernels.common.launching import DeviceTable, TileSchedule, Writable, aligned, as_flag, to_device
 from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense import triton_kernels
@@ -104,11 +104,21 @@ class Scaling:
             )
 
 
+class _Tables:
+    """Tiles of parameters by their sizes, and the tables of their addresses and hyper-parameters."""
+
+    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
+        self.tiles = TileSchedule(sizes, 1024, _TILE, _WARP, device)
+        self.addresses = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
+        self.rates = DeviceTable(len(sizes), RATES.value, torch.float32, device)
+        self.betas = DeviceTable(len(sizes), 2, torch.float64, device)
+
+
 class TritonAdams:
     """Dense AdamS on a Triton kernel."""
 
     def __init__(self) -> None:
-        self._tiles: TileSchedule | None = None
+        self._tables: _Tables | None = None
 
     def step(
         self,
@@ -122,23 +132,17 @@ class TritonAdams:
         """Update all parameters in place; see `TorchAdams.step`."""
         if not parameters:
             return
-        sizes, device = tuple(p.numel() for p in parameters), parameters[0].device
-        if self._tiles is None or self._tiles.sizes != sizes:
-            self._tiles = TileSchedule(sizes, 1024, _TILE, _WARP, device)
-            self._table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
-            self._rates = DeviceTable(len(sizes), RATES.value, torch.float32, device)
-            self._betas = DeviceTable(len(sizes), 2, torch.float64, device)
-        writable = Writable(parameters)
-        flat_moments = Writable(moments)
+        tables = self._tables = _tables(self._tables, parameters)
+        writable, flat_moments = Writable(parameters), Writable(moments)
         columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
-        table = self._table.set(
+        table = tables.addresses.set(
             [table_row(g.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), -1) for g, p, m in columns]
         )
-        rows = self._rates.set([rates_row(r) for r in rates])
-        betas = self._betas.set([(r.beta1, r.beta2) for r in rates])
+        rows = tables.rates.set([rates_row(r) for r in rates])
+        betas = tables.betas.set([(r.beta1, r.beta2) for r in rates])
         corrections = (1.0 - betas ** steps.unsqueeze(1)).float()
         kinds = tuple((aligned(g, p, m), (p.dtype, g.dtype)) for g, p, m in columns)
-        for listed, full, (dtype, gradient_dtype) in self._tiles.lists(tuple(self._tiles.whole()), kinds):
+        for listed, full, (dtype, gradient_dtype) in tables.tiles.lists(tuple(tables.tiles.whole()), kinds):
             launching.launch(
                 triton_kernels.adams_kernel,
                 (len(listed),),
@@ -147,11 +151,68 @@ class TritonAdams:
                 rows,
                 corrections,
                 as_flag(applied),
-                warps=self._tiles.warps,
-                **self._tiles.shape,
+                warps=tables.tiles.warps,
+                **tables.tiles.shape,
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 GRADIENT_DTYPE=DTYPES[gradient_dtype],
             )
         writable.store()
         flat_moments.store()
+
+
+class TritonFrozenAdam:
+    """AdamW with a given first moment and a variance that does not change, on a Triton kernel."""
+
+    def __init__(self) -> None:
+        self._tables: _Tables | None = None
+
+    def step(
+        self,
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        moments: list[Tensor],
+        variances: list[Tensor],
+        rates: list[Rates],
+        updates: Tensor,
+        applied: Tensor,
+    ) -> None:
+        """Update all parameters in place; see `TorchFrozenAdam.step`."""
+        if not parameters:
+            return
+        tables = self._tables = _tables(self._tables, parameters)
+        writable = Writable(parameters)
+        flat = [[t.float().contiguous() for t in kind] for kind in (moments, variances)]  # copies of other dtypes only
+        columns = list(zip(momenta, writable.flat, *flat, strict=True))
+        table = tables.addresses.set(
+            [table_row(x.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), v.data_ptr()) for x, p, m, v in columns]
+        )
+        rows = tables.rates.set([rates_row(r) for r in rates])
+        betas = tables.betas.set([(r.beta1, r.beta2) for r in rates])
+        counts = to_device(updates, table.device) if updates.is_cpu else updates
+        corrections = (1.0 - betas[:, 1] ** counts).float()
+        kinds = tuple((aligned(*column), column[1].dtype) for column in columns)
+        for listed, full, dtype in tables.tiles.lists(tuple(tables.tiles.whole()), kinds):
+            launching.launch(
+                triton_kernels.frozen_adam_kernel,
+                (len(listed),),
+                listed,
+                table,
+                rows,
+                corrections,
+                as_flag(applied),
+                warps=tables.tiles.warps,
+                **tables.tiles.shape,
+                ALIGNED_TILE=full,
+                DTYPE=DTYPES[dtype],
+            )
+        writable.store()
+        for moment, values in zip(moments, flat[0], strict=True):
+            if values is not moment:
+                moment.copy_(values)
+
+
+def _tables(known: _Tables | None, parameters: list[Tensor]) -> _Tables:
+    """Return the tables for these parameters: the known ones if the sizes are theirs."""
+    sizes = tuple(p.numel() for p in parameters)
+    return known if known is not None and known.tiles.sizes == sizes else _Tables(sizes, parameters[0].device)

@@ -34,7 +34,7 @@ from kernels import (
 from kernels.codec.formats import FORMATS, STOCHASTIC
 from kernels.common import launching
 from kernels.common.rates import Rates
-from kernels.dense.triton_passes import Finite, Scaling, TritonAdams
+from kernels.dense.triton_passes import Finite, Scaling, TritonAdams, TritonFrozenAdam
 from kernels.exchange.layout import BlockSlices
 from kernels.scape.blocks import BlockLayout, Mask
 from kernels.scape.ownership import Ownership
@@ -247,6 +247,8 @@ def _dense_step(dtype: torch.dtype) -> None:
     Finite()(gradients)
     Scaling()([gradient.float() for gradient in gradients], torch.ones(()))
     TritonAdams().step(parameters, gradients, moments, [RATES] * 2, steps, torch.tensor(True))
+    momenta, variances = ([torch.zeros_like(moment) for moment in moments] for _ in range(2))
+    TritonFrozenAdam().step(parameters, momenta, moments, variances, [RATES] * 2, steps, torch.tensor(True))
 
 
 def _codec_step(name: str, block: int, scale: torch.dtype) -> None:

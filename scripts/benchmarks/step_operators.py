@@ -240,7 +240,8 @@ def _take(method: Method, model: LocalModel, info: StepInfo, counter: StepCounte
         if isinstance(method, LocalMethod):
             method.exchange(info)
         elif isinstance(method, GradientMethod):
-            method.synchronize(gradients, info)
+            synchronize = getattr(method, "synchronize_momenta", method.synchronize)  # of 1-bit Adam, before its update
+            synchronize(gradients, info)
             method.after_optimizer_step(info)
         else:  # it updates the parameters
             method.finish_previous_step(True)

@@ -25,7 +25,15 @@ from kernels.codec.formats import FORMATS
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout
 from kernels.scape.triton_passes import COMPACT_TILE, SELECT_TILE, STREAM_TILE
-from tests.kernels.checks import Case, check_adams, check_finite, check_rotate, check_skipped, check_step
+from tests.kernels.checks import (
+    Case,
+    check_adams,
+    check_finite,
+    check_frozen_adam,
+    check_rotate,
+    check_skipped,
+    check_step,
+)
 from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
 from tests.kernels.exchange_checks import adam, quantized, quantized_update, radius, sparta
 from tests.replicas import ThreadCollectives, run_replicas
@@ -91,8 +99,9 @@ def test_a_skipped_step_writes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_dense_adams_and_the_finite_check_equal_the_reference(dtype: torch.dtype, offset: int) -> None:
+def test_dense_updates_and_the_finite_check_equal_the_reference(dtype: torch.dtype, offset: int) -> None:
     check_adams([100_000, 0, 5, 8192], offset, dtype, 0, DEVICE)
+    check_frozen_adam([100_000, 0, 5, 8192], offset, dtype, 0, DEVICE)
     check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, DEVICE)
 
 

@@ -391,6 +391,29 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
         assert bool(((ours.double() - theirs.double()).abs() <= 16 * bound * (ours.double().abs() + 0.2)).all())
 
 
+def check_frozen_adam(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
+    """Compare Adam with a frozen variance of both backends; moments bitwise. Some entries have no variance."""
+    from kernels.dense.torch_passes import TorchFrozenAdam
+    from kernels.dense.triton_passes import TritonFrozenAdam
+
+    results = []
+    for backend in (TorchFrozenAdam(), TritonFrozenAdam()):
+        case = Case(tuple(sizes), device=device)
+        parameters, momenta = case.draw(dtype, seed), case.draw(torch.float32, seed + 1, (), offset)
+        moments = case.draw(torch.float32, seed + 2)
+        variances = [each.square() * (each > 0) for each in case.draw(torch.float32, seed + 3)]
+        counts = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64)  # AdamW has them on the CPU, or not
+        for applied, updates in ((True, counts), (False, counts.to(device))):
+            arguments = parameters, momenta, moments, variances, [case.rates] * len(sizes), updates
+            backend.step(*arguments, torch.tensor(applied, device=device))
+            momenta = [torch.full_like(each, torch.nan) for each in momenta]  # in a step that is not applied
+        results.append((parameters, moments))
+    ulp = ULP if dtype == torch.float32 else 2.0**-7
+    for ours, theirs in zip(results[0][0], results[1][0], strict=True):
+        assert bool(((ours.double() - theirs.double()).abs() <= 16 * ulp * (ours.double().abs() + 0.2)).all())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0][1], results[1][1], strict=True))
+
+
 def check_finite(
     sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
 ) -> None:

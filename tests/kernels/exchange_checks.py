@@ -203,13 +203,13 @@ def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOpti
 
 
 def adam(device: str, backend: str) -> list[Tensor]:
-    """Return parameters, moments and errors after three steps; the last two send the momentum."""
+    """Return first moments and errors after three steps; the last two send the momentum."""
     simulated, own = SimulatedReplicas(2), parameters(device, torch.float32, 0)
     optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
     for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
-        context = MethodContext(shards, endpoint, optimizer, kernels=backend, total_steps=3)
+        context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, total_steps=3)
         methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
 
     def work(i: int) -> None:
@@ -219,4 +219,5 @@ def adam(device: str, backend: str) -> list[Tensor]:
 
     with torch.no_grad():
         simulated.run(work) if simulated else work(0)
-    return all_tensors(methods)
+    errors = [t for method in methods for state in method.states() for t in state.tensors.values()]
+    return [optimizer.state[p]["exp_avg"] for p in own] + errors

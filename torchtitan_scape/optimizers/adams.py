@@ -107,15 +107,8 @@ class AdamS(Optimizer):
                 [local(shard.parameter).detach() for shard in shards],
                 [flat_gradient(shard) for shard in shards],
                 [local(state["exp_avg"]) for state in states],
-                [self._rates(shard) for shard in shards],
+                [Rates.of(self.param_groups[shard.group]) for shard in shards],
                 torch.stack([state["step"] for state in states]),
                 applied,
             )
         return loss
-
-    def _rates(self, shard: Shard) -> Rates:
-        group = self.param_groups[shard.group]
-        # Numbers, also if a learning rate is a tensor that a scheduler changes in place.
-        lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = map(float, group["betas"])
-        return Rates(lr, beta1, beta2, eps, weight_decay)

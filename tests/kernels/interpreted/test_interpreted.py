@@ -24,6 +24,7 @@ from tests.kernels.checks import (
     check_adams,
     check_entering,
     check_finite,
+    check_frozen_adam,
     check_rotate,
     check_skipped,
     check_step,
@@ -213,6 +214,19 @@ def test_a_skipped_step_writes_nothing(case: Case) -> None:
 )
 def test_adams_equals_pytorch(sizes: list[int], offset: int, dtype: torch.dtype, seed: int) -> None:
     check_adams(sizes, offset, dtype, seed, "cpu")
+
+
+@settings(max_examples=examples(10))
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=4),
+    st.sampled_from([0, 1]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 99),
+)
+def test_adam_with_a_frozen_variance_equals_pytorch(
+    sizes: list[int], offset: int, dtype: torch.dtype, seed: int
+) -> None:
+    check_frozen_adam(sizes, offset, dtype, seed, "cpu")
 
 
 @settings(max_examples=examples(10))

@@ -6,15 +6,17 @@ arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency f
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels import choose_backend, frozen_adam_step
+from kernels.common.rates import Rates
 from topology.comm_stream import Handle
 from topology.partition import Chunk
 from torchtitan_scape.core.parameters import Shard, local
-from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
@@ -40,13 +42,14 @@ class OnebitAdam(Quantized):
     """
 
     supports_overlap = False
-    sends_gradients: ClassVar[bool] = False
 
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
         for group in context.optimizer.param_groups:
             _check(group, type(context.optimizer).__name__)
         super().__init__(context, options.exchange())
         self.options = options
+        backend = choose_backend(context.kernels, context.shards[0].device, {s.parameter.dtype for s in context.shards})
+        self._adam = frozen_adam_step(backend)
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step
         self._keeps_errors = False  # in this step: pending errors wait for a step that sends the momentum
@@ -66,20 +69,41 @@ class OnebitAdam(Quantized):
                 context.clip_factor.copy_(clip(gradients, norm, context.max_norm, multiply=self.multiply_gradients))
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
         with phase("exchange"):
-            gradients = self.synchronize(gradients, info)
+            momenta = self.synchronize_momenta(gradients, info)
         if self.collectives.is_writer:
-            self._observe(gradients, info)
+            if self.observer is not None:
+                gradients = [each.clone() for each in momenta]
+                self._add_momenta(gradients, -1.0)
+                self._observe(gradients, info)
             with phase("update"):
-                for shard, gradient in zip(context.shards, gradients, strict=True):
-                    self._update(shard, gradient, info.applied)
+                self._update(momenta, info.applied)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        self._updates_variance = self._is_dense(info.number)
-        return super().synchronize(gradients, info)
+        return self._as_gradients(self.synchronize_momenta(gradients, info))
 
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        self._begin_step(gradients, info)
+        finish = super().start(gradients, info)
+        return lambda: self._as_gradients(finish())
+
+    def synchronize_momenta(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        """Return the new momentum divided by 1 - beta1. In a step that updates the variance: as `synchronize`.
+
+        The old momentum is read before the exchange only: afterwards another simulated replica may have updated it.
+        """
+        self._begin_step(gradients, info)
+        return super().synchronize(gradients, info)
+
+    def _begin_step(self, gradients: list[Tensor], info: StepInfo) -> None:
+        """Add the old momentum, unless the variance is updated. The exchange multiplies both by `gradient_scale`."""
         self._updates_variance = self._is_dense(info.number)
-        return super().start(gradients, info)
+        if not self._updates_variance:
+            self._add_momenta(gradients, 1.0 / self.context.gradient_scale)
+
+    def _as_gradients(self, momenta: list[Tensor]) -> list[Tensor]:
+        if not self._updates_variance:
+            self._add_momenta(momenta, -1.0)
+        return momenta
 
     def begin(self) -> None:
         full = self.take_full_exchange_request()
@@ -87,27 +111,10 @@ class OnebitAdam(Quantized):
         self._uncompressed = self._updates_variance or full or self.collectives.replicas == 1
 
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
-        self.scale_to_mean([values])
         if self._keeps_errors:
+            self.scale_to_mean([values])
             return self.collectives.all_reduce(values), lambda info: None
-        if self._updates_variance:
-            return self.send_with_feedback(chunk, values)
-        # A copy, because simulated replicas share the momentum, and one of them updates it.
-        momentum = torch.zeros_like(values)
-        for s in chunk.slices:
-            shard = self.context.shards[s.tensor]
-            if (own := self._state(shard).get("exp_avg")) is not None:
-                beta1 = self._group(shard)["betas"][0]
-                part = local(own).view(-1)[s.first : s.first + s.length]
-                torch.mul(part, beta1 / (1.0 - beta1), out=momentum[s.at : s.at + s.length])
-        values.add_(momentum)
-        handle, finish_exchange = self.send_with_feedback(chunk, values)
-
-        def finish(info: StepInfo) -> None:
-            finish_exchange(info)
-            values.sub_(momentum)
-
-        return handle, finish
+        return super().send(chunk, values)
 
     def check_second_moments(self, loaded: bool, step: int) -> None:
         remaining = range(step + 1, self._last_update + 1)
@@ -119,18 +126,24 @@ class OnebitAdam(Quantized):
                 f"warmup_steps to {step + UPDATES_OF_A_NEW_VARIANCE} or more, and variance_updates to 0"
             )
 
-    def _update(self, shard: Shard, gradient: Tensor, applied: Tensor) -> None:
+    def _add_momenta(self, gradients: list[Tensor], factor: float) -> None:
+        """Add factor times m / (1 - beta1), decayed by beta1, in place. Gradients and m are read once."""
+        shards = self.context.shards
+        for beta1, numbers in indices_by_key(self._rates(shard).beta1 for shard in shards).items():
+            moments = [local(self._state(shards[i])["exp_avg"]).view(-1) for i in numbers]
+            torch._foreach_add_([gradients[i] for i in numbers], moments, alpha=factor * beta1 / (1.0 - beta1))
+
+    def _update(self, momenta: list[Tensor], applied: Tensor) -> None:
         """Step 3 of the class's docstring."""
-        group, state = self._group(shard), self._state(shard)
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        moment, variance = (local(state[kind]).view(-1) for kind in ("exp_avg", "exp_avg_sq"))
-        theta = local(shard.parameter).detach().view(-1)
-        new_moment = torch.lerp(moment, gradient.to(moment.dtype), 1.0 - beta1)
-        corrected = variance / (1.0 - beta2 ** local(state["step"]).double())
-        change = new_moment / corrected.sqrt_().add_(group["eps"])
-        change = torch.where(variance > 0.0, change, 0.0).add_(theta, alpha=group["weight_decay"])
-        masked_copy_(theta, theta - lr * change, applied)
-        masked_copy_(moment, new_moment, applied)
+        shards, states = self.context.shards, [self._state(shard) for shard in self.context.shards]
+        self._adam.step(
+            [local(shard.parameter).detach() for shard in shards],
+            momenta,
+            *([local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")),
+            [self._rates(shard) for shard in shards],
+            torch.stack([local(state["step"]) for state in states]).double(),
+            applied,
+        )
 
     def _is_dense(self, number: int) -> bool:
         """Return whether a step updates the variance: by the schedule, or because AdamW has made no step yet."""
@@ -144,8 +157,8 @@ class OnebitAdam(Quantized):
         )  # `[]` would insert an empty state
         return state
 
-    def _group(self, shard: Shard) -> dict[str, Any]:
-        return self.context.optimizer.param_groups[shard.group]
+    def _rates(self, shard: Shard) -> Rates:
+        return Rates.of(self.context.optimizer.param_groups[shard.group])
 
 
 def _check(group: dict[str, Any], optimizer: str) -> None:

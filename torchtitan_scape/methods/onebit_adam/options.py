@@ -96,18 +96,14 @@ class OnebitAdamCost(GradientCost):
     ) -> list[CollectiveCall]:
         return self.exchange.collective_calls(model, levels, chunk_entries)
 
-    def traffic_per_parameter(self) -> float:
-        """Return the bytes of the exchange, and 60 per parameter before and after it.
-
-        16 to copy the gradient to the chunk and back, 8 to scale it, and 36 to clear, scale, add and subtract the
-        momentum.
-        """
-        return self.exchange.buffered_traffic() + 60.0
+    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the traffic of the exchange, and 12 bytes per parameter to add the momentum to the gradient."""
+        pack, rest = self.exchange.memory_traffic(model, replicas)
+        return pack, rest + 12.0 * model.entries
 
     @property
     def chunk_bytes(self) -> float:
-        """Those of the exchange, and the momentum."""
-        return self.exchange.chunk_bytes + 4.0
+        return self.exchange.chunk_bytes
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         chunks = {"chunks in flight": self.chunk_memory(model, replicas)} if replicas > 1 else {}

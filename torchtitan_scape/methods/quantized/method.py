@@ -6,7 +6,7 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ class Quantized(ChunkedMethod):
     encoded.
     """
 
-    sends_gradients: ClassVar[bool] = True  # as the kernels without a buffer do; a subclass may send other values
-
     def __init__(self, context: MethodContext, options: QuantizedOptions) -> None:
         backend = choose_backend(context.kernels, context.shards[0].device)
         self._code = block_code(backend, options.code, options.block)
@@ -57,8 +55,8 @@ class Quantized(ChunkedMethod):
         if options.whiten_every and self.collectives.replicas > 1:
             self._bases = WhiteningBases.of(context.shards, options.whiten_every)
             self._check_bases()
-        fused = self.sends_gradients and len(self.collectives.levels) == 1
-        self._passes = exchange_passes(backend, (torch.float32,)) if fused else None
+        one_level = len(self.collectives.levels) == 1
+        self._passes = exchange_passes(backend, (torch.float32,)) if one_level else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
         # Bases move errors to other entries. None after a load: another layout may have had other owners.
         self._errors_elsewhere: bool | None = self._bases is not None

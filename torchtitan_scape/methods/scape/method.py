@@ -121,13 +121,11 @@ class ScapeMethod(ScapeComponents):
             yield from (exchange.chunk for exchange in in_flight)
 
     def _rates(self, shard: Shard) -> Rates:
-        group = self.param_groups[shard.group]
-        # Numbers, also if a learning rate is a tensor that a scheduler changes in place.
-        lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = map(float, group["betas"])
-        if self.options.update == "sharded" and self.bf16_weights and lr * weight_decay > 0.5:
-            raise ValueError(f"lr * weight_decay is {lr * weight_decay:g}; with weights in BF16 it must be 0.5 or less")
-        return Rates(lr, beta1, beta2, eps, weight_decay, self.context.gradient_scale, shard.counted)
+        rates = Rates.of(self.param_groups[shard.group], self.context.gradient_scale, shard.counted)
+        decay = rates.lr * rates.weight_decay
+        if self.options.update == "sharded" and self.bf16_weights and decay > 0.5:
+            raise ValueError(f"lr * weight_decay is {decay:g}; with weights in BF16 it must be 0.5 or less")
+        return rates
 
     def finish_previous_step(self, applied: bool) -> None:
         self.masks.rotate(applied)
