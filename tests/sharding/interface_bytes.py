@@ -60,13 +60,13 @@ def main() -> None:
     isolate()
     context = multiprocessing.get_context("fork")  # Safe, because gloo is not initialized in this process.
     queue: Any = context.Queue()
-    store = f"{tempfile.mkdtemp()}/store"
-    processes = [context.Process(target=rank, args=(r, store, queue)) for r in range(WORLD)]
-    for process in processes:
-        process.start()
-    results = [queue.get(timeout=100) for _ in processes]
-    for process in processes:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=rank, args=(r, f"{folder}/store", queue)) for r in range(WORLD)]
+        for process in processes:
+            process.start()
+        results = [queue.get(timeout=100) for _ in processes]
+        for process in processes:
+            process.join()
     print(json.dumps(results[0]))
 
 

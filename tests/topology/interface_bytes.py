@@ -104,15 +104,14 @@ def main() -> None:
     isolate()
     context = multiprocessing.get_context("fork")  # safe: gloo has not been initialized yet
     queue: Any = context.Queue()
-    store = f"{tempfile.mkdtemp()}/store"
-    processes = [
-        context.Process(target=replica, args=(r, world, store, density, update, wire, queue)) for r in range(world)
-    ]
-    for process in processes:
-        process.start()
-    results = [queue.get(timeout=100) for _ in processes]
-    for process in processes:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        rest = f"{folder}/store", density, update, wire, queue
+        processes = [context.Process(target=replica, args=(r, world, *rest)) for r in range(world)]
+        for process in processes:
+            process.start()
+        results = [queue.get(timeout=100) for _ in processes]
+        for process in processes:
+            process.join()
     print(json.dumps(results))
 
 
