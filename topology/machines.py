@@ -127,6 +127,22 @@ MACHINES = {
             device=_A100,
         ),
         Machine(
+            "dgx-h100",
+            ranks_per_node=8,
+            levels=(Level("node", 8, 450.0, 2.0), Level("network", 0, 50.0, 5.0)),
+            source="NVIDIA DGX H100 data sheet: NVLink 900 GB/s both ways, eight 400 Gb/s ConnectX-7 ports a node. "
+            "Latencies are assumed",
+            device=Device(
+                "H100 80GB",
+                80.0,
+                3350.0,
+                989.0,
+                "NVIDIA H100 data sheet, SXM model: 3.35 TB/s, dense BF16, PCIe 5.0; an eighth of a DGX's 2 TB",
+                host_memory=250.0,
+                host_link=63.0,
+            ),
+        ),
+        Machine(
             "ethernet-10g",
             ranks_per_node=1,
             levels=(Level("node", 1, 300.0, 2.0), Level("network", 0, 1.25, 40.0)),
@@ -152,8 +168,9 @@ def get_machine(name: str) -> Machine:
 
 
 def detect_machine(device_name: str) -> str:
-    """Return the name of the preset for the name of an accelerator; "local" if no preset matches."""
-    for part, name in (("GH200", "vista"), ("MI250X", "frontier"), ("A100", "dgx-a100")):
-        if part in device_name:
-            return name
-    return "local"
+    """Return the name of the preset for the name of an accelerator; "local" if no preset matches.
+
+    A node with H200 has the links of one with H100, and more memory.
+    """
+    parts = {"GH200": "vista", "MI250X": "frontier", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h100"}
+    return next((name for part, name in parts.items() if part in device_name), "local")

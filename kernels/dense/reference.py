@@ -66,14 +66,15 @@ def frozen_adam_update_(
     bias_correction: Tensor,
     applied: Tensor,
 ) -> None:
-    """Update in place with AdamW, a given first moment, and a second one that does not change (arXiv:2102.02888).
+    """Apply AdamW in place with a given first moment and a frozen second moment (arXiv:2102.02888, Algorithm 1).
 
     An entry without variance has never had a gradient. It only decays, because its quotient would be unbounded.
 
     Args:
         momentum: FP32 (n,), the new first moment divided by 1 - beta1.
-        moment: (n,), receives the first moment.
-        bias_correction: Of the variance, ().
+        moment: FP32 (n,), receives the first moment.
+        variance: FP32 (n,), the second moment.
+        bias_correction: Bias correction of the variance, ().
         applied: bool (); nothing is written if it is false.
     """
     if known_false(applied):

@@ -62,9 +62,10 @@ class TorchFrozenAdam:
         """Update all parameters in place.
 
         Args:
-            parameters: Local shards, any floating-point dtype.
+            parameters: Local shards, any floating-point dtype; the update is computed in FP32.
             momenta: FP32 (n,), one per parameter, the new first moments divided by 1 - beta1.
-            moments, variances: Moments in the order of the parameters; the first ones are written.
+            moments, variances: First and second moments, in the order of the parameters, all of one dtype for a
+                parameter; the first ones are written.
             rates: Hyper-parameters of each parameter.
             updates: float64 (len(parameters),), updates of each variance.
             applied: bool (); nothing is written if it is false.

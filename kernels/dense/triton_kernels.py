@@ -125,21 +125,22 @@ def frozen_adam_kernel(
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """Update parameters and moments as `reference.frozen_adam_update_`; 24 bytes of traffic per FP32 parameter."""
+    """Update parameters and moments as `reference.frozen_adam_update_`; 20 bytes of traffic per FP32 parameter."""
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     momenta = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
     parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
-    moments = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
-    variances = pointer(table, tensor, VARIANCE, tl.float32, ALIGNED_TILE) + first
+    moments = pointer(table, tensor, STATE, STATE_DTYPE, ALIGNED_TILE) + first
+    variances = pointer(table, tensor, VARIANCE, STATE_DTYPE, ALIGNED_TILE) + first
     moment = tl.load(momenta + local, mask=inside, other=0.0) * rate(rates, tensor, ONE_MINUS_BETA1)
-    variance = tl.load(variances + local, mask=inside, other=0.0)
+    variance = tl.load(variances + local, mask=inside, other=0.0).to(tl.float32)
     parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
     corrected = tl.div_rn(variance, tl.zeros_like(variance) + tl.load(corrections + tensor))
     step = tl.where(variance > 0.0, tl.div_rn(moment, tl.sqrt_rn(corrected) + rate(rates, tensor, EPS)), 0.0)
     parameter = parameter - parameter * rate(rates, tensor, DECAY) - step * rate(rates, tensor, LR)
     tl.store(parameters + local, parameter.to(DTYPE), mask=inside)
-    tl.store(moments + local, moment, mask=inside)
+    tl.store(moments + local, moment.to(STATE_DTYPE), mask=inside)

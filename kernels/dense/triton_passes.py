@@ -132,7 +132,7 @@ class TritonAdams:
         """Update all parameters in place; see `TorchAdams.step`."""
         if not parameters:
             return
-        tables = self._tables = _tables(self._tables, parameters)
+        tables = self._tables = tables_for(parameters, self._tables)
         writable, flat_moments = Writable(parameters), Writable(moments)
         columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
         table = tables.addresses.set(
@@ -180,10 +180,10 @@ class TritonFrozenAdam:
         """Update all parameters in place; see `TorchFrozenAdam.step`."""
         if not parameters:
             return
-        tables = self._tables = _tables(self._tables, parameters)
-        writable = Writable(parameters)
-        flat = [[t.float().contiguous() for t in kind] for kind in (moments, variances)]  # copies of other dtypes only
-        columns = list(zip(momenta, writable.flat, *flat, strict=True))
+        tables = self._tables = tables_for(parameters, self._tables)
+        writable, flat_moments = Writable(parameters), Writable(moments)
+        flat_variances = [each.contiguous() for each in variances]
+        columns = list(zip(momenta, writable.flat, flat_moments.flat, flat_variances, strict=True))
         table = tables.addresses.set(
             [table_row(x.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), v.data_ptr()) for x, p, m, v in columns]
         )
@@ -191,8 +191,8 @@ class TritonFrozenAdam:
         betas = tables.betas.set([(r.beta1, r.beta2) for r in rates])
         counts = to_device(updates, table.device) if updates.is_cpu else updates
         corrections = (1.0 - betas[:, 1] ** counts).float()
-        kinds = tuple((aligned(*column), column[1].dtype) for column in columns)
-        for listed, full, dtype in tables.tiles.lists(tuple(tables.tiles.whole()), kinds):
+        kinds = tuple((aligned(x, p, m, v), (p.dtype, m.dtype)) for x, p, m, v in columns)
+        for listed, full, (dtype, state_dtype) in tables.tiles.lists(tuple(tables.tiles.whole()), kinds):
             launching.launch(
                 triton_kernels.frozen_adam_kernel,
                 (len(listed),),
@@ -205,14 +205,13 @@ class TritonFrozenAdam:
                 **tables.tiles.shape,
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
+                STATE_DTYPE=DTYPES[state_dtype],
             )
         writable.store()
-        for moment, values in zip(moments, flat[0], strict=True):
-            if values is not moment:
-                moment.copy_(values)
+        flat_moments.store()
 
 
-def _tables(known: _Tables | None, parameters: list[Tensor]) -> _Tables:
+def tables_for(parameters: list[Tensor], known: _Tables | None) -> _Tables:
     """Return the tables for these parameters: the known ones if the sizes are theirs."""
     sizes = tuple(p.numel() for p in parameters)
     return known if known is not None and known.tiles.sizes == sizes else _Tables(sizes, parameters[0].device)

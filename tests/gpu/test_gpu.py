@@ -188,7 +188,7 @@ EXCHANGES: dict[str, Callable[..., list[Tensor]]] = {
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_by_kernels_equal_those_of_pytorch(name: str) -> None:
-    """Weights and states of simulated replicas, bitwise."""
+    """Weights and states of simulated replicas, bitwise; of 1-bit Adam its first moments and errors."""
     kernel, twin = (EXCHANGES[name](DEVICE, backend) for backend in ("triton", "torch"))
     for i, (ours, theirs) in enumerate(zip(kernel, twin, strict=True)):
         assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num()), i

@@ -370,48 +370,63 @@ def check_written(case: Case, changes: bool) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
+def rates_of(tensors: int) -> list[Rates]:
+    """Return other rates for every tensor, with steps that change a BF16 parameter by many roundings."""
+    return [Rates(0.5 / (i + 1), 0.9 - 0.1 * i, 0.95 - 0.05 * i, 1e-8, 0.1 * i) for i in range(tensors)]
+
+
+def assert_near(ours: list[Tensor], theirs: list[Tensor], before: list[Tensor]) -> None:
+    """Compare within one rounding of a BF16 result, and the rounding errors of about ten operations in FP32."""
+    for one, other, start in zip(ours, theirs, before, strict=True):
+        last = ULP if one.dtype == torch.float32 else 2.0**-7
+        bound = last * one.double().abs() + 16 * ULP * (one.double().abs() + start.double().abs() + 0.2)
+        assert bool(((one.double() - other.double()).abs() <= bound).all())
+
+
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Compare dense AdamS of both backends, within the rounding errors of about ten operations."""
+    """Compare dense AdamS of both backends."""
     from kernels.dense.torch_passes import TorchAdams
     from kernels.dense.triton_passes import TritonAdams
 
-    results = []
+    case, results = Case(tuple(sizes), device=device), []
     for backend in (TorchAdams(), TritonAdams()):
-        case = Case(tuple(sizes), device=device)
         parameters, gradients = case.draw(dtype, seed), case.draw(dtype, seed + 1, (), offset)
         moments = case.draw(torch.float32, seed + 2)
         steps = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64, device=device)
         for applied in (True, False):
             flag = torch.tensor(applied, device=device)
-            backend.step(parameters, gradients, moments, [case.rates] * len(sizes), steps, flag)
-        results.append((parameters, moments))
-    ulp = ULP if dtype == torch.float32 else 2.0**-7
-    for ours, theirs in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
-        bound = ulp if ours.dtype == dtype else ULP
-        assert bool(((ours.double() - theirs.double()).abs() <= 16 * bound * (ours.double().abs() + 0.2)).all())
+            backend.step(parameters, gradients, moments, rates_of(len(sizes)), steps, flag)
+        results.append(parameters + moments)
+    assert_near(*results, case.draw(dtype, seed) + case.draw(torch.float32, seed + 2))
 
 
 def check_frozen_adam(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Compare Adam with a frozen variance of both backends; moments bitwise. Some entries have no variance."""
+    """Compare Adam with a frozen variance of both backends; FP32 moments bitwise. Some entries have no variance."""
     from kernels.dense.torch_passes import TorchFrozenAdam
     from kernels.dense.triton_passes import TritonFrozenAdam
 
-    results = []
-    for backend in (TorchFrozenAdam(), TritonFrozenAdam()):
-        case = Case(tuple(sizes), device=device)
-        parameters, momenta = case.draw(dtype, seed), case.draw(torch.float32, seed + 1, (), offset)
-        moments = case.draw(torch.float32, seed + 2)
-        variances = [each.square() * (each > 0) for each in case.draw(torch.float32, seed + 3)]
-        counts = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64)  # AdamW has them on the CPU, or not
-        for applied, updates in ((True, counts), (False, counts.to(device))):
-            arguments = parameters, momenta, moments, variances, [case.rates] * len(sizes), updates
-            backend.step(*arguments, torch.tensor(applied, device=device))
-            momenta = [torch.full_like(each, torch.nan) for each in momenta]  # in a step that is not applied
-        results.append((parameters, moments))
-    ulp = ULP if dtype == torch.float32 else 2.0**-7
-    for ours, theirs in zip(results[0][0], results[1][0], strict=True):
-        assert bool(((ours.double() - theirs.double()).abs() <= 16 * ulp * (ours.double().abs() + 0.2)).all())
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0][1], results[1][1], strict=True))
+    case, rates = Case(tuple(sizes), device=device), rates_of(len(sizes))
+    counts = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64)
+    for updates in (counts, counts.to(device)):  # those of AdamW are on the CPU, those of fused AdamW on the device
+        results = []
+        for backend in (TorchFrozenAdam(), TritonFrozenAdam()):
+            parameters, moments = case.draw(dtype, seed), case.draw(dtype, seed + 2)
+            variances = [each.square() * (each > 0) for each in case.draw(dtype, seed + 3)]
+            if sizes[0] % 2 == 0:  # transposed, so that the kernels update copies
+                for tensors in (parameters, moments, variances):
+                    tensors[0] = tensors[0].view(2, -1).T.contiguous().T
+            before = [parameter.clone() for parameter in parameters]
+            momenta = case.draw(torch.float32, seed + 1, (), offset)
+            for applied in (True, False):
+                flag = torch.tensor(applied, device=device)
+                backend.step(parameters, momenta, moments, variances, rates, updates, flag)
+                momenta = [torch.full_like(each, torch.nan) for each in momenta]
+            results.append((parameters, moments))
+        (ours, our_moments), (theirs, their_moments) = results
+        assert_near(ours, theirs, before)
+        assert_near(our_moments, their_moments, [torch.zeros_like(each) for each in our_moments])
+        if dtype == torch.float32:
+            assert all(torch.equal(one, other) for one, other in zip(our_moments, their_moments, strict=True))
 
 
 def check_finite(

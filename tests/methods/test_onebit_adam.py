@@ -1,5 +1,6 @@
 """1-bit Adam compared with the paper's algorithm in FP64, its schedules, and its migration rules."""
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -37,11 +38,16 @@ def start() -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def make(collectives: ReplicaCollectives, scale: float = 1.0, **options: Any) -> OnebitAdam:
+def make(
+    collectives: ReplicaCollectives, scale: float = 1.0, others: dict[str, Any] | None = None, **options: Any
+) -> OnebitAdam:
+    """others: Settings of the last two parameters, as a group of their own."""
     collectives.chunk_entries = 128
     named = [(f"p{i}", nn.Parameter(values)) for i, values in enumerate(start())]
     rates: dict[str, Any] = dict(lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
-    optimizer = torch.optim.AdamW(named, **rates)
+    optimizer = torch.optim.AdamW(named if others is None else named[:2], **rates)
+    if others is not None:
+        optimizer.add_param_group({"params": named[2:], **others})
     shards = collect_shards(optimizer.param_groups)
     context = MethodContext(shards, collectives, optimizer, scale, max_norm=MAX_NORM)
     return OnebitAdam(context, OnebitAdamOptions(**({"warmup_steps": WARMUP, "block": BLOCK} | options)))
@@ -209,6 +215,40 @@ def test_replicas_clip_by_their_own_norms_after_the_warm_up() -> None:
         mean = torch.stack([torch.cat(gradients(number, replica)) for replica in range(2)]).mean(0).norm().item()
         expected = own if number > WARMUP else [mean, mean]
         assert [float(found["norms"][number - 1]) for found in ranks] == pytest.approx(expected, rel=1e-5), number
+
+
+class Recorder:
+    """An observer that keeps what it is given."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.seen = names, dict[str, Tensor]()
+
+    def synchronised(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
+        self.seen = {name: gradient(name).clone() for name in self.names}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_group_has_its_own_momentum(replicas: int) -> None:
+    """The new momentum is that of the gradient that an observer receives; of a single replica, its own gradient."""
+
+    def work(collectives: ReplicaCollectives) -> None:
+        method = make(collectives, 2.0, {"lr": 3e-3, "betas": (0.7, 0.98), "weight_decay": 0.0})
+        shards = method.context.shards
+        method.observer = recorder = Recorder([shard.name for shard in shards])
+        for number in range(1, STEPS + 1):
+            own = [g / 1000 for g in gradients(number, collectives.replica)]  # not clipped
+            state = method.context.optimizer.state
+            before = [state[s.parameter]["exp_avg"].clone() for s in shards] if number > 1 else []
+            with torch.no_grad():
+                method.step([g.clone() for g in own], StepInfo(number, torch.tensor(True)))
+            for shard, m, g in zip(shards, before, own, strict=False):
+                beta1 = 0.9 if shard.group == 0 else 0.7
+                seen = recorder.seen[shard.name]
+                new = beta1 * m.view(-1) + (1 - beta1) * seen
+                torch.testing.assert_close(state[shard.parameter]["exp_avg"].view(-1), new, rtol=1e-5, atol=1e-8)
+                assert replicas > 1 or torch.allclose(seen, 2.0 * g, rtol=1e-4, atol=1e-8)
+
+    run_replicas(replicas, work)
 
 
 # --------------------------------------------------------------------------------------------------- schedules

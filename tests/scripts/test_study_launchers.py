@@ -321,7 +321,7 @@ def test_slurm_runs_are_checked_before_anything_is_queued(
 def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
     """SCAPE by the paper's exact rule, as in train_configs/methods; a cluster's runs start at one node."""
     grid = Grid(GRIDS / "strong_scaling.toml")
-    (vista, frontier, zeropp) = grid.sets
+    vista, vista_muon, frontier, frontier_muon, zeropp = grid.sets
     eight = [
         "adams",
         "adams-sharded",
@@ -340,6 +340,10 @@ def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
         found = step_seconds(spec, [*spec.arguments[1:], *OFFLINE], machine)
         assert 0.6 < found < 2.0 and spec.recipe_name == "llama_1_8b" and spec.size == 64
         assert spec.options["compile.enable"] is True
+    for name in vista_muon.methods:
+        spec = grid.specs(vista_muon, name)[-1]
+        assert spec.options["optimizer.name"] == grid.specs(frontier_muon, name)[0].options["optimizer.name"] == "Muon"
+        assert 0.6 < step_seconds(spec, [*spec.arguments[1:], *OFFLINE], machine) < 2.5
     spec = grid.specs(frontier, "levels+scape")[0]
     assert spec.size == 8 and spec.options["topology.machine"] == "frontier"
     (chosen,) = grid.choose(["vista"], ["adams"], [4, 8], {"compile.enable": False})

@@ -86,7 +86,7 @@ class Topology(Options):
 
     section: ClassVar[str] = "topology"
 
-    machine: Literal["auto", "vista", "frontier", "dgx-a100", "ethernet-10g", "local"] = "auto"
+    machine: Literal["auto", "vista", "frontier", "dgx-a100", "dgx-h100", "ethernet-10g", "local"] = "auto"
     """Preset of links and ranks per node; "auto" selects it by the device's name"""
 
     ranks_per_node: int = 0

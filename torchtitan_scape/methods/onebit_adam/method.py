@@ -6,6 +6,7 @@ arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency f
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,13 +73,13 @@ class OnebitAdam(Quantized):
             momenta = self.synchronize_momenta(gradients, info)
         if self.collectives.is_writer:
             if self.observer is not None:
-                gradients = [each.clone() for each in momenta]
-                self._add_momenta(gradients, -1.0)
-                self._observe(gradients, info)
+                with phase("observe"):
+                    self.observer.synchronised(partial(self._gradient_of, momenta), info.applied)
             with phase("update"):
                 self._update(momenta, info.applied)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        """Synchronize as every method. Simulated replicas that share the moments must not update them meanwhile."""
         return self._as_gradients(self.synchronize_momenta(gradients, info))
 
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
@@ -127,20 +128,29 @@ class OnebitAdam(Quantized):
             )
 
     def _add_momenta(self, gradients: list[Tensor], factor: float) -> None:
-        """Add factor times m / (1 - beta1), decayed by beta1, in place. Gradients and m are read once."""
-        shards = self.context.shards
-        for beta1, numbers in indices_by_key(self._rates(shard).beta1 for shard in shards).items():
-            moments = [local(self._state(shards[i])["exp_avg"]).view(-1) for i in numbers]
+        """Add factor * beta1 / (1 - beta1) * m to the gradients, in place, in one pass over both."""
+        shards, groups = self.context.shards, self.context.optimizer.param_groups
+        for beta1, numbers in indices_by_key(float(groups[shard.group]["betas"][0]) for shard in shards).items():
+            moments = [local(self._state(shards[i])["exp_avg"]).reshape(-1) for i in numbers]
             torch._foreach_add_([gradients[i] for i in numbers], moments, alpha=factor * beta1 / (1.0 - beta1))
+
+    def _gradient_of(self, momenta: list[Tensor], name: str) -> Tensor:
+        """Return g of the class's docstring for one parameter, before the update."""
+        i = next(i for i, shard in enumerate(self.context.shards) if shard.name == name)
+        shard = self.context.shards[i]
+        beta1 = float(self.context.optimizer.param_groups[shard.group]["betas"][0])
+        moment = local(self._state(shard)["exp_avg"]).reshape(-1)
+        return torch.sub(momenta[i], moment, alpha=beta1 / (1.0 - beta1))
 
     def _update(self, momenta: list[Tensor], applied: Tensor) -> None:
         """Step 3 of the class's docstring."""
         shards, states = self.context.shards, [self._state(shard) for shard in self.context.shards]
+        rates = [Rates.of(group) for group in self.context.optimizer.param_groups]
         self._adam.step(
             [local(shard.parameter).detach() for shard in shards],
             momenta,
             *([local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")),
-            [self._rates(shard) for shard in shards],
+            [rates[shard.group] for shard in shards],
             torch.stack([local(state["step"]) for state in states]).double(),
             applied,
         )
@@ -156,9 +166,6 @@ class OnebitAdam(Quantized):
             shard.parameter, {}
         )  # `[]` would insert an empty state
         return state
-
-    def _rates(self, shard: Shard) -> Rates:
-        return Rates.of(self.context.optimizer.param_groups[shard.group])
 
 
 def _check(group: dict[str, Any], optimizer: str) -> None:

@@ -97,7 +97,10 @@ class OnebitAdamCost(GradientCost):
         return self.exchange.collective_calls(model, levels, chunk_entries)
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of the exchange, and 12 bytes per parameter to add the momentum to the gradient."""
+        """Return the traffic of the exchange, and 12 bytes per parameter to add the momentum to the gradient.
+
+        The update moves 20 bytes. As that of AdamW, which is added for every method, it counts as 28.
+        """
         pack, rest = self.exchange.memory_traffic(model, replicas)
         return pack, rest + 12.0 * model.entries
 

@@ -107,11 +107,6 @@ class QuantizedCost(GradientCost):
         coded = encoded_bytes(self.options.code, self.options.block)
         return (8.0 + coded) * model.entries if self.options.error_feedback else 0.0
 
-    def buffered_traffic(self) -> float:
-        """Return the bytes per parameter of an exchange through buffers."""
-        feedback = 28.0 if self.options.error_feedback else 0.0
-        return 32.0 + feedback + (28.0 if self.options.keeps_owner_error(2) else 0.0)
-
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of the exchange and of the bases.
 
