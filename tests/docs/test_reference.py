@@ -18,6 +18,7 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.planner.candidates import fastest, make_case
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.sharding.cost import flat_rows, shard_bytes, shard_memory
 from torchtitan_scape.sharding.levels_options import LevelsOptions
@@ -75,6 +76,20 @@ def test_the_table_of_the_methods() -> None:
     assert with_defaults == list(METHODS)
     for name in ("README.md", METHODS_PAGE):  # both have the number of methods as a word
         assert "sixteen " in read(name) and len(METHODS) == 16, name
+
+
+def test_the_predicted_step_times() -> None:
+    """Those of `planner.plan --machine vista --nodes 16 --model llama_1_8b --network-bandwidth` with the table's Gb/s / 8."""
+    rows = rows_of("docs/how_to/choose_a_method.md", "method, optimizer | 400 Gb/s")
+    for text, *shown in rows:
+        name, optimizer = re.findall(r"`(\w+)`", text)[0], text.rpartition(", ")[2]
+        given = tomllib.loads(f"given = {{ {''.join(re.findall('with `(.*)`', text))} }}")["given"]
+        run = PlannedRun(METHODS[name].options(**given), optimizer, "overlap" in text)
+        for speed, cell in zip((400, 100, 30, 10, 1, 0.1), shown, strict=True):
+            case = make_case("vista", 16, "llama_1_8b", network_bandwidth=speed / 8)
+            seconds = fastest(case, [run]).prediction.step
+            assert cell == (f"{seconds:,.0f}" if seconds >= 99.95 else f"{seconds:#.3g}"), (text, speed)
+    assert len(rows) == 7
 
 
 def test_every_method_has_a_page_and_its_optimizers() -> None:
