@@ -18,7 +18,7 @@ refuse() {
 from_slurm() {
     # A batch script has a SLURM_PROCID too, but is not a rank; only steps of srun have SLURM_STEP_TASKS_PER_NODE.
     if [ -z "${SLURM_PROCID:-}" ] || [ -z "${SLURM_STEP_TASKS_PER_NODE:-}" ]; then
-        refuse "rank.sh must be started by srun; submit vista.sbatch or frontier.sbatch with sbatch"
+        refuse "rank.sh must be started by srun; submit an .sbatch file of scripts/slurm with sbatch"
     fi
     # The world size is the number of tasks of the step. SLURM_NTASKS may be that of the job (srun --preserve-env).
     export RANK="$SLURM_PROCID" WORLD_SIZE="${SLURM_STEP_NUM_TASKS:-$SLURM_NTASKS}" LOCAL_RANK="$SLURM_LOCALID"

@@ -79,7 +79,7 @@ def test_the_table_of_the_methods() -> None:
 
 
 def test_the_predicted_step_times() -> None:
-    """Those of `planner.plan --machine vista --nodes 16 --model llama_1_8b --network-bandwidth` with the table's Gb/s / 8."""
+    """`planner.plan --machine vista --nodes 16 --model llama_1_8b` has them, with a --network-bandwidth of Gb/s / 8."""
     rows = rows_of("docs/how_to/choose_a_method.md", "method, optimizer | 400 Gb/s")
     for text, *shown in rows:
         name, optimizer = re.findall(r"`(\w+)`", text)[0], text.rpartition(", ")[2]

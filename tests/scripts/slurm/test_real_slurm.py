@@ -15,6 +15,7 @@ from tests.scripts.slurm.jobs import real_mpi
 from tests.scripts.slurm.real_jobs import EMBEDDED, Job, checkpoint
 
 pytestmark = pytest.mark.slow
+SHARDED = "--parallelism.data_parallel_shard_degree=2"
 
 
 def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -35,6 +36,14 @@ def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path:
     assert not found, found
 
 
+def test_a_job_of_another_cluster_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = Job(slurm, "cluster", tmp_path / "c", "--training.steps=3", SHARDED, RANKS_PER_NODE="2")
+    job.wait_for_end()
+    text = job.text()
+    assert job.state() == "COMPLETED", text[-3000:]
+    assert "4 ranks on 2 node(s) of 2" in text and "Summary of 3 steps" in text
+
+
 def test_a_job_of_frontier_with_gpus_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Two ranks per node, one GPU each; the GPUs are files."""
     job = Job(
@@ -42,7 +51,7 @@ def test_a_job_of_frontier_with_gpus_is_requeued(slurm: SlurmCluster, tmp_path: 
         "frontier",
         tmp_path / "f",
         "--training.steps=16",
-        "--parallelism.data_parallel_shard_degree=2",
+        SHARDED,
         RANKS_PER_NODE="2",
     )
     job.wait_for_step(3)

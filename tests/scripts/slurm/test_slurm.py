@@ -94,22 +94,25 @@ def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) ->
 # -------------------------------------------------------------------------------------- what a rank is given
 
 
-@pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 8)])
+@pytest.mark.parametrize("machine, per_node", [("vista", 1), ("frontier", 8), ("cluster", 4)])
 def test_ranks_fill_one_node_after_the_other(machine: str, per_node: int, tmp_path: Path) -> None:
     """With the machine's ranks per node. LOCAL_WORLD_SIZE from another launcher in the submitting shell is ignored."""
     recipes = f"{EMBEDDED},train_configs/study.toml"
     environment = {"TRAIN_SCRIPT": REPORT, "CONFIG_FILE": recipes, "LOCAL_WORLD_SIZE": "3"}
+    if machine == "cluster":
+        environment |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "3", "SRUN_FLAGS": "--cpu-bind=none"}
     result, _ = submit(machine, tmp_path, environment, "--a.key=two words", "--b")
     assert result.returncode == 0, result.stderr
     for rank in range(2 * per_node):
         facts = json.loads((tmp_path / "logs" / f"facts-{rank}.json").read_text())
         assert facts["RANK"] == str(rank) and facts["WORLD_SIZE"] == str(2 * per_node)
-        assert facts["LOCAL_RANK"] == "0", "a task sees one GPU"
+        seen = rank % per_node if machine == "cluster" else 0  # there a task sees all GPUs of its node
+        assert facts["LOCAL_RANK"] == str(seen)
         assert facts["SLURM_NODEID"] == str(rank // per_node)
         assert facts["ranks_per_node"] == per_node
         assert facts["MASTER_ADDR"] == "localhost" and 15000 <= int(facts["MASTER_PORT"]) < 30000
         assert facts["arguments"] == ["--job.config_file", recipes, "--a.key=two words", "--b"]
-        assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "AWS Libfabric"}[machine]
+        assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "AWS Libfabric"}.get(machine)
 
 
 def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -180,6 +183,12 @@ def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path)
     line = result.stdout.splitlines()[-1]
     command = f"CONFIG_FILE={EMBEDDED} sbatch --nodes=2 -A project /here/vista.sbatch --a.key=two\\ words"
     assert "to continue: cd " in line and line.endswith(command)
+    if how == "REQUEUE=0":  # another cluster's job names what its file does not contain
+        job = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_PER_NODE": "2"}
+        environment |= job | {"SLURM_JOB_PARTITION": "gpu"}
+        result, _ = submit("cluster", tmp_path, environment, keep=scontrol.read_text())
+        given = "--nodes=2 -A project --ntasks-per-node=2 --cpus-per-task=12 --gpus-per-node=2 -p gpu /here/"
+        assert given in result.stdout.splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------------------------- failure
@@ -220,6 +229,12 @@ def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], m
     result, _ = submit("vista", tmp_path, environment)
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_a_job_of_another_cluster_needs_its_tasks_per_node(tmp_path: Path) -> None:
+    result, _ = submit("cluster", tmp_path, {"CONFIG_FILE": EMBEDDED, "SLURM_NTASKS_PER_NODE": ""})
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "give sbatch --ntasks-per-node, one task per GPU" in result.stderr
 
 
 def test_more_ranks_than_the_allocation_holds_are_refused(tmp_path: Path) -> None:
