@@ -59,9 +59,9 @@ class Links:
 
     @classmethod
     def from_machine(cls, machine: Machine) -> "Links":
-        """Return the nominal numbers of a preset."""
+        """Return the numbers of a machine: nominal, unless they were measured."""
         levels = {level.name: Link(level.latency * 1e-6, level.bandwidth * 1e9) for level in machine.levels}
-        return cls(levels, f"preset {machine.name}", nominal=True)
+        return cls(levels, machine.measured or f"preset {machine.name}", nominal=not machine.measured)
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Links":
@@ -86,6 +86,16 @@ class Links:
             raise ValueError(f"the bandwidth of {level} is {bandwidth / 1e9:g} GB/s; it must be positive")
         levels = {**self.levels, level: Link(self[level].latency, bandwidth)}
         return replace(self, levels=levels, source=f"{self.source}, {level} set", nominal=False)
+
+
+def with_measured_links(machine: Machine, links: Links) -> Machine:
+    """Return the machine with measured links. Levels that were not measured keep the numbers of the preset."""
+    found = []
+    for level in machine.levels:
+        if measured := links.levels.get(level.name):
+            level = replace(level, bandwidth=measured.bandwidth / 1e9, latency=measured.latency * 1e6)
+        found.append(level)
+    return replace(machine, levels=tuple(found), measured=links.source)
 
 
 # ------------------------------------------------------------------------------------------ collectives

@@ -66,13 +66,23 @@ ASSUMED_CORE = Device(
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of node and its links, innermost first. `ranks_per_node` is 0 if the launcher determines it."""
+    """A kind of node and its links.
+
+    Attributes:
+        name: Name of the preset.
+        ranks_per_node: Ranks per node; 0 if the launcher determines it.
+        levels: Links, innermost first.
+        source: Origin of the numbers.
+        device: Device of a rank.
+        measured: Origin of measured links, see `topology.links.with_measured_links`; "" if they are nominal.
+    """
 
     name: str
     ranks_per_node: int
     levels: tuple[Level, ...]
     source: str
     device: Device = ASSUMED_CORE
+    measured: str = ""
 
 
 MACHINES = {

@@ -2,8 +2,8 @@
 #
 # launch ARGUMENT ...       starts RANKS_PER_NODE ranks on every node of the job; arguments are passed to the trainer
 #
-# The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS, and RESUBMIT_OPTIONS if sbatch needs
-# more than the file contains. docs/reference/command_line.md lists the
+# The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS, and RESUBMIT_OPTIONS
+# and RESUBMIT_VARIABLES if sbatch needs more than the file contains. docs/reference/command_line.md lists the
 # variables of the user. Set CONFIG_FILE before sbatch: --export would split it at the comma.
 #
 # Signals. Without "B:", --signal=USR1@300 signals the tasks of the steps, which are the ranks, and not the batch
@@ -59,7 +59,7 @@ resubmit_command() {
     local script account="" command
     script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
     if [ -n "${SLURM_JOB_ACCOUNT:-}" ]; then account=" -A $SLURM_JOB_ACCOUNT"; fi
-    command="CONFIG_FILE=${CONFIG_FILE:-} sbatch --nodes=$SLURM_JOB_NUM_NODES$account${RESUBMIT_OPTIONS:-}"
+    command="CONFIG_FILE=${CONFIG_FILE:-} ${RESUBMIT_VARIABLES:-}sbatch --nodes=$SLURM_JOB_NUM_NODES$account${RESUBMIT_OPTIONS:-}"
     echo "cd $PWD && $command ${script:-JOB_FILE}$(printf ' %q' "$@")"
 }
 

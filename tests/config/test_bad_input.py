@@ -1,5 +1,6 @@
 """Invalid configuration or launch: an error of one line with the value, before anything is built."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests import server
+from topology.links import SCHEMA, Links
+from topology.machines import get_machine
 from torchtitan_scape.config.checks import check_config, import_custom, remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.models.stages import stage_modules
 from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.specs import register
 
@@ -276,6 +280,23 @@ def test_ranks_per_node_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NGPU", "64")
     dry = layout_of(parse([RECIPE, "--comm.mode=fake_backend", "--topology.machine=frontier"]))
     assert (dry.world_size, dry.ranks_per_node, dry.replicate) == (64, 8, 64)
+
+
+def test_measured_links_replace_those_of_the_preset(tmp_path: Path) -> None:
+    """For predictions and for every decision that depends on links; levels that were not measured stay."""
+    path = tmp_path / "links.json"
+    measured = {"network": {"latency": 3e-5, "bandwidth": 3.5e9}}
+    path.write_text(json.dumps({"schema": SCHEMA, "levels": measured, "memory_bandwidth": 1e12}))
+    batch = "--training.global_batch_size=8"
+    config = parse([RECIPE, batch, "--topology.machine=vista", f"--topology.links={path}"])
+    machine = layout_of(config).machine
+    links = Links.from_machine(machine)
+    assert (links["network"].bandwidth, links["network"].latency) == pytest.approx((3.5e9, 3e-5))
+    assert links["node"] == Links.from_machine(get_machine("vista"))["node"] and not links.nominal
+    assert "predicted on vista (measured)" in Forecast.of(config, layout_of(config)).line()
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"\[topology\] links: links cannot be read from .*; run .*preflight` again"):
+        layout_of(config)
 
 
 def test_a_foreign_package_named_kernels_raises_an_error(tmp_path: Path) -> None:

@@ -89,6 +89,10 @@ class Topology(Options):
     machine: Literal["auto", "vista", "frontier", "dgx-a100", "dgx-h100", "ethernet-10g", "local"] = "auto"
     """Preset of links and ranks per node; "auto" selects it by the device's name"""
 
+    links: str = ""
+    """File of measured links, from torchtitan_scape.planner.preflight, that replace those of the preset. Predictions,
+    the division of Muon's work among replicas, and SCAPE's chunk size depend on them"""
+
     ranks_per_node: int = 0
     """Ranks per node; 0 uses the launcher's value (LOCAL_WORLD_SIZE or Slurm), otherwise the preset's"""
 

@@ -22,6 +22,7 @@ class GradientCost:
     per_replica_weights: ClassVar[bool] = False
     divides_update: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
+    compresses: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 1  # the finite flag
     # Kinds of memory that a process with simulated replicas allocates once per replica.
     per_replica: ClassVar[tuple[str, ...]] = (

@@ -25,6 +25,7 @@ class MethodCost(Protocol):
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
         divides_update: Each replica runs the optimizer on its share of the parameters; otherwise on all of them.
         supports_overlap: The exchange can run during the last backward pass of a step.
+        compresses: A step sends less than dense gradients.
         scalar_reductions: All-reduces of a scalar that a step waits for.
     """
 
@@ -39,6 +40,9 @@ class MethodCost(Protocol):
 
     @property
     def supports_overlap(self) -> bool: ...
+
+    @property
+    def compresses(self) -> bool: ...
 
     @property
     def scalar_reductions(self) -> int: ...

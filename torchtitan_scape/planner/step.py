@@ -165,7 +165,9 @@ def divides_matrices(
 ) -> bool:
     """Return whether replicas divide the matrix products of the optimizer: if this is faster than to repeat them.
 
-    It requires replicas with equal gradients, and a GPU, because the rate of a CPU is not known.
+    It requires replicas with equal gradients, and a GPU, because the rate of a CPU is not known. With nominal links and
+    a method that compresses they do not: such a method is for links that are slower, and the gather may be the larger
+    part of all bytes.
 
     Args:
         shapes: Shapes of whole parameters.
@@ -173,6 +175,8 @@ def divides_matrices(
     device, cost = layout.machine.device, run.options.cost()
     stages = gather_stages(run.optimizer, shapes, layout)
     if not stages or cost.per_replica_weights or cost.includes_optimizer or cost.divides_update or not device.runtime:
+        return False
+    if links.nominal and cost.compresses:
         return False
     ranks = layout.shard * layout.context
     replicas = layout.replicate

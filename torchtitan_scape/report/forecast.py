@@ -67,9 +67,7 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted step of the real run on the configured machine, and of dense AdamS, from nominal links and assumed
-    rates.
-    """
+    """Predicted step of the real run on the configured machine, and of dense AdamS, from its links."""
 
     layout: Layout
     run: Prediction
@@ -96,6 +94,10 @@ class Forecast:
         return cls(simulated, run, dense)
 
     @property
+    def links(self) -> str:
+        return "measured" if self.layout.machine.measured else "nominal"
+
+    @property
     def speedup(self) -> float:
         return self.dense.step / self.run.step
 
@@ -103,7 +105,7 @@ class Forecast:
         """Return the part of a log line."""
         run, dense = seconds_text(self.run.step), seconds_text(self.dense.step)
         return (
-            f"predicted on {self.layout.machine.name} (nominal): {self.run.method.name} {run} per step, "
+            f"predicted on {self.layout.machine.name} ({self.links}): {self.run.method.name} {run} per step, "
             f"dense AdamS {dense}, {self.speedup:.2f} x"
         )
 
@@ -114,7 +116,7 @@ class Forecast:
             (
                 "predicted",
                 f"on {layout.machine.name}, {layout.replicate} replicas on {layout.nodes} node(s) of "
-                f"{layout.ranks_per_node} rank(s), from nominal links: {self.speedup:.2f}x as fast as dense AdamS",
+                f"{layout.ranks_per_node} rank(s), from {self.links} links: {self.speedup:.2f}x as fast as dense AdamS",
             ),
             ("  this run", _parts(self.run)),
             ("  dense AdamS", _parts(self.dense)),
@@ -126,8 +128,8 @@ class Forecast:
         return {
             "machine": layout.machine.name,
             "layout": layout.describe(),
-            "assumes": f"nominal links and device ({layout.machine.device.name}), {assumed.mfu:g} of its peak, "
-            f"{assumed.memory_efficiency:g} of its memory bandwidth; nothing was measured there",
+            "assumes": f"{self.links} links, {assumed.mfu:g} of the peak of {layout.machine.device.name}, "
+            f"{assumed.memory_efficiency:g} of its memory bandwidth; no step was timed there",
             "speedup_over_dense": self.speedup,
             "run": _figures(self.run),
             "dense": _figures(self.dense),

@@ -3,6 +3,7 @@
 import os
 
 from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
+from topology.links import Links, with_measured_links
 from topology.machines import detect_machine, get_machine
 from torchtitan_scape.config.checks import check_config, import_custom
 from torchtitan_scape.config.job_config import JobConfig
@@ -55,6 +56,8 @@ def layout_of(config: JobConfig) -> Layout:
     if machine_name == "auto":
         machine_name = detect_machine(device_module.get_device_name())
     machine = get_machine(machine_name)
+    if config.topology.links:
+        machine = with_measured_links(machine, _measured_links(config.topology.links))
     ranks_per_node = config.topology.ranks_per_node
     if not ranks_per_node and not fake:  # a dry run is a single process, unlike the run that it describes
         ranks_per_node = ranks_per_node_from_environment(os.environ, world_size) or 0
@@ -79,6 +82,13 @@ def layout_of(config: JobConfig) -> Layout:
         )
     _check_batch(config, layout)
     return layout
+
+
+def _measured_links(path: str) -> Links:
+    try:
+        return Links.from_json(path)
+    except ValueError as error:
+        raise ValueError(f"[topology] links: {error}") from None
 
 
 def _check_batch(config: JobConfig, layout: Layout) -> None:

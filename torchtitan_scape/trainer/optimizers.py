@@ -1,5 +1,6 @@
 """Construction of the optimizers that `[sync] method` and `[optimizer] name` select."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,8 @@ from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.titan.components import OptimizersContainer
 from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
+
+logger = logging.getLogger(__name__)
 
 
 class TitanOptimizers(OptimizersContainer):
@@ -145,11 +148,15 @@ def _make_optimizer(
 
 def _share_of(job_config: JobConfig, layout: Layout, replicas: Replicas) -> ReplicaShare | None:
     """Return the division of the optimizer's matrices among replicas if the planner finds it faster, else None."""
-    collectives = replicas.all
+    collectives, links = replicas.all, Links.from_machine(layout.machine)
     if job_config.topology.simulate_replicas > 1 or not divides_matrices(
-        method_of(job_config), workload_of(job_config).shapes(), layout, Links.from_machine(layout.machine)
+        method_of(job_config), workload_of(job_config).shapes(), layout, links
     ):
         return None
+    logger.info(
+        f"{job_config.optimizer.name}: {collectives.replicas} replicas divide the matrix products of a step and gather "
+        f"the results, which is predicted to be faster ({links.source}{', nominal' if links.nominal else ''})"
+    )
 
     def all_gather(output: Tensor, input: Tensor) -> None:
         collectives.all_gather(output.view(torch.uint8), input.view(torch.uint8), kind="matrices").wait()

@@ -105,7 +105,9 @@ def submit(
     script = folder / "slurm_script"
     shutil.copy(SLURM / f"{machine}.sbatch", script)
     inherited = {
-        name: value for name, value in os.environ.items() if name not in SET_BY_JOBS and not name.startswith("NCCL_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in SET_BY_JOBS and not name.startswith("NCCL_") and not name.endswith("_VISIBLE_DEVICES")
     }
     ours = {
         "PATH": f"{programs}:{os.environ['PATH']}",

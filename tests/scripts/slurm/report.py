@@ -26,7 +26,7 @@ if stop := os.environ.get("STOP"):
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_NODEID")
 facts: dict[str, Any] = {name: os.environ[name] for name in names}
 facts["ranks_per_node"] = ranks_per_node_from_environment(os.environ, int(facts["WORLD_SIZE"]))
-facts["arguments"] = sys.argv[1:]
+facts["arguments"], facts["srun"] = sys.argv[1:], os.environ.get("STANDIN_OPTIONS", "")
 for name in ("NCCL_NET", "PYTHONPATH", *(n for n in os.environ if n.startswith(("HF_", "TRITON_", "TORCHINDUCTOR_")))):
     facts[name] = os.environ.get(name)
 Path(os.environ["LOG_DIR"], f"facts-{rank}.json").write_text(json.dumps(facts))

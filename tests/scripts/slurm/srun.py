@@ -75,6 +75,7 @@ def environments(options: argparse.Namespace) -> list[dict[str, str]]:
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
         "SLURM_DISTRIBUTION": os.environ.get("STANDIN_DISTRIBUTION", options.distribution),
     }
+    step["STANDIN_OPTIONS"] = " ".join(sys.argv[1 : -len(options.command)])
     if options.cpus_per_task:
         step["SLURM_CPUS_PER_TASK"] = str(options.cpus_per_task)
     found = []

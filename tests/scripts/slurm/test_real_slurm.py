@@ -37,7 +37,9 @@ def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path:
 
 
 def test_a_job_of_another_cluster_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = Job(slurm, "cluster", tmp_path / "c", "--training.steps=3", SHARDED, RANKS_PER_NODE="2")
+    """With resources that sbatch is given, and one GPU for each task; the GPUs are files."""
+    options = ["--cpus-per-task=1", "--gpus-per-task=1"]
+    job = Job(slurm, "cluster", tmp_path / "c", "--training.steps=3", SHARDED, options=options, RANKS_PER_NODE="2")
     job.wait_for_end()
     text = job.text()
     assert job.state() == "COMPLETED", text[-3000:]

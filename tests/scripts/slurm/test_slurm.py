@@ -112,6 +112,10 @@ def test_ranks_fill_one_node_after_the_other(machine: str, per_node: int, tmp_pa
         assert facts["ranks_per_node"] == per_node
         assert facts["MASTER_ADDR"] == "localhost" and 15000 <= int(facts["MASTER_PORT"]) < 30000
         assert facts["arguments"] == ["--job.config_file", recipes, "--a.key=two words", "--b"]
+        options = facts["srun"].split()
+        assert ("--cpu-bind=none" in options) == (machine != "frontier")
+        if machine == "cluster":
+            assert "--cpus-per-task=3" in options
         assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "AWS Libfabric"}.get(machine)
 
 
@@ -185,10 +189,10 @@ def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path)
     assert "to continue: cd " in line and line.endswith(command)
     if how == "REQUEUE=0":  # another cluster's job names what its file does not contain
         job = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_PER_NODE": "2"}
-        environment |= job | {"SLURM_JOB_PARTITION": "gpu"}
+        environment |= job | {"SLURM_JOB_PARTITION": "gpu", "SRUN_FLAGS": "--cpu-bind=none"}
         result, _ = submit("cluster", tmp_path, environment, keep=scontrol.read_text())
-        given = "--nodes=2 -A project --ntasks-per-node=2 --cpus-per-task=12 --gpus-per-node=2 -p gpu /here/"
-        assert given in result.stdout.splitlines()[-1]
+        given = "SRUN_FLAGS=--cpu-bind=none sbatch --nodes=2 -A project --ntasks-per-node=2 --cpus-per-task=12 "
+        assert f"{given}--gpus-per-node=2 -p gpu [your other options] /here/" in result.stdout.splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------------------------- failure
@@ -231,10 +235,12 @@ def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], m
     assert message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
-def test_a_job_of_another_cluster_needs_its_tasks_per_node(tmp_path: Path) -> None:
-    result, _ = submit("cluster", tmp_path, {"CONFIG_FILE": EMBEDDED, "SLURM_NTASKS_PER_NODE": ""})
+@pytest.mark.parametrize("option", ["ntasks-per-node", "cpus-per-task"])
+def test_a_job_of_another_cluster_needs_its_resources(option: str, tmp_path: Path) -> None:
+    given = {"SLURM_CPUS_PER_TASK": "2", f"SLURM_{option.upper().replace('-', '_')}": ""}
+    result, _ = submit("cluster", tmp_path, {"CONFIG_FILE": EMBEDDED, **given})
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert "give sbatch --ntasks-per-node, one task per GPU" in result.stderr
+    assert f"give sbatch --{option}" in result.stderr
 
 
 def test_more_ranks_than_the_allocation_holds_are_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class DenseCost(GradientCost):
     """One all-reduce of all gradients in FP32, in chunks."""
 
     supports_overlap = True
+    compresses = False
     per_replica = ()  # simulated replicas sum their gradients before the method runs
 
     def collective_calls(

@@ -20,7 +20,7 @@ def best_chunk(
     rank: int,
     levels: int,
 ) -> int:
-    """Return the fastest chunk size in bytes by the cost model, for the machine's nominal bandwidths.
+    """Return the fastest chunk size in bytes by the cost model, for the machine's links.
 
     Args:
         shapes: shapes of this rank's shards.

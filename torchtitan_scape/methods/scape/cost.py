@@ -60,6 +60,7 @@ class ScapeCost:
     per_replica_weights = False
     divides_update = False
     supports_overlap = False
+    compresses = True
 
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0
