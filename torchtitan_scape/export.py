@@ -194,7 +194,7 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
     if note:
         print(note)
     print(f"{options.output} holds the model of {options.model}; a run of {options.config} starts from it with")
-    print(f"  --checkpoint.enable --checkpoint.initial_load_path={options.output}")
+    print(f"  --checkpoint.enable --checkpoint.initial_load_path={options.output} --job.dump_folder=NEW_FOLDER")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -277,8 +277,8 @@ def test_the_documented_method_satisfies_the_contract(replicas: int) -> None:
     scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
     for code in blocks("docs/how_to/add_a_method.md", "python")[:2]:  # its options and its implementation
         exec(code, scope)
-    module = ModuleType("torchtitan_scape.methods.random.method")
-    vars(module)["Random"] = scope["Random"]
+    module = ModuleType("torchtitan_scape.methods.random_k.method")
+    vars(module)["RandomK"] = scope["RandomK"]
     registry, contract = (
         code.splitlines()[2]
         for code in blocks("docs/how_to/add_a_method.md", "")

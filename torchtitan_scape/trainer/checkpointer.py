@@ -253,6 +253,8 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self._choose(step)
         if path is None:
             return self._load_initial()
+        if self.initial_load_path:
+            logger.info(f"checkpoint.initial_load_path is not used, because the run continues from {path}")
         if step == -1 and self._is_final(path):
             self._load_model(path)
             self.states["train_state"].step = self.total_steps
