@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.scape.reference import select_rows
-from kernels.topk.layout import Grid
+from kernels.topk.layout import TileGrid
 from kernels.topk.reference import from_blocks, to_blocks
 
 
@@ -19,7 +19,7 @@ class Basis:
     columns: Tensor
 
     @classmethod
-    def of(cls, grid: Grid, device: torch.device) -> "Basis":
+    def of(cls, grid: TileGrid, device: torch.device) -> "Basis":
         return cls(_cosines(grid.height).to(device), _cosines(grid.width).to(device))
 
     def transform(self, tiles: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Basis:
 
 
 def largest_components(
-    momentum: Tensor, x: Tensor, grid: Grid, basis: Basis, k: int, applied: Tensor
+    momentum: Tensor, x: Tensor, grid: TileGrid, basis: Basis, k: int, applied: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest components of every tile of x, and set momentum = x without them, if `applied`, bool ().
 
@@ -55,7 +55,7 @@ def largest_components(
     return values, offsets
 
 
-def inverse_(x: Tensor, grid: Grid, basis: Basis) -> None:
+def inverse_(x: Tensor, grid: TileGrid, basis: Basis) -> None:
     """Replace the components in the tiles of x, FP32 (n,), by their inverse transform."""
     x.copy_(from_blocks(basis.inverse(to_blocks(x, grid)), grid))
 

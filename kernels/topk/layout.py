@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-class Grid(Protocol):
+class TileGrid(Protocol):
     """A tensor viewed as a matrix and divided into tiles of equal size; those at the end may be shorter."""
 
     @property

@@ -10,12 +10,12 @@ from kernels.common.ordered import divisor_of
 from kernels.scape.mask_code import decode_offsets
 from kernels.scape.mask_code import encode_offsets as encode_offsets
 from kernels.scape.reference import select_rows, unpack_bits
-from kernels.topk.layout import Grid, Received
+from kernels.topk.layout import Received, TileGrid
 
 # --------------------------------------------------------------------------------------------- tiles
 
 
-def to_blocks(x: Tensor, grid: Grid) -> Tensor:
+def to_blocks(x: Tensor, grid: TileGrid) -> Tensor:
     """Return the tiles of flat x, (tiles, entries of a tile), padded with 0 (False). A view of x if possible."""
     right, below = grid.across * grid.width - grid.columns, grid.down * grid.height - grid.rows
     matrix = x.view(grid.rows, grid.columns)
@@ -25,14 +25,14 @@ def to_blocks(x: Tensor, grid: Grid) -> Tensor:
     return split.transpose(1, 2).reshape(grid.tiles, grid.size)
 
 
-def from_blocks(tiles: Tensor, grid: Grid) -> Tensor:
+def from_blocks(tiles: Tensor, grid: TileGrid) -> Tensor:
     """Return the flat tensor with these tiles, the inverse of `to_blocks`."""
     split = tiles.view(grid.down, grid.across, grid.height, grid.width).transpose(1, 2)
     matrix = split.reshape(grid.down * grid.height, grid.across * grid.width)
     return matrix[: grid.rows, : grid.columns].reshape(-1)
 
 
-def valid_mask(grid: Grid, device: torch.device) -> Tensor | None:
+def valid_mask(grid: TileGrid, device: torch.device) -> Tensor | None:
     """Return bool (tiles, entries of a tile), False for padding; None without padding."""
     if grid.tiles * grid.size == grid.rows * grid.columns:
         return None
@@ -42,7 +42,7 @@ def valid_mask(grid: Grid, device: torch.device) -> Tensor | None:
 # -------------------------------------------------------------------------------------------- passes
 
 
-def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
+def select(x: Tensor, grid: TileGrid, k: int) -> tuple[Tensor, Tensor]:
     """Return values, FP32 (tiles, k), and offsets, int64 (tiles, k), of the k largest |x| of every tile.
 
     Offsets are ascending. Ties go to the lower index; padding is selected only in tiles with fewer than k entries, and
@@ -64,7 +64,7 @@ def accumulate_(residual: Tensor, x: Tensor, decay: float, factor: float, applie
         torch.where(applied, torch.add(x, residual, alpha=decay), residual, out=residual)
 
 
-def keep_(residual: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
+def keep_(residual: Tensor, grid: TileGrid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
     """Replace the selected entries of the residual, FP32 (n,), by `errors`, if `applied`, bool ().
 
     offsets and errors: (tiles, k).
@@ -78,7 +78,7 @@ def keep_(residual: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied
         torch.where(applied, kept, residual, out=residual)
 
 
-def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None:
+def mean_(x: Tensor, grid: TileGrid, received: Received, over_senders: bool) -> None:
     """Set x, FP32 (n,), to the mean of the messages of N replicas, zero where none has an entry.
 
     Values are added in the order of the replicas.
@@ -100,7 +100,7 @@ def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None
     x.copy_(from_blocks(total, grid))
 
 
-def values_of(received: Received, grid: Grid) -> Tensor:
+def values_of(received: Received, grid: TileGrid) -> Tensor:
     """Return the values of all replicas, FP32 (N, tiles, k); a view if they are FP32."""
     count = grid.tiles * received.k
     if received.form == "2bit":
@@ -114,7 +114,7 @@ def values_of(received: Received, grid: Grid) -> Tensor:
     return values.view(-1, grid.tiles, received.k)
 
 
-def offsets_of(received: Received, grid: Grid) -> Tensor:
+def offsets_of(received: Received, grid: TileGrid) -> Tensor:
     """Return the offsets of all replicas, int64 (N, tiles, k)."""
     packed, replicas = received.offsets, len(received.offsets)
     if grid.coded:

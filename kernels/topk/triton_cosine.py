@@ -17,7 +17,7 @@ from kernels.common.launching import as_flag
 from kernels.scape.triton_select import select_in_blocks
 from kernels.topk import cosine
 from kernels.topk.cosine import Basis
-from kernels.topk.layout import Grid
+from kernels.topk.layout import TileGrid
 
 _LARGEST = 64  # side of a tile; larger ones use PyTorch
 
@@ -104,7 +104,7 @@ def inverse_kernel(x, rows, columns, stride, across, height, width, HEIGHT: tl.c
 
 
 def largest_components(
-    momentum: Tensor, x: Tensor, grid: Grid, basis: Basis, k: int, applied: Tensor
+    momentum: Tensor, x: Tensor, grid: TileGrid, basis: Basis, k: int, applied: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Select as `cosine.largest_components`; tensors are contiguous."""
     if max(grid.height, grid.width) > _LARGEST:
@@ -116,7 +116,7 @@ def largest_components(
     return values, offsets
 
 
-def inverse_(x: Tensor, grid: Grid, basis: Basis) -> None:
+def inverse_(x: Tensor, grid: TileGrid, basis: Basis) -> None:
     """Transform as `cosine.inverse_`; x is contiguous."""
     if max(grid.height, grid.width) > _LARGEST:
         cosine.inverse_(x, grid, basis)
@@ -125,10 +125,10 @@ def inverse_(x: Tensor, grid: Grid, basis: Basis) -> None:
     launching.launch(inverse_kernel, (grid.tiles,), *tensors, *_sizes(grid), warps=8, **_constants(grid))
 
 
-def _sizes(grid: Grid) -> tuple[int, int, int, int]:
+def _sizes(grid: TileGrid) -> tuple[int, int, int, int]:
     return grid.columns, grid.across, grid.height, grid.width
 
 
-def _constants(grid: Grid) -> dict[str, int]:
+def _constants(grid: TileGrid) -> dict[str, int]:
     """Return the sides rounded up to a power of two."""
     return {name: 1 << (side - 1).bit_length() for name, side in (("HEIGHT", grid.height), ("WIDTH", grid.width))}

@@ -10,7 +10,7 @@ from kernels.common.launching import as_flag
 from kernels.scape.blocks import offset_code
 from kernels.scape.triton_masks import encode_offsets_kernel
 from kernels.topk import reference, triton_kernels
-from kernels.topk.layout import Grid, Received
+from kernels.topk.layout import Received, TileGrid
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program
@@ -24,7 +24,7 @@ _FORMS = {
 }
 
 
-def select(x: Tensor, grid: Grid, k: int) -> tuple[Tensor, Tensor]:
+def select(x: Tensor, grid: TileGrid, k: int) -> tuple[Tensor, Tensor]:
     """Select as `reference.select`; the tensor is contiguous."""
     if grid.size > _LARGEST:
         return reference.select(x, grid, k)
@@ -51,7 +51,7 @@ def accumulate_(residual: Tensor, x: Tensor, decay: float, factor: float, applie
     )
 
 
-def keep_(residual: Tensor, grid: Grid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
+def keep_(residual: Tensor, grid: TileGrid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
     """Set the residual as `reference.keep_`; tensors are contiguous."""
     if grid.size > _LARGEST:
         reference.keep_(residual, grid, offsets, errors, applied)
@@ -80,7 +80,7 @@ def encode_offsets(offsets: Tensor, size: int) -> Tensor:
     return coded[:nbytes]
 
 
-def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None:
+def mean_(x: Tensor, grid: TileGrid, received: Received, over_senders: bool) -> None:
     """Compute the mean as `reference.mean_`; x is contiguous."""
     if grid.size > _LARGEST or not grid.coded:
         reference.mean_(x, grid, received, over_senders)
@@ -105,7 +105,7 @@ def mean_(x: Tensor, grid: Grid, received: Received, over_senders: bool) -> None
     )
 
 
-def _launch(kernel: Any, grid: Grid, k: int, *arguments: Any, entries: int = _ENTRIES, **constants: Any) -> None:
+def _launch(kernel: Any, grid: TileGrid, k: int, *arguments: Any, entries: int = _ENTRIES, **constants: Any) -> None:
     """Launch a kernel on tiles; `entries`: those of a program, unless a tile has more."""
     columns = _power(grid.size)
     rows = max(1, entries // columns)

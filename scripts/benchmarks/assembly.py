@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,23 @@ def amd_report(text: str) -> dict[str, Any]:
     }
 
 
-def regressions(row: dict[str, Any]) -> list[str]:
-    """Return the faults of a compiled kernel: a compare-and-swap loop, and what exceeds the limits above."""
+def identity(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what distinguishes a compiled kernel from others; a few differ in the types of arguments only."""
+    return row["package"], row["kernel"], row["target"], str(row["warps"]), str(sorted(row["constants"].items()))
+
+
+def regressions(row: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Return the faults of a compiled kernel.
+
+    These are a compare-and-swap loop, what exceeds the limits above, and accesses of memory that are narrower, or a
+    quarter more registers, than in all rows of the same kernel `before`.
+    """
     found = []
+    for key in ("load_bits", "store_bits") if before else ():
+        if row[key] < (least := min(one[key] for one in before)):
+            found.append(f"the widest {key[:-5]} has {row[key]} bits, {least} before")
+    if before and row["registers"] > 1.25 * (most := max(one["registers"] for one in before)):
+        found.append(f"{row['registers']} registers, {most} before")
     if loops := [name for name in row["atomics"] if "cmpswap" in name or ".cas" in name]:
         found.append(f"atomic operation as a compare-and-swap loop ({', '.join(loops)})")
     name = f"{row['package']}.{row['kernel']}"

@@ -5,7 +5,7 @@
 
 The configurations are those of steps on small tensors, whose launches are recorded instead of run. Registers and spills
 are the compiler's; atomics and the widest access of global memory are read from the assembly. The exit code is 1 if a
-kernel does not compile, has a compare-and-swap loop, or spills more than `assembly.SPILL_LIMITS`.
+kernel does not compile or has one of `assembly.regressions`, such as accesses that are narrower than the stored ones.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from kernels.scape.visits import Staleness
 from kernels.tagc.sketch import Sketch
 from kernels.topk.cosine import Basis
-from scripts.benchmarks.assembly import amd_report, nvidia_report, regressions
+from scripts.benchmarks.assembly import amd_report, identity, nvidia_report, regressions
 from scripts.common import RESULTS, markdown, read, run_command, write
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.methods.topk.blocks import BlockGrid
@@ -93,7 +93,7 @@ SHARDED_STEPS: list[dict[str, Any]] = [
 ]
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A launch of a Triton kernel.
 
     Attributes:
@@ -108,9 +108,9 @@ class Launch(NamedTuple):
     warps: int
 
 
-def launches(quick: bool) -> list[Launch]:
+def launches(quick: bool) -> list[KernelLaunch]:
     """Return each distinct launch."""
-    found: dict[str, Launch] = {}
+    found: dict[str, KernelLaunch] = {}
 
     def note(kernel: Any, grid: Any, *arguments: Any, warps: int, moved: float = 0, **constants: Any) -> None:
         signature: dict[str, str] = {}
@@ -125,14 +125,14 @@ def launches(quick: bool) -> list[Launch]:
                     attributes[(i,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(constants, "constexpr")
         key = str((kernel.fn.__name__, signature, constants, attributes, warps))
-        found.setdefault(key, Launch(kernel, signature, constants, attributes, warps))
+        found.setdefault(key, KernelLaunch(kernel, signature, constants, attributes, warps))
 
     with replaced(launching, "launch", note):
         _take_steps(quick)
     return list(found.values())
 
 
-def one_of_each_kernel(found: list[Launch]) -> list[Launch]:
+def one_of_each_kernel(found: list[KernelLaunch]) -> list[KernelLaunch]:
     """Return one launch per kernel: the one with the most constants that are neither false nor "none"."""
     by_kernel = defaultdict(list)
     for launch in found:
@@ -202,7 +202,7 @@ def _scape_step(
     sharded: bool = False,
     **update: bool,
 ) -> None:
-    """Launch the kernels of a step of SCAPE.
+    """KernelLaunch the kernels of a step of SCAPE.
 
     Args:
         in_use: density of the mask of this step; by default `density`, that of the next one.
@@ -265,7 +265,7 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
 
 
 def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
-    """Launch the passes of SPARTA, on parameters of `dtype`, of gradients with error feedback, and of updates."""
+    """KernelLaunch the passes of SPARTA, on parameters of `dtype`, of gradients with error feedback, and of updates."""
     passes, applied, code = exchange_passes("triton", [dtype]), torch.tensor(True), block_code("triton", name, block)
     sizes = (6 * block, block + 8, 5)
     anchors, errors = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]
@@ -304,7 +304,7 @@ def _tagc_step() -> None:
     passes.unfold(cells, bits, sketch, True, x)
 
 
-def compiled(launch: Launch, target: GPUTarget) -> Any:
+def compiled(launch: KernelLaunch, target: GPUTarget) -> Any:
     """Return Triton's compiled kernel of a launch. Raises the compiler's errors."""
     kernel = launch.kernel
     constants = {(kernel.arg_names.index(name),): value for name, value in launch.constants.items()}
@@ -313,7 +313,7 @@ def compiled(launch: Launch, target: GPUTarget) -> Any:
     return triton.compile(source, target=target, options={"num_warps": launch.warps, "enable_fp_fusion": False})
 
 
-def compile_one(launch: Launch, target: GPUTarget) -> dict[str, Any]:
+def compile_one(launch: KernelLaunch, target: GPUTarget) -> dict[str, Any]:
     """Return registers, spills, atomics, access widths and shared memory of a kernel. Raises the compiler's errors."""
     result = compiled(launch, target)
     nvidia = target.backend == "cuda"
@@ -353,6 +353,9 @@ tiles are shown for launches on aligned tiles.
 
 def run(args: argparse.Namespace) -> int:
     rows, failed = [], 0
+    before = defaultdict(list)
+    for one in (read(RESULTS / "compile_kernels" / "compiled.json") or {}).get(triton.__version__, ()):
+        before[identity(one)].append(one)
     found = launches(args.quick or args.once)
     for launch in one_of_each_kernel(found) if args.once else found:
         function = launch.kernel.fn
@@ -363,7 +366,7 @@ def run(args: argparse.Namespace) -> int:
             row["constants"] = {name: getattr(value, "name", value) for name, value in launch.constants.items()}
             try:
                 row |= compile_one(launch, TARGETS[target])
-                faults = regressions(row)
+                faults = regressions(row, before[identity(row)])
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"
                 faults = [row["error"]]

@@ -120,9 +120,9 @@ def least_bytes(optimizer: Scape, shapes: Sequence[Shape]) -> dict[str, float]:
     model, cost = LocalModel.of_shapes(shapes), optimizer.method.options.cost()
     least = cost.pass_bytes(model, REPLICAS)
     if "coding" in least:
-        carried = cost.carry_bytes(model)
-        least["exchange"] = least.pop("coding") - carried
-        least["pack"] += carried
+        errors = cost.carry_bytes(model)
+        least["exchange"] = least.pop("coding") - errors
+        least["pack"] += errors
     return least
 
 

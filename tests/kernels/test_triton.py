@@ -111,9 +111,9 @@ def or_kernel(x):
     tl.atomic_or(x + tl.arange(0, 64), 1, sem="relaxed")
 
 
-def test_loops_of_atomics_and_unlisted_spills_are_regressions() -> None:
+def test_loops_of_atomics_spills_and_narrower_accesses_are_regressions() -> None:
     target = compile_kernels.TARGETS["hip:gfx90a"]
-    compiled = compile_kernels.compile_one(compile_kernels.Launch(or_kernel, {"x": "*i32"}, {}, {}, 1), target)
+    compiled = compile_kernels.compile_one(compile_kernels.KernelLaunch(or_kernel, {"x": "*i32"}, {}, {}, 1), target)
     row: dict[str, Any] = {"package": "scape", "kernel": "or_kernel", "constants": {}, "target": "hip:gfx90a"}
     (fault,) = regressions(row | compiled)
     assert fault == "atomic operation as a compare-and-swap loop (global_atomic_cmpswap)"
@@ -126,6 +126,12 @@ def test_loops_of_atomics_and_unlisted_spills_are_regressions() -> None:
     package, kernel = name.split(".")
     listed = {"package": package, "kernel": kernel, "constants": {"BLOCK": block}, "target": target_name, "atomics": []}
     assert not regressions(listed | {"spilled_bytes": limit}) and regressions(listed | {"spilled_bytes": limit + 1})
+    good = listed | {"spilled_bytes": 0, "load_bits": 128, "store_bits": 64, "registers": 100}
+    assert not regressions(good | {"registers": 125}, [good, good | {"store_bits": 128}])
+    assert regressions(good | {"load_bits": 64, "registers": 126}, [good]) == [
+        "the widest load has 64 bits, 128 before",
+        "126 registers, 100 before",
+    ]
 
 
 def test_a_backend_can_be_forced_or_is_refused() -> None:

@@ -48,7 +48,8 @@ def parallelize(
     """Parallelize the model with `family`, and make FSDP2's reduce-scatter a plain sum.
 
     TorchTitan disables FSDP2's gradient division by a factor of 1. FSDP2 implements the factor by a pre-multiplied sum,
-    which gloo does not support.
+    which gloo does not support. With a single shard it divides by the factor in a pass of its own, 8 bytes per
+    parameter and micro-batch, so the factor is removed.
 
     An FP32 model with a single shard does not use FSDP2: its hooks would neither communicate nor cast, but take a
     quarter of the step time of a small model. A dry run needs FSDP2 to move the model from the meta device.
@@ -57,10 +58,11 @@ def parallelize(
         family: a function of the first three arguments, such as TorchTitan's `parallelize_llama`.
     """
     training, dry = job_config.training, job_config.comm.mode == "fake_backend"
+    one_shard = parallel_dims.dp_shard * parallel_dims.cp == 1 and not job_config.sharding.levels.active
     if (
         not dry
-        and not job_config.sharding.levels.active
-        and parallel_dims.tp * parallel_dims.dp_shard * parallel_dims.cp == 1
+        and one_shard
+        and parallel_dims.tp == 1
         and (training.mixed_precision_param == training.mixed_precision_reduce == training.dtype == "float32")
     ):
         parallel_dims = copy.copy(parallel_dims)
@@ -69,4 +71,6 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+            if one_shard:
+                module.set_gradient_divide_factor(cast(float, None))
     return model
