@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.logs import logged
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import (
@@ -76,6 +77,26 @@ def test_mean_and_sum_have_the_same_norm(pool2: Pool) -> None:
     mean, total = pool2(norms, "mean"), pool2(norms, "sum")
     assert mean[0] == mean[1] and mean[0] == pytest.approx(total[0], rel=1e-5)
     assert min(mean[0]) > 0.1
+
+
+def after_loading(method: str) -> tuple[list[float], str]:
+    """Return the shared weights after some steps without a learning rate, and the log; rank 1 loads other weights."""
+    model = make_model()
+    optimizer = make_optimizer(model, method, lr=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0 + dist.get_rank())
+    with logged() as lines:
+        train(model, optimizer, range(1, 9))
+    with optimizer.shared_weights():
+        return weights(model).unique().tolist(), "\n".join(lines)
+
+
+@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.method.per_replica_weights])
+def test_replicas_start_from_weights_that_were_loaded_later(method: str, pool2: Pool) -> None:
+    """Local updates do not send the difference to the weights before; all replicas start from those of the first."""
+    for found, log in pool2(after_loading, method):
+        assert found == pytest.approx([7.0]) and "all replicas start from those of the first one" in log
 
 
 def accumulated(method: str, parts: int, overlap: bool) -> torch.Tensor:

@@ -1,17 +1,23 @@
 """Checks when a replica optimizer is built: its optimizer fits the method, and all replicas have the same settings."""
 
 import gc
+import logging
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.registry import MethodEntry
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+
+logger = logging.getLogger(__name__)
 
 _RATES = ("lr", "betas", "momentum", "eps", "weight_decay")
 
@@ -41,30 +47,52 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
         )
 
 
-def refuse_ddp_at_first_step(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
-    """Let the first step raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
-
-    It would all-reduce all gradients before the method sees them. Modules are wrapped after the optimizer is built, and
-    do not tell their parameters, so the modules of this process are searched, once.
-    """
-
+def check_at_first_step(optimizer: "ReplicaOptimizer") -> None:
+    """Let the first step check how the model was used after the optimizer was built."""
     is_first = True  # The hook stays: PyTorch does not permit its removal while the hooks run.
 
     def look(*_: Any) -> None:
         nonlocal is_first
-        if not is_first:
-            return
-        is_first = False
-        parameters = {id(shard.parameter) for shard in shards}
-        for one in gc.get_objects():
-            if type(one) is DistributedDataParallel and any(id(p) in parameters for p in one.parameters()):
-                raise ValueError(
-                    "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
-                    "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
-                    "model to setup() or prepare()"
-                )
+        if is_first:
+            is_first = False
+            refuse_ddp(optimizer.shards())
+            if optimizer.weights and not optimizer.attempted_steps:
+                follow_loaded_weights(optimizer)
 
     optimizer.register_step_pre_hook(look)
+
+
+def refuse_ddp(shards: Sequence[Shard]) -> None:
+    """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
+
+    It would all-reduce all gradients before the method sees them. Modules are wrapped after the optimizer is built, and
+    do not tell their parameters, so the modules of this process are searched.
+    """
+    parameters = {id(shard.parameter) for shard in shards}
+    for one in gc.get_objects():
+        if type(one) is DistributedDataParallel and any(id(p) in parameters for p in one.parameters()):
+            raise ValueError(
+                "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
+                "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
+                "model to setup() or prepare()"
+            )
+
+
+@torch.no_grad()
+def follow_loaded_weights(optimizer: "ReplicaOptimizer") -> None:
+    """Start all replicas from weights that were loaded into the model after the optimizer was built. Collective.
+
+    Local updates would otherwise send the difference to the weights before as the first displacement.
+    """
+    anchors, parameters = optimizer.saved_model(), [stored(shard.parameter) for shard in optimizer.shards()]
+    starts = [
+        anchors[shard.name].to(p.device, p.dtype) for shard, p in zip(optimizer.shards(), parameters, strict=True)
+    ]
+    loaded = not all(torch.equal(p, start) for p, start in zip(parameters, starts, strict=True))
+    if any(optimizer.collectives.gather_objects(loaded)):
+        optimizer.collectives.broadcast_from_first(parameters)
+        optimizer.model_loaded()
+        logger.info("weights were loaded after the optimizer was built; all replicas start from those of the first one")
 
 
 def describe_parameters(shards: Sequence[Shard]) -> int:

@@ -117,7 +117,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             made.declared_states()  # before an exchange is in flight
         self.guard = self._finite_guard(scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
-        agreement.refuse_ddp_at_first_step(self, self._shards)
+        agreement.check_at_first_step(self)
         if self._overlap is not None:
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap
