@@ -221,9 +221,12 @@ def count_step(name: str, model: LocalModel, replicas: int, backend: str = "trit
         context = MethodContext(shards, ranks, optimizer, **common)
         method = entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
         applied = torch.ones((), dtype=torch.bool, device=META)
-        number = 2 * getattr(method.options, "inner_steps", 1) if isinstance(method, LocalMethod) else 4
-        # The first masks of SCAPE are all ones; Radius prepares its masks in the first step after a refresh.
-        for before in (1, 2, 3) if method.holds_optimizer_state or name == "radius" else ():
+        inner = getattr(method.options, "inner_steps", 1)
+        number = 2 * inner if isinstance(method, LocalMethod) else 4
+        # The first masks of SCAPE are all ones; Radius prepares its masks in the first step after a refresh. Results of
+        # local updates may arrive in a later round.
+        is_prepared = method.holds_optimizer_state or name == "radius"
+        for before in range(inner, number) if isinstance(method, LocalMethod) else (1, 2, 3) if is_prepared else ():
             _take(method, model, StepInfo(before, applied), StepCounter())
         counter.count = StepCount()
         _take(method, model, StepInfo(number, applied), counter)

@@ -78,7 +78,21 @@ def test_tagc_moves_at_most_60_bytes() -> None:
 @pytest.mark.parametrize("replicas", [4, 16])
 @pytest.mark.parametrize(
     ("name", "more"),
-    [(name, {}) for name in ("sparta", "radius", "quantized", "topk", "demo", "powersgd", "sparseloco", "diloco")]
+    [
+        (name, {})
+        for name in (
+            "sparta",
+            "radius",
+            "quantized",
+            "topk",
+            "demo",
+            "powersgd",
+            "sparseloco",
+            "diloco",
+            "noloco",
+            "co2",
+        )
+    ]
     + [("dense", {}), ("onebit_adam", {}), ("quantized", {"code": "2bit"})],
 )
 def test_the_planner_has_the_counted_bytes(name: str, more: dict[str, str], replicas: int) -> None:

@@ -59,10 +59,12 @@ class Co2Cost(LocalCost):
     def traffic_per_parameter(self) -> float:
         """Return the mean bytes per parameter and step over a round.
 
-        The penalty reads the mean and the momentum for their norms, and reads and writes the mean to scale it.
+        The penalty reads the mean and the momentum for their norms, and reads and writes the mean to scale it. Parts of
+        the outer step are operators of their own: 16 more than in a kernel, and 8 to limit the momentum.
         """
         penalty = 16.0 if self.options.gap_penalty else 0.0
-        return super().traffic_per_parameter() + penalty / self.options.inner_steps
+        limits = 8.0 if self.options.momentum_clip else 0.0
+        return super().traffic_per_parameter() + (penalty + 16.0 + limits) / self.options.inner_steps
 
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the mean traffic over a round: the penalty reads the momentum once more."""

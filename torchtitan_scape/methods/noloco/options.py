@@ -66,14 +66,14 @@ class NolocoCost(GradientCost):
         return [pair_mean_chunked(model.entries, levels, chunk_entries, 1.0 / self.options.inner_steps)]
 
     def traffic_per_parameter(self) -> float:
-        """Return the mean bytes per parameter and step over a round.
+        """Return the mean bytes per parameter and step over a round, by the operators of an exchange.
 
-        Message: 12 to read slow and fast weights and write it. Mean: 12. Outer step: 20 to read the mean and the same
-        weights again and to compare them for the spread of the replicas, 8 each to read and write slow weights and
-        momentum, 4 to write the parameter.
+        Message: 12 to read slow and fast weights and write it. Mean: 20. Spread of the replicas: 60 to form the message
+        again, subtract the mean, and sum the squares in FP64. Outer step: 20 for the scaled difference, 20 for the
+        momentum, 12 for the slow weights, 8 to copy them.
         """
-        momentum = 8.0 if self.options.outer_momentum else 0.0
-        return (12.0 + 12.0 + 20.0 + 8.0 + momentum + 4.0) / self.options.inner_steps
+        momentum = 20.0 if self.options.outer_momentum else 0.0
+        return (12.0 + 20.0 + 60.0 + 20.0 + momentum + 12.0 + 8.0) / self.options.inner_steps
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         n = 4.0 * model.entries

@@ -107,15 +107,20 @@ def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns that span those of FP32 (..., n, r): QR, or for r = 1 the column divided by its norm.
+    """Return orthonormal columns that span those of FP32 (..., n, r): Gram-Schmidt in FP64, every column twice.
 
-    A single zero column stays zero. QR is exact for columns that are nearly parallel, as those of a gradient of low
-    rank; in FP32 one pass of Gram-Schmidt is not.
+    In FP32 one pass is not exact for columns that are nearly parallel, as those of a gradient of low rank. A QR of the
+    libraries for GPUs factors tall matrices one by one. A zero column stays zero.
     """
-    if matrix.shape[-1] > 1:
-        return torch.linalg.qr(matrix).Q
-    norm = matrix.norm(dim=-2, keepdim=True)
-    return torch.where(norm > 0, matrix / norm, 0.0)
+    columns = matrix.double().reshape(-1, *matrix.shape[-2:])
+    found = torch.empty_like(columns)
+    for j in range(columns.shape[2]):
+        column, before = columns[..., j : j + 1], found[..., :j]
+        for _ in range(2 if j else 0):
+            column = torch.baddbmm(column, before, before.mT @ column, alpha=-1.0)
+        norm = column.norm(dim=1, keepdim=True)
+        torch.mul(column, torch.where(norm > 0, 1.0 / norm, 0.0), out=found[..., j : j + 1])
+    return found.to(matrix.dtype).view(matrix.shape)
 
 
 def orthonormalize_all(matrices: Sequence[Tensor], applied: Tensor) -> list[Tensor]:
