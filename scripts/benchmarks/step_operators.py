@@ -59,7 +59,7 @@ _INDEXED = {"gather", "index_select", "scatter_", "scatter_add_", "index_add_", 
 
 @dataclass
 class StepCount:
-    """What a step does. Bytes are those of all inputs and outputs of every operator.
+    """The work of a step. Bytes are those of all inputs and outputs of every operator.
 
     Attributes:
         operators: operators on the device, without views.
@@ -285,7 +285,7 @@ in `scape` and `quantized_update`, which contain the update.
 
 An operator is one call below autograd that is no view; one with a list of tensors counts once. Bytes are those of all
 inputs and outputs of operators and Triton launches, each once. Launches on addresses of tensors, and on tensors that
-they read and write, state what they move in addition. The bytes of `scape` are the closed form of its passes.
+they read and write, state the bytes that they move in addition. The bytes of `scape` are the closed form of its passes.
 Temporary is the largest sum of tensors that exist at once and are created in the step.
 
 {body}

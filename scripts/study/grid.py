@@ -100,9 +100,9 @@ class RunSpec:
     """One run: a method of a set with a recipe, a size, a learning rate and a seed.
 
     Attributes:
-        overrides: What the trainer receives beyond the recipe.
-        options: Recipe and overrides together, without what has no effect on the result; their digest is `key`.
-        about: What the method declares beyond options.
+        overrides: Keys that the trainer receives in addition to the recipe.
+        options: Recipe and overrides together, without keys that do not affect the result; their digest is `key`.
+        about: Further declarations of the method.
         also: Values of the options that the method is tuned in besides the learning rate; {} for its own.
     """
 
@@ -132,7 +132,7 @@ class RunSpec:
 
     @property
     def head(self) -> Options:
-        """What a stored result begins with, also that of a failure."""
+        """The first entries of a stored result, also of a failure."""
         head: Options = {"label": self.label}
         if self.of.batch:
             head |= {name: getattr(self.of, name) for name in ("steps", "batch", "replicas")}
@@ -172,7 +172,7 @@ class RunSpec:
 
 
 class Grid:
-    """A declared grid. Raises ValueError that names the place of what cannot be run."""
+    """A declared grid. Raises ValueError with the place of an error."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -257,7 +257,7 @@ class Grid:
         return [dataclasses.replace(one, **changed, options=one.options | (options or {})) for one in chosen]
 
     def method(self, name: str, recipe: str) -> Options:
-        """Return the declaration of a method: a table of the grid, or what a file adds to the files of `recipe`."""
+        """Return the declaration of a method: a table of the grid, or the keys that a file adds to `recipe`."""
         if not is_file(name):
             return self.methods[name]
         return {"label": Path(name).stem} | method_of_file(name, recipe)

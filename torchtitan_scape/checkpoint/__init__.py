@@ -1,1 +1,1 @@
-"""What is saved, how it is kept whole, and how it is taken back by the same or another layout."""
+"""Checkpoints: their content, their integrity, and loading into the same or another layout."""

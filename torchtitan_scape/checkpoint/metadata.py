@@ -1,4 +1,4 @@
-"""What a checkpoint records of the run that saved it, and how another run differs."""
+"""The record of a run in its checkpoints, and its differences to another run."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ class RunMetadata(Stateful):
         different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
         other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]
         laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
-        # What coding lost is kept for the entries of a payload, which are others at another density.
+        # Quantization errors belong to the entries of a payload, which are others at another density.
         if "density" in different and {saved.get("wire"), self.values.get("wire")} - {None, "float32"}:
             laid_out.add("density")
         # An owner's error that this run has no state for must be subtracted from the weights.

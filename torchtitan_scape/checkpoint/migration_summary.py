@@ -1,4 +1,4 @@
-"""What a run received from a checkpoint, for the log."""
+"""Summary of a load for the log."""
 
 import torch
 
@@ -10,7 +10,7 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 
 class MigrationSummary:
-    """What a run received from a checkpoint. `text` describes it for the log.
+    """The state that a run received from a checkpoint. `text` describes it for the log.
 
     Args:
         exact: the same method and layout load an exact save: all state as it was.
@@ -40,7 +40,7 @@ class MigrationSummary:
             self._squares += sum_of_squares(imported.pending.mean)
 
     def text(self) -> str:
-        """Return what was loaded, as one line. Collective."""
+        """Return a line about the loaded state. Collective."""
         replicas_differ = bool(self._optimizer.weights)
         if self._exact and not self.complete_exchange:
             return "state as it was saved" + (", every replica its own" if replicas_differ else "")

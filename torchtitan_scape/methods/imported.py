@@ -43,7 +43,7 @@ class SavedValues:
     """One quantity of a parameter: `own` of each replica plus `shared`, which all replicas have in common.
 
     Args:
-        reader: knows how many replicas there were and are.
+        reader: has the numbers of replicas, before and now.
         own: FP32 (rows, n) of the replicas whose rows this rank reads; None if all replicas were equal.
         shared: FP32 (n,); None for zeros.
     """
@@ -114,7 +114,7 @@ class ImportedState:
 
 
 def import_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> ImportedState:
-    """Interpret what a method saved by the declarations of its states. Collective.
+    """Interpret the saved state of a method by its declarations. Collective.
 
     Args:
         kinds: flat tensors by kind, (n,), or (rows, n) if saved per replica.
@@ -140,7 +140,7 @@ def import_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: tor
 
 
 def for_moment(pending: Tensor, beta1: float) -> Tensor:
-    """Return what to add to a first moment so that it contains pending gradients in mean units. Zeros if beta1 is 0.
+    """Return the addend of a first moment that makes it contain pending gradients in mean units. Zeros if beta1 is 0.
 
     The next step multiplies the moment by beta1, and a gradient by 1 - beta1.
     """

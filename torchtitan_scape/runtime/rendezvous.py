@@ -1,6 +1,6 @@
 """Rendezvous of the launchers of a run: a fixed number of nodes, one TCP store, plain text.
 
-PyTorch's own rendezvous (`c10d`) unpickles what any process that reaches its port has written, compares the clocks of
+PyTorch's own rendezvous (`c10d`) unpickles the data of any process that reaches its port, compares the clocks of
 the nodes, and starts with fewer nodes than intended if a clock is wrong. Here the store contains numbers and JSON only,
 and a node is present as long as its heartbeat counter grows, measured by the clock of one node.
 
@@ -49,7 +49,7 @@ class LostStoreError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """What a launcher tells the others.
+    """The entry of a launcher, which the others read.
 
     Attributes:
         host: name of the machine.
@@ -85,7 +85,7 @@ class FixedRendezvous(RendezvousHandler):
         self._nodes, self._run_id, self._say = nodes, run_id, say
         self._store: TCPStore | None = None
 
-    # ------------------------------------------------------------------------- what torchrun's agent calls
+    # ------------------------------------------------------------------------- the interface of torchrun's agent
 
     def get_backend(self) -> str:
         return BACKEND
@@ -120,7 +120,7 @@ class FixedRendezvous(RendezvousHandler):
         while True:
             store, serves = self._open(deadline)
             try:
-                rank = _Meeting(store, self._node(), serves, self._where, self._say).attend(deadline)
+                rank = _Rendezvous(store, self._node(), serves, self._where, self._say).attend(deadline)
             except LostStoreError:
                 self._say(f"the launcher at {self._where} has ended; waiting for its restart")
                 time.sleep(1.0)
@@ -202,7 +202,7 @@ class FixedRendezvous(RendezvousHandler):
         return store
 
 
-class _Meeting:
+class _Rendezvous:
     """One attempt of a node to join.
 
     Keys: "joined" counts nodes, "node/N" describes one (JSON), "beat/N" counts its heartbeats. The serving node writes

@@ -1,4 +1,4 @@
-"""What the main threads of the ranks do when a collective has timed out although all ranks are alive.
+"""Positions of the main threads of the ranks when a collective has timed out although all ranks are alive.
 
 A rank that hangs in Python, for example in a read from a file system that does not respond, still has heartbeats. The
 other ranks wait for it in a collective.
@@ -40,7 +40,7 @@ def main_thread_place() -> Place:
 
 
 def stalled_rank(places: Mapping[int, Place], names: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return the rank that the others wait for and one line, or None if the places do not tell it.
+    """Return the rank that the others wait for and one line, or None if the places do not show it.
 
     Args:
         places: Place of each rank that has not completed a step for nearly the timeout of collectives.

@@ -1,4 +1,4 @@
-"""Which replica owns what, in which step it is exchanged, and in which columns. Plain arithmetic: no torch."""
+"""Owners of the entries, and the steps and columns of their exchange. Plain arithmetic: no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from topology.partition import Slice
 
-Row = list[Slice]  # what a replica owns, in order; `at` is a position in its row
+Row = list[Slice]  # the slices of a replica, in order; `at` is a position in its row
 
 
 class Column(NamedTuple):

@@ -43,7 +43,7 @@ class QuantizedUpdate(Method):
     3. It sends V - W, encoded, to all replicas. They add the decoded change to W; u becomes W - V.
 
     The errors of step 3 move the weights by less than a step. In the mean of the gradients, which `Quantized` sends
-    instead, they would cost more: Muon magnifies what is small in the gradient.
+    instead, they would cost more: Muon magnifies the small parts of the gradient.
 
     A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
     Moments and unsent updates are current on the owner only; `gather_state` distributes them.
@@ -92,7 +92,7 @@ class QuantizedUpdate(Method):
         self._slices = [[(owner, s) for owner, s in rows if s.tensor == i] for i in range(len(shards))]
         self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
         # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
-        # The host knows only later whether a step is applied: until then it keeps the numbers of exchanged groups.
+        # The host reads only later whether a step was applied. Until then it keeps the numbers of the exchanged groups.
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
         self._accumulated = torch.zeros(options.interval, dtype=torch.int64)
         self._steps: list[int] | None = [0] * options.interval  # the same numbers; None before they are read
@@ -156,11 +156,11 @@ class QuantizedUpdate(Method):
     ) -> None:
         """Replace gradients by their means over replicas and steps, where exchanged and owned. Collective.
 
-        Those of other groups are added to the residuals. What other replicas own becomes undefined.
+        Those of other groups are added to the residuals. The parts of other owners become undefined.
         """
         residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
         in_place, factor = code is not None and self._to_owners is not None, self.context.gradient_scale
-        # Kernels scale what they encode, unless it is transformed to a basis before.
+        # Kernels scale the values that they encode, unless these were transformed to a basis before.
         scales = in_place and self._bases is None
         encoded = {i for k in exchanged for i in self._groups[k].tensors} if scales else set()
         if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in encoded]):
@@ -323,7 +323,7 @@ class QuantizedUpdate(Method):
         return found
 
     def _send(self, column: Column, changes: Mapping[int, Tensor], code: Codec | None, applied: Tensor) -> Exchange:
-        """Start sending the changes of a column to all replicas; the returned function applies what was sent."""
+        """Start sending the changes of a column to all replicas; the returned function applies the sent values."""
         owner = self.collectives.replica
         device = self.context.grad_norm.device
         row = rows_of(column, [owner] if owner in column.owners else [], changes, self.options.block, device).view(-1)
