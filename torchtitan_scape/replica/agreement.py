@@ -4,7 +4,7 @@ import gc
 import logging
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,9 +13,6 @@ from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.registry import MethodEntry
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +44,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
         )
 
 
-def check_at_first_step(optimizer: "ReplicaOptimizer") -> None:
-    """Let the first step check how the model was used after the optimizer was built."""
+def check_at_first_step(optimizer: Any) -> None:
+    """Let the first step of a `ReplicaOptimizer` check how the model was used after the optimizer was built."""
     is_first = True  # The hook stays: PyTorch does not permit its removal while the hooks run.
 
     def look(*_: Any) -> None:
@@ -79,7 +76,7 @@ def refuse_ddp(shards: Sequence[Shard]) -> None:
 
 
 @torch.no_grad()
-def follow_loaded_weights(optimizer: "ReplicaOptimizer") -> None:
+def follow_loaded_weights(optimizer: Any) -> None:
     """Start all replicas from weights that were loaded into the model after the optimizer was built. Collective.
 
     Local updates would otherwise send the difference to the weights before as the first displacement.

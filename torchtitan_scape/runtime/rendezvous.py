@@ -120,7 +120,7 @@ class FixedRendezvous(RendezvousHandler):
         while True:
             store, serves = self._open(deadline)
             try:
-                rank = _Rendezvous(store, self._node(), serves, self._where, self._say).attend(deadline)
+                rank = _Joining(store, self._node(), serves, self._where, self._say).attend(deadline)
             except LostStoreError:
                 self._say(f"the launcher at {self._where} has ended; waiting for its restart")
                 time.sleep(1.0)
@@ -202,7 +202,7 @@ class FixedRendezvous(RendezvousHandler):
         return store
 
 
-class _Rendezvous:
+class _Joining:
     """One attempt of a node to join.
 
     Keys: "joined" counts nodes, "node/N" describes one (JSON), "beat/N" counts its heartbeats. The serving node writes
