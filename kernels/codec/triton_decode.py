@@ -1,4 +1,7 @@
-"""Decoding of block codes as Triton kernels, bitwise equal to `reference.py`; see `triton_kernels.py`."""
+"""Decoding of block codes, sums and encoded means as Triton kernels, bitwise equal to `reference.py`.
+
+See `triton_kernels.py`.
+"""
 
 import triton
 import triton.language as tl

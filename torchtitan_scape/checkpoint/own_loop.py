@@ -65,10 +65,10 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     the method holds the optimizer's state (SCAPE) or keeps an optimizer for each replica.
 
     Returns:
-        What was loaded and what differs, for the log.
+        A line about the loaded state and the differences, for the log.
 
     Raises:
-        ValueError: the checkpoint is damaged, or of another model.
+        ValueError: the checkpoint is incomplete, or of another model. There are no checksums.
     """
     if not {MODEL, OPTIMIZER, RUN_METADATA} <= names_in(path):
         raise ValueError(

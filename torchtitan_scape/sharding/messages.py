@@ -32,9 +32,9 @@ class RowCodec:
     matrices.
 
     Args:
-        segments: Slices of the row, in order.
+        slices: Slices of the row, in order.
         code: Block code of the parameters with 2 or more dimensions; None to send everything raw.
-        turned: Apply a Hadamard transform to every 32 entries before encoding; `assemble` inverts it.
+        hadamard: Apply a Hadamard transform to every 32 entries before encoding; `assemble` inverts it.
     """
 
     def __init__(self, slices: Sequence[ParameterSlice], code: BlockCode | None = None, hadamard: bool = False) -> None:
@@ -176,7 +176,7 @@ def sum_over(
 
     Args:
         flat: One row per rank.
-        circles: Rank groups of the hops.
+        rank_groups: Rank groups of the hops.
         rows: Codec of each hop; all have the same layout.
         ledger: Byte ledger.
         kind: Kind of the bytes in the ledger.

@@ -81,7 +81,7 @@ class ScapeOptions(MethodOptions):
     of them three buffers of the largest tensor stay on the device"""
 
     chunk_bytes: int = field(default=0, metadata=FREE)
-    """Approximate size of the payload's chunks in bytes; 0 uses the cost model's choice"""
+    """Approximate size of the payload's chunks in bytes; 0: the cost model's choice, in your own loop a default"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
