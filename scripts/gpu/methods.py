@@ -51,7 +51,7 @@ LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exch
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that waits says so before the limit of the step
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
-OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": Muon}
+OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": partial(Muon, fused=True)}
 # Options with which a method compresses from an early step on.
 OPTIONS: dict[str, dict[str, Any]] = {
     "scape": {"density": 0.1, "density_warmup_steps": 2, "wire": "int4"},
@@ -98,8 +98,8 @@ class Case:
         return plan_layout(RANKS, ranks_per_node=per_node, machine=machine, replicate=RANKS // shard, shard=shard)
 
     def may_wait(self) -> bool:
-        """Return whether a step may wait for the device: local updates, Radius, Muon, TAGC after a full exchange."""
-        waits = METHODS[self.method].method.per_replica_weights or self.method == "radius" or self.optimizer == "Muon"
+        """Return whether a step may wait for the device: local updates, Radius, TAGC after a full exchange."""
+        waits = METHODS[self.method].method.per_replica_weights or self.method == "radius"
         return waits or "tagc" in self.sharding
 
 
