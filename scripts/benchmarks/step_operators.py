@@ -158,10 +158,12 @@ class StepCounter(TorchDispatchMode):
 
 
 class OneOfManyRanks(ProcessGroupCollectives):
-    """The collectives of one of N ranks on one level; see `as_one_rank`. `calls`: collectives of the library."""
+    """The collectives of one of N ranks, on one level or on nodes of `per_node` ranks; see `as_one_rank`."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, per_node: int = 1) -> None:
         super(ProcessGroupCollectives, self).__init__(ReplicaGroups(None, None), RankGroup("network", replicas, 0))
+        if per_node > 1:
+            self.levels = RankGroup("node", per_node, 0), RankGroup("network", replicas // per_node, 0)
 
     def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
         exchange(self.levels)
@@ -208,14 +210,16 @@ def triton_everywhere() -> Iterator[None]:
         yield
 
 
-def count_step(name: str, model: LocalModel, replicas: int, backend: str = "triton", **options: Any) -> StepCount:
+def count_step(
+    name: str, model: LocalModel, replicas: int, backend: str = "triton", per_node: int = 1, **options: Any
+) -> StepCount:
     """Return the counts of a step in the steady state, by one of N replicas on parameters without values."""
     counter, entry = StepCounter(), METHODS[name]
     tensors = [nn.Parameter(torch.empty(shape, device=META)) for shape in model.shapes]
     named = list(zip(model.names, tensors, strict=True))
     with torch.no_grad(), as_one_rank(counter), triton_everywhere():
         optimizer = AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
-        shards, ranks = collect_shards(optimizer.param_groups), OneOfManyRanks(replicas)
+        shards, ranks = collect_shards(optimizer.param_groups), OneOfManyRanks(replicas, per_node)
         # As in the trainer, which divides the loss by the tokens of all replicas.
         common = {"gradient_scale": float(replicas), "total_steps": 1000, "kernels": backend, "max_norm": 1.0}
         context = MethodContext(shards, ranks, optimizer, **common)

@@ -103,6 +103,26 @@ def test_the_planner_has_the_counted_bytes(name: str, more: dict[str, str], repl
     assert per_parameter(count_step(name, MODEL, replicas, **more)) == pytest.approx(planned, rel=0.15)
 
 
+CODED: list[tuple[str, dict[str, str]]] = [
+    *((name, {}) for name in ("dense", "quantized", "sparta", "onebit_adam", "radius", "topk")),
+    ("quantized", {"code": "2bit"}),
+    ("sparta", {"code": "float32"}),
+]
+
+
+@pytest.mark.parametrize("replicas, per_node", [(4, 2), (64, 4)])
+@pytest.mark.parametrize(("name", "more"), CODED)
+def test_the_planner_has_the_counted_bytes_of_nodes(
+    name: str, more: dict[str, str], replicas: int, per_node: int
+) -> None:
+    """On two levels encoded exchanges use buffers. Within 15 percent, at a size with several chunks."""
+    model = get_workload("llama_1_8b").local(1)
+    cost = METHODS[name].options(**OPTIONS.get(name, {}), **more).cost()
+    planned = (sum(cost.memory_traffic(model, replicas)) + cost.buffer_traffic(model, replicas)) / model.entries
+    counted = count_step(name, model, replicas, per_node=per_node, **more).bytes / model.entries
+    assert counted == pytest.approx(planned, rel=0.15)
+
+
 @pytest.mark.parametrize("code", ["e2m1", "2bit"])
 def test_the_planner_has_the_counted_bytes_with_overlap(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exchange that starts before the check for non-finite gradients reads them again."""

@@ -47,6 +47,9 @@ class GradientCost:
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        return 0.0
+
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return 0.0, self.traffic_per_parameter() * model.entries
 

@@ -78,6 +78,9 @@ class MethodCost(Protocol):
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes that an exchange over several link levels moves in addition, through buffers."""
+
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         """Return the memory traffic that an exchange during the backward pass adds to a step."""
 

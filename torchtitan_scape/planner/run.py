@@ -58,10 +58,15 @@ class PlannedRun:
         """Return the collectives of a step over the replicas."""
         return self.options.cost().collective_calls(model, levels)
 
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes that (the packing pass, the other passes) move, the optimizer's included."""
+    def memory_traffic(self, model: LocalModel, replicas: int, levels: int = 1) -> tuple[float, float]:
+        """Return the bytes that (the packing pass, the other passes) move, the optimizer's included.
+
+        levels: Link levels between the replicas.
+        """
         cost = self.options.cost()
         pack, rest = cost.memory_traffic(model, replicas)
+        if levels > 1:
+            rest += cost.buffer_traffic(model, replicas)
         if self.overlap and replicas > 1:
             rest += cost.overlap_traffic(model, replicas)
         optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)

@@ -233,7 +233,9 @@ def predict(
     model = workload.local(shard)
     streaming = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
     rates = assumptions.passes.of(run) if assumptions.passes else (streaming, streaming)
-    device_bytes, link_bytes = (of(model, layout.replicate) for of in (run.memory_traffic, run.host_link_traffic))
+    spanned = len(layout.hierarchy(layout.replicate_group(0)))
+    device_bytes = run.memory_traffic(model, layout.replicate, spanned)
+    link_bytes = run.host_link_traffic(model, layout.replicate)
     # Copies to and from the host overlap with the passes.
     pack, rest = (
         max(nbytes / rate, copied / (device.host_link * 1e9))

@@ -40,6 +40,10 @@ class DenseCost(GradientCost):
         """Return the traffic of the copies. A chunk that is a part of one gradient is exchanged in its memory."""
         return 0.0, _COPIES * self._copied_entries(model, replicas)
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of a second reduction and gather: 5 per parameter."""
+        return 5.0 * model.entries
+
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         """Return the traffic of the other chunks' copies, because all have buffers during the backward pass."""
         return _COPIES * (model.entries - self._copied_entries(model, replicas)) if replicas > 1 else 0.0

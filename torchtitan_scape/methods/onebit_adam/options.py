@@ -96,6 +96,9 @@ class OnebitAdamCost(GradientCost):
     ) -> list[CollectiveCall]:
         return self.exchange.collective_calls(model, levels, chunk_entries)
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        return self.exchange.buffer_traffic(model, replicas)
+
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of the exchange, and 12 bytes per parameter to add the momentum to the gradient.
 

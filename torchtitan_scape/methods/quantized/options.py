@@ -107,6 +107,11 @@ class QuantizedCost(GradientCost):
         coded = encoded_bytes(self.options.code, self.options.block)
         return (8.0 + coded) * model.entries if self.options.error_feedback else 0.0
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the counted bytes: 25 per parameter, 22 with error feedback, and 48 with an owner's error."""
+        errors = 22.0 if self.options.error_feedback else 0.0
+        return (25.0 + errors + (48.0 if self.options.keeps_owner_error(replicas) else 0.0)) * model.entries
+
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of the exchange and of the bases.
 

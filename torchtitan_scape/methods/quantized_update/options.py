@@ -163,6 +163,10 @@ class QuantizedUpdateCost(GradientCost):
         sizes, groups = model.sizes, self.groups(model, replicas)
         return [max(sum(sizes[i] for i in {s.tensor for s in row}) for row in group.rows) for group in groups]
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the counted bytes: 47 for a parameter that is exchanged."""
+        return 47.0 / self.options.interval * model.entries
+
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that `scripts.benchmarks.step_operators` counts on one level, without the optimizer's.
 

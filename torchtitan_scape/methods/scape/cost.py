@@ -65,6 +65,9 @@ class ScapeCost:
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        return 0.0
+
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         return 1.0
 

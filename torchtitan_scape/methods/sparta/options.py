@@ -125,6 +125,13 @@ class SpartaCost(GradientCost):
             calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, share, entries))
         return calls
 
+    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return the counted bytes: 132 per encoded entry, and 24 with an owner's error. FP32 always has buffers."""
+        if self.options.code == "float32":
+            return 0.0
+        owner = 24.0 if self.options.keeps_owner_error(replicas) else 0.0
+        return (132.0 + owner) / self.options.interval * model.entries
+
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of the kernels in bytes per step, as `scripts.benchmarks.step_operators` counts it.
 
