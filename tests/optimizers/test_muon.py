@@ -282,6 +282,8 @@ def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
     """Return the time of Muon's passes and the gradients' copies, as `predict` has it without measured rates."""
     nbytes = get_optimizer_cost("Muon").traffic(local_shapes(workload.shapes(), shard))
     nbytes += DenseOptions().cost().memory_traffic(workload.local(shard), 16 // shard)[1]
+    if shard == 1:  # the replicas span several levels
+        nbytes += DenseOptions().cost().buffer_traffic(workload.local(shard), 16)
     return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)
 
 

@@ -107,7 +107,9 @@ def submit(
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in SET_BY_JOBS and not name.startswith("NCCL_") and not name.endswith("_VISIBLE_DEVICES")
+        if name not in SET_BY_JOBS
+        and not name.startswith("NCCL_")
+        and not (name.endswith("_VISIBLE_DEVICES") and value)  # an empty value selects the CPU
     }
     ours = {
         "PATH": f"{programs}:{os.environ['PATH']}",
