@@ -88,7 +88,7 @@ def amd_report(text: str) -> dict[str, Any]:
 
 
 def identity(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return what distinguishes a compiled kernel from others; a few differ in the types of arguments only."""
+    """Return the key of a compiled kernel, which kernels share that differ only in the types of their arguments."""
     return row["package"], row["kernel"], row["target"], str(row["warps"]), str(sorted(row["constants"].items()))
 
 

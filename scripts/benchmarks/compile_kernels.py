@@ -202,7 +202,7 @@ def _scape_step(
     sharded: bool = False,
     **update: bool,
 ) -> None:
-    """KernelLaunch the kernels of a step of SCAPE.
+    """Launch the kernels of a step of SCAPE.
 
     Args:
         in_use: density of the mask of this step; by default `density`, that of the next one.
@@ -265,7 +265,7 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
 
 
 def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
-    """KernelLaunch the passes of SPARTA, on parameters of `dtype`, of gradients with error feedback, and of updates."""
+    """Launch the passes of SPARTA, on parameters of `dtype`, of gradients with error feedback, and of updates."""
     passes, applied, code = exchange_passes("triton", [dtype]), torch.tensor(True), block_code("triton", name, block)
     sizes = (6 * block, block + 8, 5)
     anchors, errors = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]

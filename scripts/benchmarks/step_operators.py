@@ -247,9 +247,8 @@ def _take(method: Method, model: LocalModel, info: StepInfo, counter: StepCounte
         if isinstance(method, LocalMethod):
             method.exchange(info)
         elif isinstance(method, GradientMethod):
-            synchronize = getattr(
-                method, "synchronize_momenta", method.synchronize
-            )  # the first: in a step of 1-bit Adam
+            # A step of 1-bit Adam synchronizes the momenta themselves.
+            synchronize = getattr(method, "synchronize_momenta", method.synchronize)
             synchronize(gradients, info)
             method.after_optimizer_step(info)
         else:  # it updates the parameters

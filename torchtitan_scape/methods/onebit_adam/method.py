@@ -79,7 +79,10 @@ class OnebitAdam(Quantized):
                 self._update(momenta, info.applied)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        """Synchronize as every method. Simulated replicas that share the moments must not update them meanwhile."""
+        """Return the synchronized gradients, as every method does.
+
+        Simulated replicas that share the moments must not update them meanwhile.
+        """
         return self._as_gradients(self.synchronize_momenta(gradients, info))
 
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
