@@ -56,6 +56,11 @@ class TileSchedule:
         """Constants of the kernels that depend on the tiles."""
         return {"ROWS": self.rows, "BYTES": self.bytes, "BLOCK": self.block_size}
 
+    def units(self, width: int) -> dict[str, int]:
+        """Return `shape` for kernels whose tiles have parts of `width` entries instead of bytes."""
+        units = self.bytes * 8 // width
+        return {"ROWS": self.rows, "UNITS": units, "WIDTH": width, "BLOCK": self.block_size}
+
     def whole(self) -> list[Range]:
         """Return all blocks of all tensors."""
         return [(i, 0, -(-n // self.block_size)) for i, n in enumerate(self.sizes)]

@@ -40,6 +40,9 @@ class Updates(Protocol):
     def count_entering(self, visits: VisitRates) -> None:
         """Count the newly entered entries of every row and column in `visits.counts`."""
 
+    def store_moments(self) -> None:
+        """Copy first moments that are outside the state between steps, as in `triton_compact`, to the state."""
+
 
 class ScapePasses:
     """State, payload and passes of SCAPE on this rank's shards: sparsified tensors first, then all others.
@@ -102,10 +105,12 @@ class ScapePasses:
 
     def kept(self, kind: str) -> list[Tensor]:
         """Return the stored tensors of "state" or "master", up to date; on the host if offloaded."""
+        self.updates.store_moments()
         return self.storage.kept(kind)
 
     def finish(self) -> None:
-        """Wait until host memory contains the current values of offloaded state."""
+        """Store the current values of the state, and wait until host memory contains those of offloaded state."""
+        self.updates.store_moments()
         self.storage.finish()
 
     @property

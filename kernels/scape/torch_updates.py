@@ -77,6 +77,9 @@ class TorchReplicated:
             if parameter is not None:
                 parameter.store()
 
+    def store_moments(self) -> None:
+        """Do nothing: the state contains the moments."""
+
     def write(self, own_only: bool) -> None:
         """Do nothing: `update` wrote all parameters."""
 
@@ -163,6 +166,9 @@ class TorchOwner:
             if owner.sends_changes:
                 copy = Flat(step.parameters[i]).flat
                 payload.sub_(reference_owner.decayed_copy(copy, indices, rates.lr * rates.weight_decay))
+
+    def store_moments(self) -> None:
+        """Do nothing: the state contains the moments."""
 
     def write(self, own_only: bool) -> None:
         p, owner, step = self._passes, self._owner, self._passes.step

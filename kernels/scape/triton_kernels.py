@@ -24,6 +24,7 @@ from kernels.common.triton_common import (
     ONE_MINUS_BETA2,
     OUTSIDE,
     PARAMETER,
+    PAYLOAD,
     ROW,
     STATE,
     VISITED_COLUMNS,
@@ -340,8 +341,8 @@ def update_kernel(
     """Apply the AdamS update on A and weight decay everywhere; the new moment on A is written to the state.
 
     WRITES: write the parameters; false if another replica of the process does. SCALED: multiply the steps of newly
-    entered entries by their staleness, and their moments by MOMENT_SHARE. Without COMPACT the mean of mt is in the
-    gradients' storage (FP32), and m of the last step in the state.
+    entered entries by their staleness, and their moments by MOMENT_SHARE. The mean of mt is in the gradients' storage
+    (FP32), and m of the last step in the state. COMPACT: only tensors that are not sparsified, and both are in buffers.
     """
     if tl.load(applied) == 0:
         return
@@ -366,72 +367,35 @@ def update_kernel(
     mean_staleness = mean_of_tensor(table, tensor, fresh_counts, max_staleness)
     rows, of_columns, columns, start = visit_rates(table, tensor, relative, first)
     if COMPACT:
-        if WRITES:
-            tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
-            tl.debug_barrier()  # other threads write the entries of the mask below
-        base, at_payload = payload_positions(table, tensor, row, used)
-        payload += base
-        last += base
-        at_byte = first_entries(ROWS, BYTES, BLOCK)
-        bits, left_over = used, tl.max(count_bits(used))
-        while left_over > 0:
-            left_over -= 1
-            some = bits != 0
-            at = at_byte + lowest(bits)
-            mean = tl.load(payload + at_payload, mask=some, other=0.0)
-            before = tl.load(last + at_payload, mask=some, other=0.0)
-            gh = (mean - before * beta1) * to_gradient
-            moment, step = adams(
-                before, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
-            )
-            if SCALED:
-                newly = some & ((held & (bits & -bits)) == 0)
-                step, moment = scaled(
-                    step,
-                    moment,
-                    newly,
-                    rows,
-                    of_columns,
-                    columns,
-                    start,
-                    mean_staleness,
-                    max_staleness,
-                    at,
-                    MOMENT_SHARE,
-                    MIN_VISIT_RATE,
-                )
-            if WRITES:
-                value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
-                tl.store(parameters + at, (value - step * lr).to(DTYPE), mask=some)
-            tl.store(states + at, moment, mask=some)
-            bits = bits & (bits - 1)
-            at_payload += 1
+        base = cell(table, tensor, PAYLOAD) + first
+        mean = tl.load(payload + base + local, mask=inside, other=0.0)
+        state = tl.load(last + base + local, mask=inside, other=0.0)
     else:
         means = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
         mean = tl.load(means + local, mask=inside, other=0.0)
         state = tl.load(states + local, mask=inside, other=0.0)
-        gh = (mean - state * beta1) * to_gradient
-        moment, step = adams(
-            state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
+    gh = (mean - state * beta1) * to_gradient
+    moment, step = adams(
+        state, gh, gh * factor, beta1, gradient_rate, beta2, square_rate, eps, unbias1, unbias2, CLIP_MOMENT
+    )
+    changed = spread(used, ROWS, BYTES)
+    if SCALED:
+        newly = changed & ~spread(held, ROWS, BYTES)
+        step, moment = scaled(
+            step,
+            moment,
+            newly,
+            rows,
+            of_columns,
+            columns,
+            start,
+            mean_staleness,
+            max_staleness,
+            local,
+            MOMENT_SHARE,
+            MIN_VISIT_RATE,
         )
-        changed = spread(used, ROWS, BYTES)
-        if SCALED:
-            newly = changed & ~spread(held, ROWS, BYTES)
-            step, moment = scaled(
-                step,
-                moment,
-                newly,
-                rows,
-                of_columns,
-                columns,
-                start,
-                mean_staleness,
-                max_staleness,
-                local,
-                MOMENT_SHARE,
-                MIN_VISIT_RATE,
-            )
-        if WRITES:
-            value = decayed - tl.where(changed, step * lr, 0.0)
-            tl.store(parameters + local, value.to(DTYPE), mask=inside)
-        tl.store(states + local, tl.where(changed, moment, state), mask=inside)
+    if WRITES:
+        value = decayed - tl.where(changed, step * lr, 0.0)
+        tl.store(parameters + local, value.to(DTYPE), mask=inside)
+    tl.store(states + local, tl.where(changed, moment, state), mask=inside)

@@ -52,6 +52,7 @@ def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_b
 def decode_offsets_kernel(
     wire,
     mask,
+    lists,
     blocks,
     run_blocks,
     run_bytes,
@@ -62,10 +63,11 @@ def decode_offsets_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
+    LISTS: tl.constexpr,
 ):
     """Decode offsets into a mask of zeros. A program decodes ROWS blocks, with BYTES bytes of unary bits each.
 
-    The offsets of a block are distinct, so an addition sets their bits.
+    The offsets of a block are distinct, so an addition sets their bits. LISTS: write them to `lists` too.
     """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     byte = tl.arange(0, BYTES)[None, :]
@@ -88,7 +90,10 @@ def decode_offsets_kernel(
         for i in tl.static_range(3):
             more = tl.load(first + (at >> 3) + i, mask=some & (shift + low > 8 * i), other=0).to(tl.int32)
             value = value | (more << (8 * i))
-        position = block * BLOCK + ((high << low) | ((value >> shift) & ((1 << low) - 1)))
+        offset = (high << low) | ((value >> shift) & ((1 << low) - 1))
+        if LISTS:
+            tl.store(lists + block * k + rank, offset.to(tl.int16), mask=some)
+        position = block * BLOCK + offset
         tl.atomic_add(words + (position >> 5), 1 << (position & 31).to(tl.int32), mask=some, sem="relaxed")
         bits = bits & (bits - 1)
         rank += 1

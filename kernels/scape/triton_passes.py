@@ -41,6 +41,18 @@ class TritonUpdates(Updates, Protocol):
     def columns(self, i: int) -> tuple[int, ...]:
         """Return the columns of a tensor in the pointer table, from OUTSIDE on."""
 
+    def begin_step(self) -> None:
+        """Prepare the state for the bound step. The pointer table is still that of the last one."""
+
+    def rotate(self, density: float, in_use: Tensor, previous: Tensor) -> Tensor | None:
+        """Note that the last step was applied: its mask A will be P, and the next A has this density.
+
+        Returns room for the list of the next A (`triton_lists`) if it will be used; call `decoded` if it is written.
+        """
+
+    def decoded(self, in_use: Tensor) -> None:
+        """See `rotate`."""
+
     def kinds(self) -> tuple[tuple[bool, torch.dtype], ...]:
         """Return for every tensor whether all data of its update is aligned, and the parameter's dtype."""
 
@@ -69,9 +81,9 @@ class TritonPasses(ScapePasses):
         self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
-        self._own_block = self.first_run * self.layout.run_blocks
+        self.own_block = self.first_run * self.layout.run_blocks
         self.all = tuple(self.stream.whole())
-        self.own, self.others = self._split(self._own_block, self._own_block + self.runs * self.layout.run_blocks)
+        self.own, self.others = self._split(self.own_block, self.own_block + self.runs * self.layout.run_blocks)
         self._known: Any = None
         self._known_rates: list[Rates] = []
         self._within: dict[tuple[PayloadChunk, tuple[Range, ...]], tuple[Range, ...]] = {}
@@ -100,6 +112,7 @@ class TritonPasses(ScapePasses):
 
     def bind(self, step: PassInputs) -> None:
         super().bind(step)
+        self.updates.begin_step()
         if not self.compact or self.carrying:
             # mt, or the quantization error, is added to the gradients' storage in FP32: other dtypes are copied.
             self.gradients = [g.float() for g in step.gradients]
@@ -142,7 +155,7 @@ class TritonPasses(ScapePasses):
                 )
             )
         self._table.set(rows)
-        self._gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
+        self.gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
         self.parameter_kinds = self.updates.kinds()
 
     def release(self) -> None:
@@ -163,7 +176,7 @@ class TritonPasses(ScapePasses):
         return self.gradients if self.step.in_use.dense else _Entries(self)
 
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
-        layout = self.layout
+        layout, lists = self.layout, self.updates.rotate(density, in_use, previous)
         offsets = received is not None and layout.sends_offsets(density, self.selection)
         bits = self.received_selections(received, density) if received is not None and not offsets else in_use
         launching.launch(
@@ -189,6 +202,7 @@ class TritonPasses(ScapePasses):
                 (-(-layout.total_blocks // rows),),
                 received,
                 in_use,
+                in_use if lists is None else lists,
                 layout.total_blocks,
                 layout.run_blocks,
                 layout.wire_bytes(density, self.selection),
@@ -200,7 +214,10 @@ class TritonPasses(ScapePasses):
                 BLOCK=layout.block_size,
                 ROWS=rows,
                 BYTES=width,
+                LISTS=lists is not None,
             )
+            if lists is not None:
+                self.updates.decoded(in_use)
 
     # ---------------------------------------------------------------------------- for `triton_updates`
 
@@ -211,15 +228,19 @@ class TritonPasses(ScapePasses):
         listed: Tensor,
         *rest: Any,
         payload: Tensor | None = None,
+        width: int = 0,
         **constants: Any,
     ) -> None:
-        """Launch a kernel on a list of tiles. All kernels on masks have the same first arguments."""
+        """Launch a kernel on a list of tiles. All kernels on masks have the same first arguments.
+
+        width: of the parts of a tile, for `triton_compact`.
+        """
         in_use, previous = self.step.in_use, self.step.previous
         launching.launch(
             kernel,
             (len(listed),),
             listed,
-            self._table.values,
+            self.table,
             self._rates.values,
             in_use.bits,
             previous.bits,
@@ -228,7 +249,7 @@ class TritonPasses(ScapePasses):
             self.payload if payload is None else payload,
             *rest,
             warps=tiles.warps,
-            **tiles.shape,
+            **(tiles.units(width) if width else tiles.shape),
             **constants,
         )
 
@@ -237,6 +258,19 @@ class TritonPasses(ScapePasses):
         if self._corrections is None:
             self._corrections = (1.0 - self._betas.values**self.step.steps).float()
         return self._corrections
+
+    @property
+    def table(self) -> Tensor:
+        """The pointer table."""
+        return self._table.values
+
+    def selection_of(self, select: bool) -> tuple[TileSchedule, Tensor, str, int]:
+        """Return the arguments of pack kernels: tiles, selection, SELECT, and k. select: select the next mask."""
+        if not select or self._selection is None:
+            return self.tiles, self.fresh, "none", 0
+        form = "offsets" if self._selection.dtype == torch.int16 else "bitmap"
+        k = entries_per_block(self.step.next_density, self.layout.block_size)
+        return self._select_tiles, self._selection, form, k
 
     def pack_blocks(
         self, ranges: tuple[Range, ...], select: bool = False, common: bool = False, adds_errors: bool = False
@@ -247,12 +281,8 @@ class TritonPasses(ScapePasses):
         the work of `carry`, in one pass over the gradients.
         """
         adds_errors = adds_errors and self.compact and self.carrying
-        form, k, tiles, selection = "none", 0, self.tiles, self.fresh
-        if select and self._selection is not None:
-            form = "offsets" if self._selection.dtype == torch.int16 else "bitmap"
-            k = entries_per_block(self.step.next_density, self.layout.block_size)
-            tiles, selection = self._select_tiles, self._selection
-        for listed, full, dtype in tiles.lists(ranges, self._gradient_kinds):
+        tiles, selection, form, k = self.selection_of(select)
+        for listed, full, dtype in tiles.lists(ranges, self.gradient_kinds):
             self.launch(
                 triton_kernels.pack_kernel,
                 tiles,
@@ -261,7 +291,7 @@ class TritonPasses(ScapePasses):
                 self.fresh,
                 selection,
                 k,
-                self._own_block,
+                self.own_block,
                 as_flag(self.step.applied),
                 self.wire_residual if adds_errors else self.fresh,
                 ALIGNED_TILE=full,

@@ -276,7 +276,7 @@ def check_update(
             assert bool(((parameters[i].double() - expected).abs() <= bound + 1e-30).all()), "parameter"
         else:
             assert torch.equal(parameters[i], before[i]), "another replica's parameter"
-        state = kernel.states[i]
+        state = kernel.kept("state")[i]
         assert torch.equal(state[~on], residuals[i][~on]), "residual"
         assert bool(((state[on].double() - m).abs() <= m_error + 1e-30).all()), "moment"
     assert abs(float(squares) - exact_squares) <= error_squares + 1e-30
