@@ -8,7 +8,8 @@
 #   scripts/gpu_check.sh ranks            # stages of a rank on NCCL, and a rank that is lost; the same packages
 #   scripts/gpu_check.sh methods          # every method, overlap, [sharding] and Muon on NCCL; the same packages
 #
-# --smoke: tiny sizes, on a CPU too. --output DIR: instead of results/gpu. --only a,b: these steps. PYTHON: which one.
+# --smoke: tiny sizes, on a CPU too. --output DIR: instead of results/gpu. --only a,b: these steps. --steps N: of `losses`.
+# PYTHON: which interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1

@@ -4,7 +4,9 @@ A launch covers many tensors. Program i processes tile i of a list with three in
 number of blocks. A tile has ROWS blocks of BLOCK entries of one tensor, as [ROWS, BYTES, 8]: the last axis is the bits
 of a mask's byte, and BYTES is BLOCK / 8, rounded up to a power of two. The pointer table has one row of int64 per
 tensor with the addresses of its data. With ALIGNED_TILE the tile is complete and its storage is aligned to 16 bytes, so
-that loads are wide; all other tiles use a separate launch.
+that loads are wide; all other tiles use a separate launch. A tile may also be [ROWS, UNITS, WIDTH], with parts of WIDTH
+entries instead of bytes: with WIDTH = 4 a part is the 16 bytes that a thread loads at once, so that threads exchange
+nothing.
 
 Kernels iterate over the set bits of each mask byte (`lowest`), so that only the entries of the payload are processed.
 No result depends on the warp size. `enable_fp_fusion` is off at every launch: a multiplication and an addition are
@@ -107,6 +109,44 @@ def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexp
     bits = tl.load(at, mask=inside & (first < tl.where(masked, left, 0)), other=255).to(tl.int32)
     exist = tl.minimum(tl.maximum(left - first, 0), 8)
     return tl.where(inside, bits & ((1 << exist) - 1), 0)
+
+
+@triton.jit
+def entries_of_units(
+    left, ROWS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr
+):
+    """Return the indices of the tile's entries, int32 [ROWS, UNITS, WIDTH], and a mask of those that exist."""
+    unit = tl.arange(0, UNITS)[None, :, None]
+    local = tl.arange(0, ROWS)[:, None, None] * BLOCK + unit * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    inside = (unit < BLOCK // WIDTH) & (local >= 0)
+    if not ALIGNED_TILE:
+        inside = inside & (local < left)
+    return local, inside
+
+
+@triton.jit
+def bits_of_units(
+    mask, block, left, masked, ROWS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load the bits of a packed mask, int32 [ROWS, UNITS]: all ones unless `masked`; 0 beyond the tensor.
+
+    An exclusive or with zero at run time gives each thread one unit, as in `mask_bytes`.
+    """
+    unit = tl.arange(0, UNITS)[None, :] ^ tl.minimum(left, 0)
+    row = tl.arange(0, ROWS)[:, None]
+    first = row * BLOCK + unit * WIDTH
+    inside = (unit < BLOCK // WIDTH) & (first < left)
+    at = mask + (block + row).to(tl.int64) * (BLOCK // 8) + unit * WIDTH // 8
+    bits = tl.load(at, mask=inside & (first < tl.where(masked, left, 0)), other=255).to(tl.int32)
+    bits = bits >> (unit * WIDTH % 8)
+    exist = tl.minimum(tl.maximum(left - first, 0), WIDTH)
+    return tl.where(inside, bits & ((1 << exist) - 1), 0)
+
+
+@triton.jit
+def spread_units(bits, WIDTH: tl.constexpr):
+    """Unpack the bits of units to bool [ROWS, UNITS, WIDTH]."""
+    return ((bits[:, :, None] >> tl.arange(0, WIDTH)[None, None, :]) & 1) != 0
 
 
 @triton.jit

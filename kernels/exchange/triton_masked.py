@@ -3,7 +3,8 @@
 A mask may have any number of entries in a block. The specification is `radius.method.Radius._exchange_masked`.
 
 Memory traffic per entry at density d: the first pass reads gradient and residual and writes both, and writes the
-payload (16 + 4d bytes); the last pass reads the payload and writes the entries in the mask. Both read the mask (1/8).
+payload (16 + 4d bytes); the last pass reads the payload and writes the gradient, which is zero outside the mask
+(4 + 4d). Both read the mask (1/8).
 """
 
 from collections.abc import Sequence
@@ -24,17 +25,34 @@ from kernels.common.triton_common import (
     PAYLOAD,
     STATE,
     WIDTH,
+    bits_of_units,
     cell,
     count_bits,
-    entries,
-    mask_bytes,
+    entries_of_units,
     pointer,
-    spread,
+    spread_units,
     table_row,
     tile_of,
 )
 
 _BLOCK, _WARP = 2048, 256  # entries of a tile and of a warp
+
+
+@triton.jit
+def fill_tile(gradients, residuals, chunk, at, local, used, inside, applied, factor):
+    """Copy the gradients in the mask to `chunk`, and move those outside it to the residuals if `applied`."""
+    gradient = tl.load(gradients + local, mask=inside, other=0.0) * factor
+    residual = tl.load(residuals + local, mask=inside, other=0.0)
+    tl.store(chunk + at, gradient, mask=inside & used)
+    tl.store(gradients + local, tl.where(used, gradient, 0.0), mask=inside)
+    is_kept = tl.where(used, 0, applied) != 0
+    tl.store(residuals + local, tl.where(is_kept, gradient + residual, residual), mask=inside)
+
+
+@triton.jit
+def store_tile(gradients, chunk, at, local, used, inside):
+    """Copy `chunk` to the gradients in the mask; those outside it are zero."""
+    tl.store(gradients + local, tl.load(chunk + at, mask=inside & used, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["factor", "chunk_first", "chunk_entries"])
@@ -48,7 +66,8 @@ def masked_kernel(
     chunk_first,
     chunk_entries,
     ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     TO_CHUNK: tl.constexpr,
@@ -58,7 +77,7 @@ def masked_kernel(
     TO_CHUNK: multiply gradients by `factor`, and copy those in the mask to `chunk`; outside it set them to zero, after
     adding them to the residual if `applied`. Otherwise copy `chunk` to the gradients in the mask. Entries after the
     last one in the mask of a tensor belong to the chunk of that one. positions: int64, first payload entry of every
-    tile, and the end. ROWS is 1.
+    tile, and the end. ROWS is 1. Only tiles at the ends of a chunk have narrow loads and stores.
     """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     at_tile = positions + cell(table, tensor, FIRST_BLOCK) + row
@@ -66,27 +85,28 @@ def masked_kernel(
     base, following = tl.load(at_tile) - chunk_first, tl.load(at_tile + 1) - chunk_first
     if (tl.minimum(base, last) >= chunk_entries) | (tl.minimum(following, last) < 0):
         return
-    bits = mask_bytes(pointer(table, tensor, PARAMETER, tl.uint8, False), row, left, True, ROWS, BYTES, BLOCK)
+    bits = bits_of_units(pointer(table, tensor, PARAMETER, tl.uint8, False), row, left, True, ROWS, UNITS, WIDTH, BLOCK)
     counts = count_bits(bits)
-    before = base + tl.cumsum(counts, 0) - counts
-    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
-    used = spread(bits, ROWS, BYTES)
-    ones = used.to(tl.int32)
-    at = tl.reshape(before, (ROWS, BYTES))[:, :, None] + tl.cumsum(ones, 2) - ones
-    belongs_at = tl.minimum(at, last)
-    inside = inside & (belongs_at >= 0) & (belongs_at < chunk_entries)
-    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local
-    if TO_CHUNK:
-        gradient = tl.load(gradients, mask=inside, other=0.0) * factor
-        tl.store(chunk + at, gradient, mask=inside & used)
-        outside = inside & (ones == 0)
-        tl.store(gradients, tl.zeros_like(gradient), mask=outside)
-        kept = outside & (tl.load(applied).to(tl.int32) + ones > 0)
-        residuals = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first + local
-        tl.store(residuals, gradient + tl.load(residuals, mask=kept, other=0.0), mask=kept)
+    before = tl.cumsum(counts, 1) - counts
+    local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+    used = spread_units(bits, WIDTH)
+    lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
+    at = base + before[:, :, None] + count_bits(bits[:, :, None] & lower)
+    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
+    residuals = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
+    complete = (tl.minimum(base, last) >= 0) & (tl.minimum(following, last) < chunk_entries)
+    if complete:
+        if TO_CHUNK:
+            fill_tile(gradients, residuals, chunk, at, local, used, inside, tl.load(applied).to(tl.int32), factor)
+        else:
+            store_tile(gradients, chunk, at, local, used, inside)
     else:
-        moved = inside & used
-        tl.store(gradients, tl.load(chunk + at, mask=moved, other=0.0), mask=moved)
+        belongs_at = tl.minimum(at, last)
+        inside = inside & (belongs_at >= 0) & (belongs_at < chunk_entries)
+        if TO_CHUNK:
+            fill_tile(gradients, residuals, chunk, at, local, used, inside, tl.load(applied).to(tl.int32), factor)
+        else:
+            store_tile(gradients, chunk, at, local, used, inside)
 
 
 class MaskedTensors:
@@ -148,10 +168,7 @@ class MaskedPayload:
         ]
         self._table = masked.table.set(rows)
         self._kinds = tuple((aligned(*pair), None) for pair in zip(gradients, residuals, strict=True))
-        density = self.entries / sum(masked.sizes)
-        # By sectors of 32 bytes, of which most contain entries inside and outside of the mask.
-        inside, outside = 1.0 - (1.0 - density) ** 8, 1.0 - density**8
-        self._moved = (4.0 + 12.0 * outside + 0.125, 4.0 * inside + 0.125)
+        self._moved = (16.125, 4.125)  # without the payload
 
     def fill(self, chunk: Tensor, first: int) -> None:
         self._move(chunk, first, True)
@@ -180,7 +197,7 @@ class MaskedPayload:
                 chunk.numel(),
                 warps=masked.tiles.warps,
                 moved=self._moved[0 if to_chunk else 1] * processed / len(lists),
-                **masked.tiles.shape,
+                **masked.tiles.units(4),
                 ALIGNED_TILE=full,
                 TO_CHUNK=to_chunk,
             )

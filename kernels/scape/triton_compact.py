@@ -1,7 +1,7 @@
 """Passes at the target density as Triton kernels: the payload is in a buffer; specified by `reference.py`.
 
-The entries of the masks A and P are also listed: their positions in their blocks, int16 (blocks, k), ascending, of which
-the last block of a tensor has fewer. A program processes the listed entries of its tile without idle threads, k per
+The entries of the masks A and P are also listed: their positions in their blocks, int16 (blocks, k), ascending; the
+last block of a tensor may have fewer. A program processes the listed entries of its tile without idle threads, k per
 block, and all entries of the tile with wide loads and stores. Listed values are exchanged with the entries through the
 storage of gradient, state and parameter, while it is in the device's cache.
 
@@ -37,9 +37,12 @@ from kernels.common.triton_common import (
     PER_BLOCK,
     STATE,
     adams,
+    bits_of_units,
     cell,
+    entries_of_units,
     pointer,
     rate,
+    spread_units,
     tile_of,
 )
 from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled, visit_rates
@@ -47,47 +50,7 @@ from kernels.scape.triton_select import select_in_blocks, store_bitmap, store_of
 
 
 @triton.jit
-def entries_of_units(
-    left, ROWS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr
-):
-    """Return the indices of the tile's entries, int32 [ROWS, UNITS, WIDTH], and a mask of those that exist."""
-    unit = tl.arange(0, UNITS)[None, :, None]
-    local = tl.arange(0, ROWS)[:, None, None] * BLOCK + unit * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    inside = (unit < BLOCK // WIDTH) & (local >= 0)
-    if not ALIGNED_TILE:
-        inside = inside & (local < left)
-    return local, inside
-
-
-@triton.jit
-def bits_of_units(
-    mask, block, left, masked, ROWS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Load the bits of a packed mask, int32 [ROWS, UNITS]: all ones unless `masked`; 0 beyond the tensor.
-
-    An exclusive or with zero at run time gives each thread one unit, as in `triton_common.mask_bytes`.
-    """
-    unit = tl.arange(0, UNITS)[None, :] ^ tl.minimum(left, 0)
-    row = tl.arange(0, ROWS)[:, None]
-    first = row * BLOCK + unit * WIDTH
-    inside = (unit < BLOCK // WIDTH) & (first < left)
-    at = mask + (block + row).to(tl.int64) * (BLOCK // 8) + unit * WIDTH // 8
-    bits = tl.load(at, mask=inside & (first < tl.where(masked, left, 0)), other=255).to(tl.int32)
-    bits = bits >> (unit * WIDTH % 8)
-    exist = tl.minimum(tl.maximum(left - first, 0), WIDTH)
-    return tl.where(inside, bits & ((1 << exist) - 1), 0)
-
-
-@triton.jit
-def spread_units(bits, WIDTH: tl.constexpr):
-    """Unpack the bits of units to bool [ROWS, UNITS, WIDTH]."""
-    return ((bits[:, :, None] >> tl.arange(0, WIDTH)[None, None, :]) & 1) != 0
-
-
-@triton.jit
-def listed_entries(
-    lists, table, tensor, row, left, block, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
-):
+def listed_entries(lists, table, tensor, row, left, block, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
     """Return the tile's entries of a mask, [ENTRIES]: which of these exist, their indices in the tile, and their
     positions in the payload, relative to the tile's first one, which is the last result, int64 ().
 
@@ -111,9 +74,7 @@ def bits_of_entries(mask, block, masked, at, some, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def list_kernel(
-    tiles, table, mask, lists, k, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr
-):
+def list_kernel(tiles, table, mask, lists, k, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
     """List the entries of a packed mask with k entries per block."""
     tensor, row, _, left = tile_of(tiles, table, BLOCK)
     block, _ = masks_of_tile(table, tensor, row)

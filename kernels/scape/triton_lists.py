@@ -44,13 +44,14 @@ class MaskLists:
         self._listed[0] = _identity(in_use)
 
     def of(
-        self, in_use: Tensor | None, previous: Tensor | None, ranges: tuple[Range, ...], tiles: TileSchedule, table: Tensor
+        self, masks: Sequence[Tensor | None], ranges: tuple[Range, ...], tiles: TileSchedule, table: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the lists of A and P. That of a mask that is None may be invalid.
+        """Return the lists of A and P, made anew if necessary. That of a mask that is None may be invalid.
 
-        ranges: all blocks of the sparsified tensors. tiles: any schedule. table: the pointer table.
+        masks: the bits of A and P. ranges: all blocks of the sparsified tensors. tiles: any schedule. table: of
+            pointers.
         """
-        for number, bits in enumerate((in_use, previous)):
+        for number, bits in enumerate(masks):
             if bits is None or self._listed[number] == _identity(bits):
                 continue
             for listed, _, _ in tiles.lists(ranges, ((False, None),) * len(tiles.sizes)):

@@ -20,12 +20,9 @@ from kernels.scape.passes import ScapePasses, Updates
 from kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
-# Entries per tile and per warp. Many entries per thread amortize the fixed cost of a program if only the entries of the
-# mask are processed, and cause register spills if all are. On an H100, tiles of 2048 entries took 2 to 3 % less time
-# than tiles of 4096 in the update, and the same in packing (results/gpu). Selection is fastest with few warps per
-# block, because its reductions synchronize them.
-COMPACT_TILE, COMPACT_WARP = 2048, 512
-STREAM_TILE, STREAM_WARP = 2048, 512
+# Entries per tile and per warp. Selection is fastest with few warps per block, because its reductions synchronize them.
+TILE, WARP = 2048, 512
+UPDATE_TILE, UPDATE_WARP = 2048, 256  # of `update_compact_kernel`
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096  # entries per program of kernels over flat buffers
 _ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
@@ -74,15 +71,14 @@ class TritonPasses(ScapePasses):
         self._table = DeviceTable(count, WIDTH.value, torch.int64, device)
         self._rates = DeviceTable(count, RATES.value, torch.float32, device)
         self._betas = DeviceTable(count, 2, torch.float64, device)
-        self.stream = TileSchedule(self.sizes, size, STREAM_TILE, STREAM_WARP, device)
-        self._wide = TileSchedule(self.sizes, size, COMPACT_TILE, COMPACT_WARP, device)
+        self.tiles = TileSchedule(self.sizes, size, TILE, WARP, device)
+        self.update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
-        self.tiles = self.stream
         self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
         self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
         self.own_block = self.first_run * self.layout.run_blocks
-        self.all = tuple(self.stream.whole())
+        self.all = tuple(self.tiles.whole())
         self.own, self.others = self._split(self.own_block, self.own_block + self.runs * self.layout.run_blocks)
         self._known: Any = None
         self._known_rates: list[Rates] = []
@@ -134,7 +130,6 @@ class TritonPasses(ScapePasses):
             self._known_rates = list(step.rates)
         self._corrections: Tensor | None = None
         self.fresh.zero_()
-        self.tiles = self._wide if self.compact else self.stream
         self._selection = self._allocate_selection(step.next_density)
 
     def _set_table(self, pointers: Sequence[tuple[int, ...]]) -> None:
@@ -308,7 +303,7 @@ class TritonPasses(ScapePasses):
         """Add the quantization error of the last payload to the gradients."""
         if not (self.compact and self.carrying):
             return
-        for listed, _, _ in self._wide.lists(self.within(part, self.all), self.any_kinds):
+        for listed, _, _ in self.tiles.lists(self.within(part, self.all), self.any_kinds):
             launching.launch(
                 triton_kernels.carry_kernel,
                 (len(listed),),
@@ -318,8 +313,8 @@ class TritonPasses(ScapePasses):
                 self.step.previous.bits,
                 int(not self.step.previous.dense),
                 self.wire_residual,
-                warps=self._wide.warps,
-                **self._wide.shape,
+                warps=self.tiles.warps,
+                **self.tiles.shape,
             )
 
     def squares_of_tiles(self, whole: Tensor, rest: Tensor) -> list[Tensor]:
@@ -403,11 +398,11 @@ class _Entries:
         self._passes = passes
         self.entries, self.device = sum(passes.counts), passes.device
         self._ends = list(accumulate(passes.counts))
-        tiles = [-(-end // passes.stream.rows) for _, _, end in passes.all]
+        tiles = [-(-end // passes.tiles.rows) for _, _, end in passes.all]
         self._first_tile = [0, *accumulate(tiles)]
         self._per_block = entries_per_block(passes.step.in_use.density, passes.layout.block_size)
         # All tiles, in tensor order.
-        ((self._tiles, _, _),) = passes.stream.lists(passes.all, passes.any_kinds)
+        ((self._tiles, _, _),) = passes.tiles.lists(passes.all, passes.any_kinds)
 
     def fill(self, chunk: Tensor, first: int) -> None:
         """Copy payload[first : first + len(chunk)] to `chunk`."""
@@ -422,7 +417,7 @@ class _Entries:
         listed = self._tiles[begin.start : end.stop]
         self._passes.launch(
             triton_masks.move_kernel,
-            self._passes.stream,
+            self._passes.tiles,
             listed,
             first,
             chunk.numel(),
@@ -435,6 +430,6 @@ class _Entries:
         p = self._passes
         tensor = bisect_right(self._ends, position)
         tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])
-        per_tile = p.stream.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
+        per_tile = p.tiles.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
         start = self._ends[tensor] - p.counts[tensor]
         return tiles[(position - start) // per_tile :][:1]

@@ -56,8 +56,11 @@ class VisitRates:
         lengths = [length for pair in zip(self.rows, self.columns, strict=True) for length in pair]
         self.starts = (0, *accumulate(lengths))
         axes = torch.tensor(lengths, dtype=torch.int64)
+        # The first row of every tensor, and the entry after its last one.
+        edges = torch.tensor(self.starts[:-1], dtype=torch.int64)
         # `output_size` is needed in a dry run, because fake tensors have no values.
         axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.starts[-1])
+        self._row_edges = edges.to(device)
         self._axis, self._axis_lengths = axis.to(device, torch.int32), axes.to(device, torch.float32)
         self.counts = torch.zeros(self.starts[-1], dtype=torch.int32, device=device)
         self.rates = torch.zeros(self.starts[-1] + len(self.rows), dtype=torch.float32, device=device)
@@ -73,8 +76,8 @@ class VisitRates:
 
         Sums are over integers, so that the result does not depend on their order.
         """
-        totals = torch.zeros_like(self._axis_lengths, dtype=torch.int32).index_add_(0, self._axis, self.counts)
-        new = self.rates * SMOOTHING + torch.cat((self.counts, totals[::2])) * (1.0 - SMOOTHING)
+        sums = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).index_select(0, self._row_edges)
+        new = self.rates * SMOOTHING + torch.cat((self.counts, sums[1::2] - sums[::2])) * (1.0 - SMOOTHING)
         self.rates.copy_(torch.where(applied, new, self.rates))
         axes, tensors = self.rates.split((self.starts[-1], len(self.rows)))
         mean = (tensors.repeat_interleave(2) / self._axis_lengths).index_select(0, self._axis)

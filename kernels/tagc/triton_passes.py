@@ -53,11 +53,12 @@ def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     launching.launch(
         triton_masks.decode_offsets_kernel,
         (-(-ranks * blocks // rows),),
-        *(coded, masks, ranks * blocks, blocks, size, k, code.nbytes, code.unary, code.low),
+        *(coded, masks, masks, ranks * blocks, blocks, size, k, code.nbytes, code.unary, code.low),
         warps=4,
         BLOCK=BLOCK,
         ROWS=rows,
         BYTES=width,
+        LISTS=False,
     )
     return union_of_bitmaps(masks)
 

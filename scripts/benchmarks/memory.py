@@ -77,7 +77,8 @@ def measured(run: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
         if options.weights_dtype == "bfloat16":
             hold_in_bfloat16(model, scaled=options.update == "sharded")
         with replaced(storage, "check_host_memory", lambda *_: None):  # host memory is reserved, not used
-            optimizer = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=dist.group.WORLD)
+            world, kernels = dist.group.WORLD, "triton"  # with the buffers of the kernels, of which none is launched
+            optimizer = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=world, kernels=kernels)
         host = sum(window.host.nbytes for window in optimizer.method.passes.storage.windows.values())
     elif run.optimizer == "AdamS":
         optimizer = AdamS(model.named_parameters(), lr=1e-3)

@@ -49,7 +49,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "dense AdamW": ("--sync.method=dense", "--optimizer.name=AdamW", "--optimizer.lr=0.002"),
     "SCAPE": (*SCAPE, "--optimizer.name=AdamS", "--optimizer.lr=0.001"),
 }
-COMPARED_STEPS = 700  # of 16,384 tokens
+COMPARED_STEPS = 700  # of 16,384 tokens, by default
 # Keys of the trainer's summary that `throughput` and `quality` store.
 THROUGHPUT = ("seconds_by_phase", "peak_memory_bytes", "predicted_memory_bytes")
 QUALITY = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
@@ -140,13 +140,12 @@ def measured(points: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def compared(smoke: bool) -> list[str]:
+def compared(smoke: bool, steps: int) -> list[str]:
     """Return the trainer's arguments that all runs have in common."""
     common = [f"--job.config_file={EMBEDDED}", *PLAIN]
     if smoke:
         common += [*SMOKE, "--topology.simulate_replicas=2", "--sync.scape.density_warmup_steps=2"]
         return [*common, "--validation.steps=1", "--validation.seq_len=32", "--validation.freq=3"]
-    steps = COMPARED_STEPS
     common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=8", "--training.seq_len=512"]
     common += [f"--training.steps={steps}", "--metrics.log_freq=20", f"--lr_scheduler.warmup_steps={steps // 20}"]
     common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
@@ -156,12 +155,13 @@ def compared(smoke: bool) -> list[str]:
     return [*common, f"--validation.freq={steps // 4}", f"--sync.scape.density_warmup_steps={steps // 20}"]
 
 
-def quality(result: Path, smoke: bool) -> None:
-    """Compare methods. All runs share the GPU and begin at the same time. Raises RunError if one failed.
+def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None:
+    """Compare methods after this number of steps. All runs share the GPU and begin at the same time.
 
+    Raises RunError if one failed.
     The steps of one run of a small model wait for the host's launches; several together keep the device busy.
     """
-    common = compared(smoke)
+    common = compared(smoke, int(steps))
     found: dict[str, Any] = {"arguments": common, "replicas": 2 if smoke else REPLICAS, "runs": {}}
     if not smoke:
         found["text"] = read(TEXT / MANIFEST)
@@ -182,4 +182,4 @@ def quality(result: Path, smoke: bool) -> None:
         print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
 
     arguments = {name: [*common, *options] for name, options in COMPARED.items()}
-    train(arguments, 3 if smoke else COMPARED_STEPS, note)
+    train(arguments, 3 if smoke else int(steps), note)

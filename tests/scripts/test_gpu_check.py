@@ -263,7 +263,7 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
-    losses = [[*compared(False), *options] for options in COMPARED.values()]
+    losses = [[*compared(False, 700), *options] for options in COMPARED.values()]
     for arguments in [timed(form, False) for form in TIMED] + losses:
         config = parse(arguments)
         check_config(config, "cpu")

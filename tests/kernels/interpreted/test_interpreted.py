@@ -30,6 +30,7 @@ from tests.kernels.checks import (
     check_step,
     check_wires,
     check_written,
+    used,
 )
 from tests.marks import covering, slow
 from tests.methods.scape import test_simulated
@@ -327,6 +328,60 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(same) if step in (1, 3) else not any(same[1:2])
 
     run_replicas(2, work)
+
+
+def test_a_mask_that_was_written_by_pytorch_is_listed_again() -> None:
+    """As after loading: the lists of the last step are those of other masks."""
+    case = Case((40, 300), block_size=16, density=0.3, in_use=0.3, previous=0.3, next=0.3)
+    passes, mask, previous = case.passes(triton_passes), case.mask(0.3, 1), case.mask(0.3, 2)
+    for seed in (3, 4):
+        mask.bits.copy_(case.mask(0.3, seed).bits)
+        gradients = case.draw(torch.float32, seed)
+        expected = [g[used(case, mask, i)] * 0.1 for i, g in enumerate(gradients)]
+        for state in passes.kept("state"):
+            state.zero_()
+        passes.bind(case.step(case.draw(torch.float32, 0), gradients, (mask, previous)))
+        pack_all(passes)
+        assert torch.allclose(passes.payload, torch.cat(expected))
+
+
+@pytest.mark.parametrize("how", ["read", pytest.param("load", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wire", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_moments_outside_the_state_are_those_of_pytorch(how: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the state between steps, or loading it into another optimizer, changes no bit of what follows.
+
+    Steps 3 and 5 are skipped, the first and the third of the target density. Step 7 is dense.
+    """
+    launch_one_at_a_time(monkeypatch)
+
+    def work(collectives: Any, kernels: str, how: str) -> tuple[list[Tensor], list[Tensor]]:
+        options: dict[str, Any] = dict(lr=1e-2, block_size=16, density=0.3, density_warmup_steps=2, wire=wire)
+        options |= dict(replicas=collectives, kernels=kernels)
+        parameters = [torch.nn.Parameter(p) for p in draw(0, SHAPES)]
+        optimizer, shown = make_scape(parameters, **options), list[Tensor]()
+        for step in range(9):
+            for p, g in zip(parameters, gradient(step, collectives.replica, SHAPES), strict=True):
+                p.grad = g.clone()
+            if step in (3, 5) and collectives.replica == 1:
+                parameters[1].grad[3, 2] = float("nan")
+            if step == 7:
+                optimizer.request_full_exchange()
+            optimizer.step()
+            if how == "read":
+                shown.append(torch.cat([t.clone() for t in optimizer.method.passes.kept("state")]))
+            if how == "load":
+                saved = optimizer.state_dict()
+                optimizer = make_scape(parameters, **options)
+                optimizer.load_state_dict(saved)
+        optimizer.finish_previous_step()
+        return [*(p.detach() for p in parameters), *optimizer.method.passes.kept("state")], shown
+
+    (undisturbed, _), _ = run_replicas(2, lambda c: work(c, "triton", ""))
+    (disturbed, shown), _ = run_replicas(2, lambda c: work(c, "triton", how))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(undisturbed, disturbed, strict=True))
+    (_, expected), _ = run_replicas(2, lambda c: work(c, "torch", how))
+    for ours, theirs in zip(shown, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,12 @@ class RadiusCost(GradientCost):
     def traffic_per_parameter(self) -> float:
         """Return the mean bytes per parameter and step.
 
-        The first pass reads the gradient, adds the entries outside the mask to the residual and clears them; the last
-        one writes the entries in the mask. Both read the mask, and write sectors of 32 bytes. The payload is written,
-        divided and read. A refresh takes 52: residual, chunks, and the selection of the next mask.
+        The first pass reads gradient and residual, adds the entries outside the mask to the residual and clears them;
+        the last one writes the gradient. Both read the mask. The payload is written, divided and read. A refresh takes
+        52: residual, chunks, and the selection of the next mask.
         """
         density, share = self.options.density, 1.0 / self.options.interval
-        inside, outside = 1.0 - (1.0 - density) ** 8, 1.0 - density**8
-        masked = 4.25 + 12.0 * outside + 4.0 * inside + 16.0 * density
+        masked = 20.25 + 16.0 * density
         return masked * (1.0 - share) + 52.0 * share
 
     def residual_entries(self, model: LocalModel) -> int:

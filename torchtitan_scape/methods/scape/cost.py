@@ -148,12 +148,13 @@ class ScapeCost:
         if not self.sharded:
             return {
                 "finite": 4.0 * n,
-                "pack": 12.0 * n + masks + 8 * k,  # gradient, state twice; payload and last moment
+                # Gradient, state twice; payload and last moment, moment of the previous mask, lists of both masks.
+                "pack": 12.0 * n + masks + (8 + 4 + 4) * k,
                 "squares": 8.0 * k,
                 # Read and write the parameter; with a master, read and write the master, read it again and write the
-                # rounded parameter. Payload and last moment; new moment of the mask's entries; the masks again, to
-                # count the entries that enter each row and column.
-                "update": (14.0 if bf16_weights else 8.0) * n + 2 * masks + 8 * k + self._scattered(shapes),
+                # rounded parameter. Payload, last moment and its new value, list of the mask; the previous mask, and
+                # both again, to count the entries that enter each row and column.
+                "update": (14.0 if bf16_weights else 8.0) * n + 1.5 * masks + (4 + 8 + 2) * k,
             } | self._coding_bytes(shapes, k, replicas)
         # In the packing pass the owner reads and writes the replicated part of the state. For the norm it reads payload
         # and replicated state of the mask's entries. For the update it reads both again, and the parameter unless there
@@ -178,7 +179,7 @@ class ScapeCost:
 
     def _carry_bytes(self, shapes: Shapes, sent: float) -> float:
         # A pass of its own over the gradients only in a sharded update; otherwise part of packing, which reads them.
-        return 4 * sent + (2 * self._scattered(shapes) if self.sharded else 0.0)
+        return 4 * sent + (2 if self.sharded else 1) * self._scattered(shapes)
 
     def _coding_bytes(self, shapes: Shapes, sent: float, replicas: int) -> dict[str, float]:
         """Return the memory traffic of encoding and decoding in bytes.
@@ -228,6 +229,8 @@ class ScapeCost:
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"),
             "payload": payload + (0.0 if self.wires[0] == "float32" else 8.0 * entries),
+            # Of the entries of both masks, for the kernels.
+            "lists": 0.0 if self.sharded else 4.0 * entries,
             "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
         }
         if offloaded:
@@ -271,4 +274,5 @@ class ScapeCost:
             "state": replicas * n,
             "masks": masks,
             "payload": 4.0 * rows * entries,
+            "lists": 4.0 * replicas * entries,
         }
