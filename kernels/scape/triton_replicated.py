@@ -158,22 +158,31 @@ class TritonReplicated(UpdatesBase):
         return sums
 
     def update(self, part: PayloadChunk) -> None:
-        p, writes = self._passes, self._passes.updater.writes
-        ranges, last = p.within(part, self._whole if self._listed else p.all), p.moment_on_mask
-        self._update(triton_kernels.update_kernel, p.tiles, ranges, *(last, p.fresh), WRITES=writes, COMPACT=p.compact)
+        p, ranges = self._passes, self._passes.all
+        constants = {"WRITES": p.updater.writes}
         if self._listed:
             self._last_step = p.step.applied
-            used, _ = self._lists_of(p.step.in_use, None)
+            lists, _ = self._lists_of(p.step.in_use, None)
             self._update(
                 triton_compact.update_compact_kernel,
                 p.update_tiles,
                 p.within(part, self._sparse),
-                *(last, used, p.fresh),
+                *(p.moment_on_mask, lists, p.fresh),
                 width=4,
                 ENTRIES=self._most_entries(p.update_tiles),
-                WRITES=writes,
+                **constants,
             )
-        if writes:
+            # No entries of the other tensors enter a mask.
+            ranges, constants["SCALED"] = self._whole, False
+        self._update(
+            triton_kernels.update_kernel,
+            p.tiles,
+            p.within(part, ranges),
+            *(p.moment_on_mask, p.fresh),
+            COMPACT=p.compact,
+            **constants,
+        )
+        if p.updater.writes:
             p.writable.store(range(part.first, part.end))
 
     def write(self, own_only: bool) -> None:

@@ -65,9 +65,8 @@ class UpdatesBase:
                 as_flag(step.applied),
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
-                SCALED=p.stale is not None,
                 MOMENT_SHARE=p.keeps,
                 MIN_VISIT_RATE=MIN_VISIT_RATE,
                 CLIP_MOMENT=step.clip_moment,
-                **constants,
+                **{"SCALED": p.stale is not None, **constants},
             )

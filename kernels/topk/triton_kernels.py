@@ -25,21 +25,40 @@ def tiles_of(tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def address_of(tile, offset, rows, columns, across, height, width):
-    """Return the entries of a tensor at offsets within tiles, int64, and whether they are not padding."""
+def address_of(tile, offset, rows, columns, across, height, width, ONE_ROW: tl.constexpr):
+    """Return the entries of a tensor at offsets within tiles, int64, and whether they are not padding.
+
+    ONE_ROW: tensor and tiles have one row. There are no divisions then, and accesses are wide if width and columns are
+    multiples of 16, for which Triton compiles a variant.
+    """
+    if ONE_ROW:
+        at = tile * width + offset
+        return at, (offset < width) & (at < columns)
     row = (tile // across) * height + offset // width
     column = (tile % across) * width + offset % width
     return row * columns + column, (offset < height * width) & (row < rows) & (column < columns)
 
 
-@triton.jit(do_not_specialize=["tiles", "k", "rows", "columns", "across", "height", "width"])
+@triton.jit(do_not_specialize=["tiles", "k", "rows", "across", "height"])
 def select_kernel(
-    x, values, offsets, tiles, k, rows, columns, across, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x,
+    values,
+    offsets,
+    tiles,
+    k,
+    rows,
+    columns,
+    across,
+    height,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
 ):
     """Store values and offsets of the k largest |x| of each tile, in ascending order of the offsets."""
     tile, exists = tiles_of(tiles, ROWS)
     offset = tl.arange(0, COLUMNS)[None, :]
-    at, valid = address_of(tile, offset, rows, columns, across, height, width)
+    at, valid = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
     valid = valid & exists
     loaded = tl.load(x + at, mask=valid, other=0.0)
     # The bits of magnitudes are ordered as the numbers. The largest key is excluded, as the search needs one above all.
@@ -65,7 +84,7 @@ def accumulate_kernel(residual, x, applied, n, decay, factor, TILE: tl.constexpr
         tl.store(residual + at, after, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tiles", "k", "rows", "columns", "across", "height", "width"])
+@triton.jit(do_not_specialize=["tiles", "k", "rows", "across", "height"])
 def keep_kernel(
     residual,
     offsets,
@@ -80,6 +99,7 @@ def keep_kernel(
     width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     """Store the errors of the selected entries in the residual, if `applied`."""
@@ -89,7 +109,7 @@ def keep_kernel(
         selected = exists & (number < k)
         offset = tl.load(offsets + tile * k + number, mask=selected, other=0)
         error = tl.load(errors + tile * k + number, mask=selected, other=0.0)
-        at, valid = address_of(tile, offset, rows, columns, across, height, width)
+        at, valid = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
         tl.store(residual + at, error, mask=selected & valid)
 
 
@@ -118,10 +138,8 @@ def value_of(values, means, index, active, FORM: tl.constexpr):
         "tiles",
         "k",
         "rows",
-        "columns",
         "across",
         "height",
-        "width",
     ]
 )
 def mean_kernel(
@@ -149,6 +167,7 @@ def mean_kernel(
     CODE_BYTES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Store the mean of all messages. `counts`: number of senders of each entry, int16, used inside the kernel.
@@ -160,7 +179,7 @@ def mean_kernel(
     PIECE: tl.constexpr = min(COLUMNS, 128)
     for first in range(0, COLUMNS, PIECE):
         offset = first + tl.arange(0, PIECE)[None, :]
-        entry, inside = address_of(tile, offset, rows, columns, across, height, width)
+        entry, inside = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
         inside = inside & exists
         tl.store(x + entry, tl.zeros((ROWS, PIECE), tl.float32), mask=inside)
         if OVER_SENDERS:
@@ -183,7 +202,7 @@ def mean_kernel(
             at = UNARY + number * LOW + i
             low = (tl.load(code + (at >> 3), mask=active, other=0).to(tl.int32) >> (at & 7)) & 1
             offset = offset | (low << i)
-        to, valid = address_of(tile, offset, rows, columns, across, height, width)
+        to, valid = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
         valid = valid & active
         value = value_of(values, means, tile * k + number, valid, FORM)
         tl.store(x + to, tl.load(x + to, mask=valid, other=0.0) + value, mask=valid)
@@ -195,7 +214,7 @@ def mean_kernel(
         means += mean_stride
     for first in range(0, COLUMNS, PIECE):
         offset = first + tl.arange(0, PIECE)[None, :]
-        entry, inside = address_of(tile, offset, rows, columns, across, height, width)
+        entry, inside = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
         inside = inside & exists
         total = tl.load(x + entry, mask=inside, other=0.0)
         if OVER_SENDERS:

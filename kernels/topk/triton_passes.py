@@ -14,7 +14,8 @@ from kernels.topk.layout import Received, TileGrid
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program
-_SELECTED = 1 << 11  # entries of a program that selects: its search keeps all of them in registers
+# Entries of a program that selects, and of its warps: its search keeps all in registers, and synchronizes the warps.
+_SELECTED = 1 << 10
 _FLAT = 1 << 12  # entries of a program without tiles
 _OFFSETS = 1 << 10  # offsets of a program
 _FORMS = {
@@ -30,7 +31,16 @@ def select(x: Tensor, grid: TileGrid, k: int) -> tuple[Tensor, Tensor]:
         return reference.select(x, grid, k)
     values = torch.empty(grid.tiles, k, dtype=torch.float32, device=x.device)
     offsets = torch.empty(grid.tiles, k, dtype=torch.int64, device=x.device)
-    _launch(triton_kernels.select_kernel, grid, k, x, values, offsets, entries=_SELECTED)
+    _launch(
+        triton_kernels.select_kernel,
+        grid,
+        k,
+        x,
+        values,
+        offsets,
+        entries=_SELECTED,
+        per_warp=_SELECTED if grid.size <= _SELECTED else _SELECTED // 2,
+    )
     return values, offsets
 
 
@@ -105,18 +115,27 @@ def mean_(x: Tensor, grid: TileGrid, received: Received, over_senders: bool) -> 
     )
 
 
-def _launch(kernel: Any, grid: TileGrid, k: int, *arguments: Any, entries: int = _ENTRIES, **constants: Any) -> None:
-    """Launch a kernel on tiles; `entries`: those of a program, unless a tile has more."""
+def _launch(
+    kernel: Any, grid: TileGrid, k: int, *arguments: Any, entries: int = _ENTRIES, per_warp: int = 0, **constants: Any
+) -> None:
+    """Launch a kernel on tiles.
+
+    entries: those of a program, unless a tile has more. per_warp: entries of a warp; 0 for a choice by their number.
+    """
     columns = _power(grid.size)
     rows = max(1, entries // columns)
+    warps = 4 if rows * columns <= 1 << 11 else 8 if columns <= _ENTRIES else 16
+    if per_warp:
+        warps = max(1, min(16, rows * columns // per_warp))
     launching.launch(
         kernel,
         (-(-grid.tiles // rows),),
         *arguments,
         *(grid.tiles, k, grid.rows, grid.columns, grid.across, grid.height, grid.width),
-        warps=4 if rows * columns <= 1 << 11 else 8 if columns <= _ENTRIES else 16,
+        warps=warps,
         ROWS=rows,
         COLUMNS=columns,
+        ONE_ROW=grid.rows == grid.height == 1,
         **constants,
     )
 
