@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         limit = min(max(more * seconds, left * seconds / remaining), left)
         remaining -= seconds
         print(f"{args.part} {number}/{len(steps)}: {name}, at most {limit:.0f} s", flush=True)
-        record = take(call.format(steps=args.steps or ""), limit, args.smoke, log, partial(keep, name))
+        record = take(call.format(steps=args.steps), limit, args.smoke, log, partial(keep, name))
         passed += record["status"] == "passed"
         print(f"{name}: {record['status']} after {record['seconds']} s", flush=True)
     print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
@@ -168,7 +168,9 @@ def main() -> int:
         "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
         "--output": dict(type=Path, help="results/gpu by default, outputs/gpu_smoke of a smoke test"),
         "--only": dict(default="", help="names of steps, with commas"),
-        "--steps": dict(type=int, help="training steps of the part `losses`"),
+        "--steps": dict(
+            default="", help="training steps of `losses`: one number, or of Muon and of the others with a comma"
+        ),
     }
     return run_command(__doc__, run, options, "stopped; what was found is stored")
 

@@ -4,7 +4,7 @@ python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,9 +230,13 @@ def losses(results: dict[str, Any]) -> Iterator[str]:
     if quality := results.get("quality"):
         yield f"{quality['replicas']} simulated replicas; all runs together on one GPU. Arguments of all runs:"
         yield f"`{' '.join(quality.get('arguments', ()))}`"
-        yield markdown(quality_rows(quality["runs"]))
-        yield "Training loss by step:"
-        yield markdown(curve_rows(quality["runs"]))
+        groups = defaultdict[Any, dict[str, Any]](dict)  # by the steps of the runs
+        for name, run in quality["runs"].items():
+            groups[run.get("steps")][name] = run
+        for runs in groups.values():
+            yield markdown(quality_rows(runs))
+            yield "Training loss by step:"
+            yield markdown(curve_rows(runs))
 
 
 def quality_rows(runs: dict[str, Any]) -> list[Row]:

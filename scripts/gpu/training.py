@@ -64,7 +64,7 @@ def parse(text: str) -> dict[str, Any]:
     return {"points": points, "validation": [[float(step), float(loss)] for step, loss in VALIDATED.findall(text)]}
 
 
-def train(arguments: dict[str, list[str]], steps: int, note: Callable[[dict[str, Any]], None]) -> None:
+def train(arguments: dict[str, list[str]], steps: dict[str, int], note: Callable[[dict[str, Any]], None]) -> None:
     """Run the trainer with each of the arguments, without other ranks, all at the same time.
 
     `note` receives the figures of the logs, and the summaries, when they have changed. Raises RunError if a run failed,
@@ -82,8 +82,8 @@ def train(arguments: dict[str, list[str]], steps: int, note: Callable[[dict[str,
             note({name: one | {"summary": summaries[name]} for name, one in found.items()})
 
         for name, text in run_together(commands, parse, note_with_summaries).items():
-            if [point["step"] for point in parse(text)["points"]][-1:] != [steps]:
-                raise RunError(f"the log of {name} ends before step {steps}:\n{text[-3000:]}")
+            if [point["step"] for point in parse(text)["points"]][-1:] != [steps[name]]:
+                raise RunError(f"the log of {name} ends before step {steps[name]}:\n{text[-3000:]}")
 
 
 def timed(form: str, smoke: bool) -> list[str]:
@@ -116,7 +116,7 @@ def throughput(result: Path, smoke: bool, form: str) -> None:
             last = "step {step:.0f}: loss {loss:.3f}, {tps:,.0f} tokens/s, MFU {mfu:.1f} %"
             print(last.format(**points[-1]), flush=True)
 
-    train({form: arguments}, steps, note)
+    train({form: arguments}, {form: steps}, note)
 
 
 def measured(points: list[dict[str, float]]) -> dict[str, Any]:
@@ -140,28 +140,37 @@ def measured(points: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def compared(smoke: bool, steps: int) -> list[str]:
+def compared(smoke: bool) -> list[str]:
     """Return the trainer's arguments that all runs have in common."""
     common = [f"--job.config_file={EMBEDDED}", *PLAIN]
     if smoke:
-        common += [*SMOKE, "--topology.simulate_replicas=2", "--sync.scape.density_warmup_steps=2"]
-        return [*common, "--validation.steps=1", "--validation.seq_len=32", "--validation.freq=3"]
+        return [*common, "--topology.simulate_replicas=2", "--validation.steps=1", "--validation.seq_len=32"]
     common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=8", "--training.seq_len=512"]
-    common += [f"--training.steps={steps}", "--metrics.log_freq=20", f"--lr_scheduler.warmup_steps={steps // 20}"]
-    common += ["--model.flavor=50M", "--training.mixed_precision_param=bfloat16", "--compile.enable"]
+    common += ["--metrics.log_freq=20", "--model.flavor=50M", "--training.mixed_precision_param=bfloat16"]
     for section in ("training", "validation"):
         common += [f"--{section}.dataset=prepared", f"--{section}.dataset_path={TEXT.relative_to(ROOT)}"]
     common += ["--validation.seq_len=512", "--validation.local_batch_size=32", "--validation.steps=-1"]
-    return [*common, f"--validation.freq={steps // 4}", f"--sync.scape.density_warmup_steps={steps // 20}"]
+    return [*common, "--compile.enable"]
+
+
+def length(smoke: bool, steps: int) -> list[str]:
+    """Return the trainer's arguments that depend on the number of steps."""
+    if smoke:
+        return [*SMOKE, "--sync.scape.density_warmup_steps=2", "--validation.freq=3"]
+    start = steps // 20
+    found = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={start}", f"--validation.freq={steps // 4}"]
+    return [*found, f"--sync.scape.density_warmup_steps={start}"]
 
 
 def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None:
-    """Compare methods after this number of steps. All runs share the GPU and begin at the same time.
+    """Compare methods after this number of steps, or two numbers: with Muon, and with AdamW or AdamS.
 
-    Raises RunError if one failed.
-    The steps of one run of a small model wait for the host's launches; several together keep the device busy.
+    All runs share the GPU and begin at the same time: the steps of one run of a small model wait for the host's
+    launches, several together keep the device busy. Raises RunError if a run failed.
     """
-    common = compared(smoke, int(steps))
+    common, (muon, adam) = compared(smoke), ([int(number) for number in steps.split(",")] * 2)[:2]
+    numbers = {name: 3 if smoke else muon if MUON[0] in options else adam for name, options in COMPARED.items()}
+    own = {name: [*options, *length(smoke, numbers[name])] for name, options in COMPARED.items()}
     found: dict[str, Any] = {"arguments": common, "replicas": 2 if smoke else REPLICAS, "runs": {}}
     if not smoke:
         found["text"] = read(TEXT / MANIFEST)
@@ -171,7 +180,8 @@ def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None
         for name, run in runs.items():
             points, summary = run["points"], run["summary"]
             found["runs"][name] = {
-                "options": COMPARED[name],
+                "options": own[name],
+                "steps": numbers[name],
                 "training": [[point["step"], point["loss"]] for point in points],
                 "validation": run["validation"],
                 "tokens_per_second_beside_the_others": points[-1]["tps"] if points else None,
@@ -181,5 +191,4 @@ def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None
         last = {name: run["training"][-1] for name, run in found["runs"].items() if run["training"]}
         print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
 
-    arguments = {name: [*common, *options] for name, options in COMPARED.items()}
-    train(arguments, 3 if smoke else int(steps), note)
+    train({name: [*common, *own[name]] for name in COMPARED}, numbers, note)

@@ -18,7 +18,7 @@ from scripts.gpu.correctness import OUTCOME, outcomes
 from scripts.gpu.method_steps import PROFILED, gaps
 from scripts.gpu.processes import run_limited
 from scripts.gpu.report import write_report
-from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, measured, timed
+from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, length, measured, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
 
@@ -263,7 +263,7 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
 
-    losses = [[*compared(False, 700), *options] for options in COMPARED.values()]
+    losses = [[*compared(False), *options, *length(False, 700)] for options in COMPARED.values()]
     for arguments in [timed(form, False) for form in TIMED] + losses:
         config = parse(arguments)
         check_config(config, "cpu")
