@@ -1,13 +1,14 @@
 """Host side of Triton launches over many tensors: pointer table, tiles, and the launch."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 # (tensor, first block, end block)
 Range = tuple[int, int, int]
+T = TypeVar("T")
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -15,12 +16,36 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
+class LatestResult(Generic[T]):
+    """The result of the last call of a function, which is called again only if its key differs."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._result: T
+
+    def get(self, key: Any, function: Callable[[], T]) -> T:
+        """Return `function()`. The key, which is not None, contains everything that the result depends on."""
+        if key != self._key:
+            self._result, self._key = function(), key
+        return self._result
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the address of every tensor."""
+    return [t.data_ptr() for t in tensors]
+
+
 class DeviceTable:
-    """A matrix on the device that is copied from the host when its content changes."""
+    """A matrix on the device that is copied from the host when its content changes.
+
+    Use one of `set` and `set_repeated` for a table.
+    """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
         self._content: list[Any] | None = None
+        self._numbers: list[int] = []
+        self._numbers_on_device = torch.zeros(0, dtype=torch.int64, device=device)
 
     def set(self, content: list[Any]) -> Tensor:
         """Update the rows if they differ from the previous content. Returns the tensor on the device."""
@@ -28,6 +53,18 @@ class DeviceTable:
             rows = torch.tensor(content, dtype=self.values.dtype).view(self.values.shape)
             self.values.copy_(to_device(rows, self.values.device))
             self._content = content
+        return self.values
+
+    def set_repeated(self, distinct: list[Any], numbers: list[int]) -> Tensor:
+        """Set row i to distinct[numbers[i]]. A change of a few distinct rows takes less time than in `set`."""
+        if numbers != self._numbers:
+            self._numbers_on_device = to_device(torch.tensor(numbers, dtype=torch.int64), self.values.device)
+            self._numbers, self._content = numbers, None
+        if distinct != self._content:
+            rows = torch.tensor(distinct, dtype=self.values.dtype).view(-1, self.values.shape[1])
+            rows = to_device(rows, self.values.device)
+            torch.index_select(rows, 0, self._numbers_on_device, out=self.values)
+            self._content = distinct
         return self.values
 
 
@@ -49,7 +86,10 @@ class TileSchedule:
         self.bytes = 1 << (block_size // 8 - 1).bit_length()
         self.rows = max(1, entries // (8 * self.bytes))
         self.warps = min(16, max(1, self.rows * self.bytes * 8 // per_warp))
+        # There are more if the alignment of gradients changes: a step needs only a few for each chunk.
+        self._most_lists = 128 + 16 * len(sizes)
         self._lists: dict[Any, list[tuple[Tensor, bool, Any]]] = {}
+        self._of_same: dict[tuple[int, int], tuple[Any, Any, list[tuple[Tensor, bool, Any]]]] = {}
 
     @property
     def shape(self) -> dict[str, int]:
@@ -71,10 +111,19 @@ class TileSchedule:
         kinds: for each tensor, whether its storage is aligned to 16 bytes, and a key, such as its dtype; tensors with
             different keys need separate launches.
         """
+        # By identity first, because hashing hundreds of tuples takes as long as a launch. The entry refers to both
+        # tuples, so that no others can have their identities.
+        same = self._of_same.get((id(ranges), id(kinds)))
+        if same is None:
+            if len(self._of_same) > self._most_lists:
+                self._of_same.clear()
+            same = self._of_same[id(ranges), id(kinds)] = ranges, kinds, self._find(ranges, kinds)
+        return same[2]
+
+    def _find(self, ranges: tuple[Range, ...], kinds: tuple[tuple[bool, Any], ...]) -> list[tuple[Tensor, bool, Any]]:
         key = (ranges, kinds)
         if key not in self._lists:
-            # Too many lists, because the alignment of gradients changes: a step needs only a few for each chunk.
-            if len(self._lists) > 128 + 16 * len(self.sizes):
+            if len(self._lists) > self._most_lists:
                 self._lists.clear()
             self._lists[key] = self._build(ranges, kinds)
         return self._lists[key]
@@ -97,7 +146,10 @@ class TileSchedule:
 
 def aligned(*tensors: Tensor) -> bool:
     """Return True if all tensors begin at a multiple of 16 bytes."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors)
+    for tensor in tensors:  # noqa: SIM110 - `all` with a generator takes three times as long
+        if tensor.data_ptr() % 16:
+            return False
+    return True
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, moved: float = 0, **constants: Any) -> None:

@@ -8,13 +8,23 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import launching
-from kernels.common.launching import DeviceTable, TileSchedule, Writable, aligned, as_flag, to_device
+from kernels.common.launching import (
+    DeviceTable,
+    LatestResult,
+    TileSchedule,
+    Writable,
+    addresses,
+    aligned,
+    as_flag,
+    to_device,
+)
 from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense import triton_kernels
 
 # Entries per tile and per warp.
 _TILE, _WARP = 4096, 512
+FlatLists = tuple[TileSchedule, Tensor, list[tuple[Tensor, bool, Any]]]
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -40,10 +50,16 @@ class FlatTensors:
 
     def __init__(self) -> None:
         self._of_sizes: dict[tuple[int, ...], tuple[TileSchedule, DeviceTable]] = {}
+        self._latest = LatestResult[FlatLists]()
 
-    def lists(self, tensors: list[Tensor]) -> tuple[TileSchedule, Tensor, list[tuple[Tensor, bool, Any]]]:
+    def lists(self, tensors: list[Tensor]) -> FlatLists:
         """Return the tiles, the table, and the launches as (tiles, ALIGNED_TILE, dtype)."""
-        sizes, device = tuple(t.numel() for t in tensors), tensors[0].device
+        sizes = tuple([t.numel() for t in tensors])
+        key = addresses(tensors), sizes, [t.dtype for t in tensors]
+        return self._latest.get(key, lambda: self._build(tensors, sizes))
+
+    def _build(self, tensors: list[Tensor], sizes: tuple[int, ...]) -> FlatLists:
+        device = tensors[0].device
         if sizes not in self._of_sizes:
             table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
             self._of_sizes[sizes] = TileSchedule(sizes, 1024, _TILE, _WARP, device), table

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ class BlockSlices:
         """Blocks of a message."""
         return self.count // self.code.block_size
 
+    @cached_property
+    def filled_blocks(self) -> int:
+        """Blocks of the slices, without padding."""
+        return sum(-(-each.numel() // self.code.block_size) for each in self.first)
+
     def has_errors_elsewhere(self) -> bool:
         """Return `errors_elsewhere`. If it is None, read the errors, which waits for the device.
 
@@ -98,7 +104,7 @@ class SentMessages:
         device, code, blocks = slices.first[0].device, slices.code, slices.blocks
         size = code.message_bytes(slices.count)
         messages = torch.empty(slices.replicas, size, dtype=torch.uint8, device=device)
-        filled = sum(-(-each.numel() // code.block_size) for each in slices.first)
+        filled = slices.filled_blocks
         complete = 0 if slices.starts and filled < slices.replicas * blocks else filled // blocks
         if complete < slices.replicas:
             messages[complete:].zero_()

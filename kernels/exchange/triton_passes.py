@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.codec.formats import FORMATS
 from kernels.codec.triton_passes import message_parts
 from kernels.common import launching
-from kernels.common.launching import DeviceTable, aligned, as_flag, to_device
+from kernels.common.launching import DeviceTable, LatestResult, addresses, aligned, as_flag, to_device
 from kernels.dense.triton_passes import DTYPES
 from kernels.exchange import triton_kernels
 from kernels.exchange.layout import BlockSlices, SentMessages
@@ -40,7 +40,7 @@ class _Launch(NamedTuple):
 
 
 class _Plan:
-    """Table and tiles of a `BlockSlices`."""
+    """Table and tiles of a `BlockSlices`, and of later ones with the same sizes and strides."""
 
     def __init__(self, slices: BlockSlices) -> None:
         self.rows = _TILE // slices.code.block_size
@@ -48,8 +48,17 @@ class _Plan:
         device = slices.first[0].device
         self._table = DeviceTable(len(self._lengths), triton_kernels.COLUMNS.value, torch.int64, device)
         self._lists: dict[Any, list[_Launch]] = {}
+        self._latest = LatestResult[tuple[Tensor, list[_Launch]]]()
 
-    def table(self, slices: BlockSlices) -> Tensor:
+    def of(self, slices: BlockSlices) -> tuple[Tensor, list[_Launch]]:
+        """Return the table on the device, and the launches that cover all blocks."""
+        columns = slices.first, slices.second, slices.owner_error
+        dtypes = [[t.dtype for t in tensors] for tensors in columns[:2]]
+        steps = [0 if step is None else step.data_ptr() for step in slices.steps]
+        key = [addresses(tensors) for tensors in columns], steps, dtypes
+        return self._latest.get(key, lambda: (self._table_of(slices), self._lists_of(slices)))
+
+    def _table_of(self, slices: BlockSlices) -> Tensor:
         block, rows = slices.code.block_size, []
         for i, first in enumerate(slices.first):
             columns = [
@@ -60,8 +69,7 @@ class _Plan:
             rows.append((*addresses, first.stride(0) if first.ndim == 2 else block, first.numel()))
         return self._table.set(rows)
 
-    def lists(self, slices: BlockSlices) -> "list[_Launch]":
-        """Return the launches that cover all blocks."""
+    def _lists_of(self, slices: BlockSlices) -> list[_Launch]:
         kinds = []
         for i, first in enumerate(slices.first):
             others = [each[i] for each in (slices.second, slices.owner_error) if each]
@@ -74,7 +82,7 @@ class _Plan:
             self._lists[key] = self._build(slices, kinds)
         return self._lists[key]
 
-    def _build(self, slices: BlockSlices, kinds: list[tuple[bool, Any]]) -> "list[_Launch]":
+    def _build(self, slices: BlockSlices, kinds: list[tuple[bool, Any]]) -> list[_Launch]:
         found: dict[tuple[bool, Any], list[Tensor]] = {}
         entries: dict[tuple[bool, Any], list[int]] = {}
         block, slot = slices.code.block_size, 0
@@ -101,11 +109,11 @@ class _Plan:
         ]
 
 
-def _plan(slices: BlockSlices) -> tuple[_Plan, Tensor]:
-    """Return the plan and its table on the device."""
+def _plan(slices: BlockSlices) -> tuple[_Plan, Tensor, list[_Launch]]:
+    """Return the plan, its table on the device, and its launches."""
     if slices.plan is None:
         slices.plan = _Plan(slices)
-    return slices.plan, slices.plan.table(slices)
+    return slices.plan, *slices.plan.of(slices)
 
 
 def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: Tensor | None = None) -> SentMessages:
@@ -117,8 +125,8 @@ def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: T
     assert slices.second or not (slices.owner_error or applied is not None)
     assert applied is None or not subtracts  # the second pass would need the parameters
     sent = SentMessages.allocate(slices, applied is not None)
-    plan, table = _plan(slices)
-    for each in plan.lists(slices):
+    plan, table, launches = _plan(slices)
+    for each in launches:
         read = (
             each.dtype.itemsize
             + each.second.itemsize * bool(slices.second)
@@ -154,8 +162,8 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
     mean, and if `applied`, second = error. The owner's error, or the error, of the slice of this replica contains that
     of its mean, times the number of replicas.
     """
-    plan, table = _plan(slices)
-    for each in plan.lists(slices):
+    plan, table, launches = _plan(slices)
+    for each in launches:
         moved = each.dtype.itemsize + _owner_error_bytes(slices, sent.errors_elsewhere)
         if slices.second and not sent.stores_errors:
             moved += each.dtype.itemsize + 2 * each.second.itemsize
@@ -187,8 +195,8 @@ def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: b
 
 def add(slices: BlockSlices, messages: Tensor) -> None:
     """Add the decoded messages, uint8 (messages, bytes): first += message."""
-    plan, table = _plan(slices)
-    for each in plan.lists(slices):
+    plan, table, launches = _plan(slices)
+    for each in launches:
         launching.launch(
             triton_kernels.add_kernel,
             (len(each.tiles),),

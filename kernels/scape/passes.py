@@ -91,6 +91,7 @@ class ScapePasses:
         self.visits = None if staleness is None else VisitRates(updater.tensors.sizes, staleness.columns, device)
         self.max_staleness, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
         self.payload_layout: BufferedPayload | InPlacePayload = InPlacePayload.of([])
+        self._zero = torch.zeros(1, dtype=torch.float32, device=device)
         self.updates: Updates  # set by the function that creates the passes
 
     # ----------------------------------------------------------------------------- state and payload layout
@@ -201,8 +202,7 @@ class ScapePasses:
         """
         # One sum over all partial sums, so that it does not depend on the number of tensors on the device at a time.
         sums = [partial for some in self._walk(part, "squares") for partial in self.updates.squares(some)]
-        none = torch.zeros(1, dtype=torch.float32, device=self.device)
-        return torch.cat([none, *sums]).sum(dtype=torch.float64)
+        return torch.cat([self._zero, *sums]).sum(dtype=torch.float64)
 
     def update(self, part: PayloadChunk) -> None:
         """Apply the AdamS update on A and weight decay everywhere, after `squares`.
@@ -247,7 +247,7 @@ class ScapePasses:
         kinds = () if name == "squares" and self.compact else self.updater.state_kinds[name]
         parts = [(p.first, p.end) for p in self.parts]
         for first, end in self.storage.walk(kinds, (part.first, part.end), parts, changed=name != "squares"):
-            yield replace(part, first=first, end=end)
+            yield part if (first, end) == (part.first, part.end) else replace(part, first=first, end=end)
 
 
 # ------------------------------------------------- all chunks, if nothing is exchanged between them

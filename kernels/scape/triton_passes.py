@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.common import launching
-from kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, aligned, as_flag
+from kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, addresses, aligned, as_flag
 from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
 from kernels.dense.triton_passes import DTYPES, rates_row
@@ -111,22 +111,21 @@ class TritonPasses(ScapePasses):
         self.updates.begin_step()
         if not self.compact or self.carrying:
             # mt, or the quantization error, is added to the gradients' storage in FP32: other dtypes are copied.
-            self.gradients = [g.float() for g in step.gradients]
+            self.gradients = [g if g.dtype is torch.float32 else g.float() for g in step.gradients]
         through_master = self.updater.updates_master and self.masters
         self.writable = Writable(step.parameters, self.masters if through_master else None)
-        pointers = [
-            tuple(t.data_ptr() for t in each)
-            for each in zip(self.gradients, self.writable.flat, self.states, strict=True)
-        ]
+        pointers = [addresses(tensors) for tensors in (self.gradients, self.writable.flat, self.states)]
         dtypes = [t.dtype for tensors in (self.gradients, self.writable.flat) for t in tensors]
         known = pointers, dtypes, step.in_use.density, self.compact
         if known != self._known or not self.updates.fixed_columns:  # as a rule, gradients are allocated where they were
-            self._set_table(pointers)
+            self._set_table(list(zip(*pointers, strict=True)))
             self._known = known
         if step.rates != self._known_rates:
-            rows = {rates: (rates_row(rates), (rates.beta1, rates.beta2)) for rates in set(step.rates)}
-            self._rates.set([rows[rates][0] for rates in step.rates])
-            self._betas.set([rows[rates][1] for rates in step.rates])
+            distinct = list({id(rates): rates for rates in step.rates}.values())  # of a few objects, as a rule
+            numbers = {id(rates): number for number, rates in enumerate(distinct)}
+            by_tensor = [numbers[id(rates)] for rates in step.rates]
+            self._rates.set_repeated([rates_row(rates) for rates in distinct], by_tensor)
+            self._betas.set_repeated([(rates.beta1, rates.beta2) for rates in distinct], by_tensor)
             self._known_rates = list(step.rates)
         self._corrections: Tensor | None = None
         self.fresh.zero_()

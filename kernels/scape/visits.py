@@ -78,7 +78,7 @@ class VisitRates:
         """
         sums = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).index_select(0, self._row_edges)
         new = self.rates * SMOOTHING + torch.cat((self.counts, sums[1::2] - sums[::2])) * (1.0 - SMOOTHING)
-        self.rates.copy_(torch.where(applied, new, self.rates))
+        torch.where(applied, new, self.rates, out=self.rates)
         axes, tensors = self.rates.split((self.starts[-1], len(self.rows)))
         mean = (tensors.repeat_interleave(2) / self._axis_lengths).index_select(0, self._axis)
         self.relative.copy_(torch.where(mean > 0, axes / mean, 1.0))

@@ -111,6 +111,36 @@ def stored(parameter: Tensor) -> Tensor:
     return shard.weight if isinstance(shard, ScaledTensor) else shard
 
 
+class StoredTensors:
+    """The `stored` tensors of shards, created again only if the storage of a parameter was replaced.
+
+    They are views, so that values written to the parameters are seen. While they exist, no other storage can have the
+    address of theirs.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._wrapped = any(isinstance(shard.parameter, DTensor | ScaledTensor) for shard in shards)
+        self._addresses: list[int] = []
+        self._tensors: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        """Return one tensor per shard. The caller must not change the list."""
+        if self._wrapped:
+            addresses = [_address(shard.parameter) for shard in self._shards]
+        else:
+            addresses = [shard.parameter.data_ptr() for shard in self._shards]
+        if addresses != self._addresses:
+            self._addresses, self._tensors = addresses, [stored(shard.parameter) for shard in self._shards]
+        return self._tensors
+
+
+def _address(parameter: Tensor) -> int:
+    """Return the address of the first entry of `stored(parameter)`, without creating that view."""
+    shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return shard.weight.data_ptr() if isinstance(shard, ScaledTensor) else shard.data_ptr()
+
+
 def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
     """Return the shards of all parameters in constructor order.
 
@@ -155,6 +185,9 @@ def flat_gradient(shard: Shard) -> Tensor:
     collective.
     """
     gradient = shard.parameter.grad
+    # The common case first: this function runs for every parameter in every step.
+    if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.requires_grad:
+        return gradient.reshape(-1)
     if gradient is None:
         return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
     if gradient.layout != torch.strided:
@@ -169,6 +202,8 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
     """Store FP32 (n,) as the parameter's gradient, unless it is a view of the gradient already."""
     parameter = shard.parameter
     gradient = parameter.grad
+    if type(gradient) is Tensor and gradient.data_ptr() == flat.data_ptr():
+        return  # the common case first, as in `flat_gradient`
     same_layout = not isinstance(gradient, DTensor) or gradient.placements == cast(DTensor, parameter).placements
     if gradient is not None and same_layout:
         local_gradient = local(gradient)

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -12,6 +12,7 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NOT_MEASURED = nullcontext()
 
 
 @dataclass
@@ -38,11 +39,12 @@ class PhaseTimer:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._stacks: dict[int, _Stack] = defaultdict(_Stack)  # by stream
 
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose time counts as that of a phase."""
+        return self._measured(name) if self.enabled else _NOT_MEASURED
+
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if not self.enabled:
-            yield
-            return
+    def _measured(self, name: str) -> Iterator[None]:
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
         stack = self._stacks[stream.cuda_stream if stream is not None else 0]
         self._switch(stack, stream)

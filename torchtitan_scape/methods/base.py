@@ -94,7 +94,7 @@ class LocalMethod(Method):
         context, phase = self.context, self.context.timer.phase
         with phase("clip"):
             scale = context.gradient_scale
-            norms = info.norms or torch._foreach_norm(gradients, 2, torch.float64)
+            norms = torch._foreach_norm(gradients, 2, torch.float64) if info.norms is None else info.norms
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device) * scale
             if scale != 1.0 and (context.max_norm is None or self.observer is not None):
                 torch._foreach_mul_(gradients, scale)

@@ -100,12 +100,12 @@ class StepInfo(NamedTuple):
     Attributes:
         number: attempted steps including this one, from 1; the same on all ranks, a host integer.
         applied: bool () on the device; False if any gradient on any rank is not finite. It gates every write of state.
-        norms: FP64 (), of each gradient that `Method.step` receives; None if the check did not compute them.
+        norms: FP64 (n,), of each gradient that `Method.step` receives; None if the check did not compute them.
     """
 
     number: int
     applied: Tensor
-    norms: Sequence[Tensor] | None = None
+    norms: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ from torchtitan_scape.core.parameters import Shard
 
 
 def norm_over_model(
-    shards: Sequence[Shard], norms: Sequence[Tensor], collectives: ReplicaCollectives, device: torch.device
+    shards: Sequence[Shard], norms: Sequence[Tensor] | Tensor, collectives: ReplicaCollectives, device: torch.device
 ) -> Tensor:
     """Return the norm over the whole model, FP32 (). Collective.
 
     The result is bitwise equal on ranks with bitwise equal inputs.
 
     Args:
-        norms: FP64 () per shard.
+        norms: FP64 () per shard, or FP64 (n,).
     """
-    counted = [norm for shard, norm in zip(shards, norms, strict=True) if shard.counted]
+    counted = [i for i, shard in enumerate(shards) if shard.counted]
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
-        squares += torch.stack(counted).square().sum().float()
+        if not isinstance(norms, Tensor) or len(counted) < len(shards):
+            norms = torch.stack([norms[i] for i in counted])
+        squares += norms.square().sum().float()
     return collectives.sum_over_model(squares).sqrt()
 
 

@@ -50,16 +50,16 @@ class NormCheck:
     A norm in FP64 is finite if and only if all FP32 entries are. One that is not below the limit counts as not finite.
 
     Attributes:
-        norms: FP64 () for each gradient of the last check, before it is scaled.
+        norms: FP64 (n,), of each gradient of the last check, before it is scaled.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self.norms: list[Tensor] = []
+        self.norms: Tensor  # set by the first check
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
-        self.norms = list(torch._foreach_norm(gradients, 2, torch.float64))
-        return torch.stack(self.norms) < self._limit
+        self.norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float64))
+        return self.norms < self._limit
 
 
 class FiniteGuard:
@@ -138,12 +138,11 @@ class FiniteGuard:
             self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())
         return self.applied
 
-    def norms_by_replica(self, replicas: int) -> Sequence[Sequence[Tensor] | None]:
-        """Return the norms of each replica's gradients in the last check, FP64 (); None if it did not compute them."""
+    def norms_by_replica(self, replicas: int) -> Sequence[Tensor | None]:
+        """Return the norms of each replica's gradients in the last check, FP64 (n,); None if it computed none."""
         if not isinstance(self._finite, NormCheck):
             return [None] * replicas
-        norms, count = self._finite.norms, len(self.names) // replicas
-        return [norms[i * count : (i + 1) * count] for i in range(replicas)]
+        return self._finite.norms.view(replicas, -1).unbind()
 
     def last_applied(self) -> bool:
         """Return whether the last step was applied. Waits for its check, not for later work on the device."""

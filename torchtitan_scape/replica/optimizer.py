@@ -245,7 +245,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 "simulated; call stash_replica_gradients() after the backward pass of each of them, then step()"
             )
         dtype = self.methods[0].gradient_dtype
-        return rows if dtype is None else [[gradient.to(dtype) for gradient in row] for row in rows]
+        return rows if dtype is None else [[g if g.dtype is dtype else g.to(dtype) for g in row] for row in rows]
 
     def prepare_last_backward(self) -> None:
         """With `overlap`: call this before the backward pass of the step's last micro-batch."""

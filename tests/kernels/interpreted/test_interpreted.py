@@ -33,7 +33,7 @@ from tests.kernels.checks import (
     used,
 )
 from tests.marks import covering, slow
-from tests.methods.scape import test_simulated
+from tests.methods.scape import test_replaced_storage, test_simulated
 from tests.methods.scape.test_observed import Seen
 from tests.replicas import run_replicas
 from tests.toy import draw, flat, gradient, make_scape, train
@@ -432,3 +432,7 @@ def test_changed_rates_and_addresses_are_used(tensor_rate: bool) -> None:
 
     for ours, theirs in zip(work("triton"), work("torch"), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_may_get_another_storage() -> None:
+    test_replaced_storage.check_replaced_storage("triton")

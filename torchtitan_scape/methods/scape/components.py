@@ -7,8 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels import choose_backend
+from kernels.common.launching import LatestResult
+from kernels.common.rates import Rates
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
-from torchtitan_scape.core.parameters import Shard, local, split
+from torchtitan_scape.core.parameters import Shard, StoredTensors, local, split
 from torchtitan_scape.methods.interface import Method, MethodContext
 from torchtitan_scape.methods.scape.checks import (
     backend_for,
@@ -27,6 +29,7 @@ class ScapeComponents(Method):
     Attributes:
         ordered: the shards in the order of the state and of the payload, sparsified ones first.
         slices: the tensors of the passes: (index in `ordered`, the slice of that shard or None for all of it).
+        stored_tensors: returns the parameters' stored tensors, in the order of `ordered`.
         attempted_steps: number of attempted steps of the run.
         applied_steps: number of applied steps, float64 (), on the device.
     """
@@ -54,6 +57,13 @@ class ScapeComponents(Method):
         self.passes, self.payload_exchange, self.slices = build_passes(
             sparse, dense, options, replicas, device, passes_backend
         )
+        self.stored_tensors = StoredTensors(self.ordered)
+        self._divides = any(piece is not None for _, piece in self.slices)
+        # Most tensors of the passes share their rates: one shard for each kind of rates, and the kind of each tensor.
+        shards_of_passes = [self.shard_of(i) for i in range(len(self.slices))]
+        self._rate_kinds = [(shard.group, shard.counted) for shard in shards_of_passes]
+        self._shards_by_kind = dict(zip(self._rate_kinds, shards_of_passes, strict=True))
+        self._latest_rates = LatestResult[list[Rates]]()
         self.masks = DelayedMasks(self.passes, replicas, device)
         self.attempted_steps = 0
         self._applied: Tensor | None = None  # the flag of the last step
@@ -71,6 +81,8 @@ class ScapeComponents(Method):
 
     def slice_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors of the passes, given one tensor per shard in the order of `ordered`."""
+        if not self._divides:
+            return tensors
         return [tensors[i] if p is None else tensors[i].view(-1)[p.start : p.end] for i, p in self.slices]
 
     def shard_of(self, tensor: int) -> Shard:

@@ -11,7 +11,7 @@ from kernels.common.rates import Rates
 from kernels.scape.blocks import density_at
 from kernels.scape.step import PassInputs, PayloadChunk
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.methods.interface import State, StepInfo
 from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.exchange import PayloadInFlight
@@ -66,11 +66,7 @@ class ScapeMethod(ScapeComponents):
             self.masks.exchange(selected, inputs.next_density)
 
     def _inputs(self, gradients: list[Tensor], info: StepInfo) -> PassInputs:
-        parameters, options = self.slice_tensors([stored(shard.parameter) for shard in self.ordered]), self.options
-        shards = [self.shard_of(i) for i in range(len(self.slices))]
-        kinds = {(shard.group, shard.counted): shard for shard in shards}  # most tensors share their rates
-        by_kind = {kind: self._rates(shard) for kind, shard in kinds.items()}
-        rates = [by_kind[shard.group, shard.counted] for shard in shards]
+        parameters, options = self.slice_tensors(self.stored_tensors()), self.options
         if self.attempted_steps == 0:
             # Not in `__init__`, because weights may be loaded into the parameters before the first step.
             self.passes.start_master(parameters)
@@ -80,7 +76,7 @@ class ScapeMethod(ScapeComponents):
         return PassInputs(
             parameters,
             self.slice_tensors(gradients),
-            rates,
+            self._rates_of_tensors(),
             self.masks.in_use,
             self.masks.previous,
             density_at(self.attempted_steps + 1, options.density, options.density_warmup_steps),
@@ -119,6 +115,11 @@ class ScapeMethod(ScapeComponents):
                 context.clip_factor.copy_((context.max_norm / (context.grad_norm + 1e-6)).clamp(max=1.0))
         if context.max_norm is not None:
             yield from (exchange.chunk for exchange in in_flight)
+
+    def _rates_of_tensors(self) -> list[Rates]:
+        """Return the rates of the tensors of the passes: the same objects as in the last step unless they changed."""
+        by_kind = {kind: self._rates(shard) for kind, shard in self._shards_by_kind.items()}
+        return self._latest_rates.get(by_kind, lambda: [by_kind[kind] for kind in self._rate_kinds])
 
     def _rates(self, shard: Shard) -> Rates:
         rates = Rates.of(self.param_groups[shard.group], self.context.gradient_scale, shard.counted)

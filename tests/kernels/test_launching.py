@@ -1,0 +1,95 @@
+"""Tables and lists of launches that are kept from step to step, and the changes after which they are computed again."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import block_code
+from kernels.common.launching import DeviceTable, LatestResult, TileSchedule
+from kernels.common.triton_common import GRADIENT, SIZE
+from kernels.dense import triton_passes
+from kernels.dense.triton_passes import FlatTensors
+from kernels.exchange import triton_passes as exchange
+from kernels.exchange.layout import BlockSlices
+from kernels.exchange.triton_kernels import FIRST, OWNER_ERROR, SECOND, STEP
+
+CPU = torch.device("cpu")
+
+
+def test_a_result_is_computed_again_for_another_key() -> None:
+    calls: list[int] = []
+    latest = LatestResult[int]()
+    for key in ([1], [1], [2], [1], [1]):
+        assert latest.get(key, lambda key=key: calls.append(key[0]) or key[0]) == key[0]  # type: ignore[misc, func-returns-value]
+    assert calls == [1, 2, 1]
+
+
+def test_rows_of_a_table_can_repeat() -> None:
+    table = DeviceTable(4, 2, torch.float32, CPU)
+    for distinct, numbers in (
+        ([(1, 2), (3, 4)], [0, 1, 1, 0]),
+        ([(1, 2), (3, 4)], [1, 0, 0, 0]),  # other numbers alone
+        ([(5, 6), (3, 4)], [1, 0, 0, 0]),  # other rows alone
+        ([(7, 8)], [0, 0, 0, 0]),
+    ):
+        expected = torch.tensor([distinct[number] for number in numbers], dtype=torch.float32)
+        for _ in range(2):
+            assert torch.equal(table.set_repeated(distinct, numbers), expected)
+
+
+def test_lists_of_tiles_are_those_of_the_given_ranges() -> None:
+    """Tuples that are created in place of freed ones may have their identities."""
+    tiles, kinds = TileSchedule((5000,), 1024, 1024, 256, CPU), ((True, None),)
+    for end in (1, 2, 3, 4, 5) * 100:
+        ranges = ((0, 0, end),)
+        assert tiles.lists(ranges, kinds) is tiles.lists(((0, 0, end),), kinds)
+        assert sum(int(listed[:, 2].sum()) for listed, _, _ in tiles.lists(ranges, kinds)) == end
+        del ranges
+
+
+def test_flat_tensors_are_listed_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat, memory = FlatTensors(), torch.zeros(256)
+    first = [memory[:40], memory[64:128]]
+    _, table, lists = flat.lists(first)
+    with monkeypatch.context() as patched:  # new views of the same memory are the usual case
+        patched.setattr(triton_passes, "table_row", None)
+        assert flat.lists([memory[:40], memory[64:128]])[2] is lists
+    changed: dict[str, list[Tensor]] = {
+        "address": [memory[:40], memory[128:192]],
+        "alignment": [memory[1:41], memory[64:128]],
+        "dtype": [memory.view(torch.bfloat16)[:40], memory[64:128]],
+        "size": [memory[:41], memory[64:128]],
+    }
+    for name, tensors in changed.items():
+        flat.lists(first)
+        _, table, lists = flat.lists(tensors)
+        assert table[:, GRADIENT.value].tolist() == [t.data_ptr() for t in tensors], name
+        assert table[:, SIZE.value].tolist() == [t.numel() for t in tensors], name
+        assert {dtype for _, _, dtype in lists} == {t.dtype for t in tensors}, name
+
+
+def block_slices() -> BlockSlices:
+    first, second, owner_error = ([torch.zeros(64), torch.zeros(2, 32)] for _ in range(3))
+    code: Any = block_code("torch", "int8", 32)
+    return BlockSlices(first, second, code, 128, 2, 0, owner_error, [None, torch.zeros(2, 32)])
+
+
+def test_slices_of_an_exchange_are_listed_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices, columns = block_slices(), {"first": FIRST, "second": SECOND, "owner_error": OWNER_ERROR, "steps": STEP}
+    plan, _, launches = exchange._plan(slices)
+    with monkeypatch.context() as patched:
+        patched.setattr(exchange._Plan, "_table_of", None)
+        assert exchange._plan(slices)[2] is launches
+    for name, column in columns.items():
+        setattr(slices, name, [*getattr(slices, name)[:1], torch.zeros(2, 32)])
+        _, table, _ = exchange._plan(slices)
+        assert int(table[1, column.value]) == getattr(slices, name)[1].data_ptr(), name
+    memory = torch.zeros(64)
+    for name, attribute in (("first", "dtype"), ("second", "second")):
+        for dtype in (torch.float32, torch.bfloat16):  # at the same address
+            setattr(slices, name, [memory.view(dtype)[:64], *getattr(slices, name)[1:]])
+            found = {getattr(each, attribute) for each in exchange._plan(slices)[2]}
+            assert found == {dtype, torch.float32}, name
+    assert slices.plan is plan
