@@ -102,7 +102,8 @@ class Scaling:
         self._flat = FlatTensors()
 
     def __call__(self, gradients: list[Tensor], factor: Tensor) -> None:
-        if any(g.dtype != torch.float32 or not g.is_contiguous() for g in gradients) or factor.dtype != torch.float32:
+        dtypes = {factor.dtype, *(g.dtype for g in gradients)}
+        if dtypes != {torch.float32} or not all(map(Tensor.is_contiguous, gradients)):
             torch._foreach_mul_(gradients, factor)
             return
         tiles, table, lists = self._flat.lists(gradients)

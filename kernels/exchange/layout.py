@@ -30,6 +30,7 @@ class BlockSlices:
         repeats: The entries of a shorter last block are repeated in it; otherwise zeros follow.
         errors_elsewhere: Whether `owner_error` may be nonzero outside the message of this replica. None if unknown, for
             example after a load from another layout: the values are then checked.
+        fixed: The tensors are the same in every exchange, so that their addresses are read once.
         plan: Lists of tiles of the Triton passes.
     """
 
@@ -44,6 +45,7 @@ class BlockSlices:
     starts: Sequence[int] = ()
     repeats: bool = False
     errors_elsewhere: bool | None = False
+    fixed: bool = False
     plan: Any = field(default=None, repr=False)
 
     @property

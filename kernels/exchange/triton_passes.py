@@ -52,11 +52,15 @@ class _Plan:
 
     def of(self, slices: BlockSlices) -> tuple[Tensor, list[_Launch]]:
         """Return the table on the device, and the launches that cover all blocks."""
+        key = "fixed" if slices.fixed else self._key(slices)
+        return self._latest.get(key, lambda: (self._table_of(slices), self._lists_of(slices)))
+
+    def _key(self, slices: BlockSlices) -> Any:
+        """Return everything that the table and the launches depend on and that may change."""
         columns = slices.first, slices.second, slices.owner_error
         dtypes = [[t.dtype for t in tensors] for tensors in columns[:2]]
         steps = [0 if step is None else step.data_ptr() for step in slices.steps]
-        key = [addresses(tensors) for tensors in columns], steps, dtypes
-        return self._latest.get(key, lambda: (self._table_of(slices), self._lists_of(slices)))
+        return [addresses(tensors) for tensors in columns], steps, dtypes
 
     def _table_of(self, slices: BlockSlices) -> Tensor:
         block, rows = slices.code.block_size, []

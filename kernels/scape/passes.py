@@ -142,6 +142,11 @@ class ScapePasses:
             mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
         )
 
+    @property
+    def payload_padding(self) -> list[tuple[int, int]]:
+        """(start, stop) of the ranges of the payload buffer that belong to no tensor."""
+        return [] if self._buffer is None else [each for part in self._buffer.parts for each in part.padding]
+
     def wire_residual_of(self, tensor: int) -> Tensor:
         """Return the quantization errors of one tensor, FP32 (payload entries,): of its entries in P, in order."""
         assert self._buffer is not None

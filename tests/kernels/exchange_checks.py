@@ -58,11 +58,19 @@ def load_owner_errors(method: Any) -> None:
 
 
 def sparta(
-    device: str, backend: str, replicas: int, dtype: torch.dtype, steps: int = 3, loaded: int = 0, **options: Any
+    device: str,
+    backend: str,
+    replicas: int,
+    dtype: torch.dtype,
+    steps: int = 3,
+    loaded: int = 0,
+    replaced: int = 0,
+    **options: Any,
 ) -> list[Tensor]:
     """Return parameters and states after a few steps, of which the second one is skipped.
 
     loaded: Step before which an owner's errors of all entries are loaded.
+    replaced: Step before which the parameters get another storage.
     """
     simulated, methods = SimulatedReplicas(replicas), []
     for endpoint in simulated.endpoints:
@@ -78,6 +86,8 @@ def sparta(
             move_parameters(methods[i], 10 * number + i)
             if number == loaded:
                 load_owner_errors(methods[i])
+            for shard in methods[i].context.shards if number == replaced else ():
+                shard.parameter.data = shard.parameter.data.clone()
             methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():

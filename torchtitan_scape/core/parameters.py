@@ -187,7 +187,7 @@ def flat_gradient(shard: Shard) -> Tensor:
     gradient = shard.parameter.grad
     # The common case first: this function runs for every parameter in every step.
     if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.requires_grad:
-        return gradient.reshape(-1)
+        return gradient.ravel()
     if gradient is None:
         return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
     if gradient.layout != torch.strided:

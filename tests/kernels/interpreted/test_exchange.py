@@ -14,6 +14,7 @@ import torch
 from tests.kernels.codec.checks import same
 from tests.kernels.exchange_checks import adam, local, quantized, quantized_update, radius, sparta
 from tests.marks import slow
+from tests.methods import test_replaced_storage
 from torchtitan_scape.methods.co2.method import Co2
 from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -39,6 +40,10 @@ def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[
             assert same(a.contiguous(), b.contiguous())
         else:  # the interpreter rounds to BF16 toward zero
             torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-6, atol=2.0**-6)
+
+
+def test_a_new_storage_of_the_parameters_is_exchanged() -> None:
+    test_replaced_storage.check_sparta("triton")
 
 
 @pytest.mark.parametrize(

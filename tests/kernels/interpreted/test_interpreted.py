@@ -33,7 +33,8 @@ from tests.kernels.checks import (
     used,
 )
 from tests.marks import covering, slow
-from tests.methods.scape import test_replaced_storage, test_simulated
+from tests.methods import test_replaced_storage
+from tests.methods.scape import test_simulated
 from tests.methods.scape.test_observed import Seen
 from tests.replicas import run_replicas
 from tests.toy import draw, flat, gradient, make_scape, train
@@ -434,5 +435,5 @@ def test_changed_rates_and_addresses_are_used(tensor_rate: bool) -> None:
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_may_get_another_storage() -> None:
-    test_replaced_storage.check_replaced_storage("triton")
+def test_a_new_storage_of_the_parameters_is_updated() -> None:
+    test_replaced_storage.check_scape("triton")

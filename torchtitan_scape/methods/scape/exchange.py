@@ -63,6 +63,7 @@ class ReplicatedExchange:
 
     def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, wire: WireCodecs) -> None:
         self.passes, self.collectives, self.wire = passes, collectives, wire
+        self._padding = [passes.payload[start:stop] for start, stop in passes.payload_padding]
 
     def start(self, chunk: PayloadChunk) -> PayloadInFlight:
         """Start averaging a packed chunk of the payload. Collective."""
@@ -76,8 +77,8 @@ class ReplicatedExchange:
                 collectives.all_reduce_chunked(SourceSlice(source, 0, masked), codec=coded)
                 collectives.all_reduce_chunked(SourceSlice(source, masked, source.entries))
             return PayloadInFlight(chunk, passes, Handle())
-        for start, stop in chunk.padding:
-            passes.payload[start:stop].zero_()  # masks of the previous step were received in this buffer
+        if chunk.first == 0 and self._padding:
+            torch._foreach_zero_(self._padding)  # masks of the previous step were received in this buffer
         payload, codec = passes.payload[chunk.start : chunk.stop], self.wire.codec
         wire_error = allocate_wire_error(payload, codec, collectives)
         handle = collectives.all_reduce(payload, codec=codec, error=wire_error)

@@ -20,7 +20,7 @@ from kernels.exchange.layout import BlockSlices
 from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
 from topology.partition import Chunk, Slice, chunks_of
-from torchtitan_scape.core.parameters import stored
+from torchtitan_scape.core.parameters import StoredTensors, stored
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
@@ -105,6 +105,8 @@ class Sparta(LocalMethod):
         # Blocks have the numbers that they have without a pipeline.
         blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
         self._first_block = sum(blocks[:stage])
+        self._stored_tensors = StoredTensors(context.shards)
+        self._thetas = self._stored_tensors()
         self._chunks: dict[int, list[_GroupChunk]] = {}  # by group; made once, as this takes milliseconds
 
     def block_groups(self, number: int) -> range:
@@ -116,6 +118,9 @@ class Sparta(LocalMethod):
     def exchange(self, info: StepInfo) -> None:
         """Exchange the chunks with two buffers: one is filled while the other is in flight."""
         flush = self.take_full_exchange_request()
+        if (thetas := self._stored_tensors()) is not self._thetas:  # the chunks contain views of replaced storage
+            self._thetas = thetas
+            self._chunks.clear()
         groups = range(self.options.interval) if flush else self.block_groups(info.number)
         codec = None if flush else self._codec
         double_buffered(self._send(chunk, codec, info.applied) for group in groups for chunk in self._chunks_of(group))
@@ -184,7 +189,7 @@ class Sparta(LocalMethod):
         size, replicas = self.collectives.padded_size(entries, self._codec), self.collectives.replicas
         ranks, elsewhere = (replicas, self.collectives.replica), self._errors_elsewhere
         tensors = anchors, thetas, self._codec, size, *ranks, owner_error, steps
-        return BlockSlices(*tensors, repeats=True, errors_elsewhere=elsewhere)
+        return BlockSlices(*tensors, repeats=True, errors_elsewhere=elsewhere, fixed=True)
 
     def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
         """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
@@ -196,7 +201,7 @@ class Sparta(LocalMethod):
     def _views(self, group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
         """Yield a chunk's views of (anchor, parameter, owner's error): full blocks, then a shorter last one."""
         shard = self.context.shards[group_slice.shard]
-        tensors = [self._anchors[shard.name], stored(shard.parameter).detach()]
+        tensors = [self._anchors[shard.name], self._thetas[group_slice.shard]]
         return self._views_of(
             [*tensors, *([self._owner_error[shard.name]] if self._owner_error else ())], group_slice, s
         )

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.kernels.exchange_checks import sparta
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape
 
 
-def check_replaced_storage(kernels: str, **options: Any) -> None:
+def check_scape(kernels: str, **options: Any) -> None:
     """Parameters whose storage is replaced between two steps are updated as others are, and rates may change."""
 
     def work(replaces: bool) -> Tensor:
@@ -27,6 +28,17 @@ def check_replaced_storage(kernels: str, **options: Any) -> None:
     assert torch.equal(work(True), work(False))
 
 
+def check_sparta(kernels: str) -> None:
+    """The groups of the first step are exchanged again after the replacement."""
+    options = {"steps": 4, "code": "1bit_unbiased", "interval": 2, "warmup_steps": 0}
+    one, other = (sparta("cpu", kernels, 2, torch.float32, replaced=step, **options) for step in (0, 3))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_parameters_may_get_another_storage(update: str) -> None:
-    check_replaced_storage("torch", update=update)
+def test_scape_updates_a_new_storage(update: str) -> None:
+    check_scape("torch", update=update)
+
+
+def test_sparta_exchanges_a_new_storage() -> None:
+    check_sparta("torch")
