@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import launching
-from kernels.common.launching import Range, TileSchedule
+from kernels.common.launching import TileSchedule
 from kernels.scape import triton_compact
 from kernels.scape.blocks import BlockLayout, entries_per_block
 
@@ -44,17 +44,17 @@ class MaskLists:
         self._listed[0] = _identity(in_use)
 
     def of(
-        self, masks: Sequence[Tensor | None], ranges: tuple[Range, ...], tiles: TileSchedule, table: Tensor
+        self, masks: Sequence[Tensor | None], tiles: TileSchedule, lists: Sequence[Tensor], table: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the lists of A and P, made anew if necessary. That of a mask that is None may be invalid.
 
-        masks: the bits of A and P. ranges: all blocks of the sparsified tensors. tiles: any schedule. table: of
+        masks: the bits of A and P. tiles, lists: any schedule, and its tiles of all sparsified tensors. table: of
             pointers.
         """
         for number, bits in enumerate(masks):
             if bits is None or self._listed[number] == _identity(bits):
                 continue
-            for listed, _, _ in tiles.lists(ranges, ((False, None),) * len(tiles.sizes)):
+            for listed in lists:
                 launching.launch(
                     triton_compact.list_kernel,
                     (len(listed),),

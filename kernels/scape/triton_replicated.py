@@ -73,7 +73,8 @@ class TritonReplicated(UpdatesBase):
         """Return the lists of A and P; that of None may be invalid."""
         p, bits = self._passes, [None if mask is None else mask.bits for mask in (in_use, previous)]
         assert self._lists is not None
-        return self._lists.of(bits, self._sparse, p.tiles, p.table)
+        lists = [listed for listed, _, _ in p.tiles.lists(self._sparse, p.any_kinds)]
+        return self._lists.of(bits, p.tiles, lists, p.table)
 
     def store_moments(self) -> None:
         if self._masks is None or not (self._on_previous or self._last_step is not None):
