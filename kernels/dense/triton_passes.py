@@ -1,6 +1,7 @@
 """The kernels of `dense.triton_kernels`, each one launch for all tensors of a model."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,15 @@ def rates_row(r: Rates) -> tuple[float, ...]:
     )
     assert len(row) == RATES.value
     return row
+
+
+def set_rates(rows: DeviceTable, betas: DeviceTable, rates: list[Rates]) -> None:
+    """Set the tables of hyper-parameters and of both betas, one row per tensor. Most tensors share a `Rates` object."""
+    distinct = list({id(each): each for each in rates}.values())
+    numbers = {id(each): number for number, each in enumerate(distinct)}
+    by_tensor = [numbers[id(each)] for each in rates]
+    rows.set_repeated([rates_row(each) for each in distinct], by_tensor)
+    betas.set_repeated([(each.beta1, each.beta2) for each in distinct], by_tensor)
 
 
 class FlatTensors:
@@ -121,6 +131,9 @@ class Scaling:
             )
 
 
+Lists = list[tuple[Tensor, bool, Any]]  # of `TileSchedule.lists`
+
+
 class _Tables:
     """Tiles of parameters by their sizes, and the tables of their addresses and hyper-parameters."""
 
@@ -129,6 +142,24 @@ class _Tables:
         self.addresses = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
         self.rates = DeviceTable(len(sizes), RATES.value, torch.float32, device)
         self.betas = DeviceTable(len(sizes), 2, torch.float64, device)
+        self._latest = LatestResult[Lists]()
+
+    def lists(self, columns: Sequence[Sequence[Tensor]], dtypes: Sequence[Sequence[Tensor]]) -> Lists:
+        """Set `addresses`, and return the launches as (tiles, ALIGNED_TILE, dtypes of a tensor).
+
+        columns: Gradients, parameters, moments, and any further tensors. dtypes: Those with a dtype in the launches.
+        """
+        pointers = [addresses(tensors) for tensors in columns]
+        kinds = [[t.dtype for t in tensors] for tensors in dtypes]
+
+        def build() -> Lists:
+            rows = zip(*pointers[:3], self.tiles.sizes, *(pointers[3:] or [[-1] * len(self.tiles.sizes)]), strict=True)
+            self.addresses.set([table_row(*row) for row in rows])
+            is_aligned = [aligned(*each) for each in zip(*columns, strict=True)]
+            keys = tuple(zip(is_aligned, zip(*kinds, strict=True), strict=True))
+            return self.tiles.lists(tuple(self.tiles.whole()), keys)
+
+        return self._latest.get((pointers, kinds), build)
 
 
 class TritonAdams:
@@ -151,21 +182,16 @@ class TritonAdams:
             return
         tables = self._tables = tables_for(parameters, self._tables)
         writable, flat_moments = Writable(parameters), Writable(moments)
-        columns = list(zip(gradients, writable.flat, flat_moments.flat, strict=True))
-        table = tables.addresses.set(
-            [table_row(g.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), -1) for g, p, m in columns]
-        )
-        rows = tables.rates.set([rates_row(r) for r in rates])
-        betas = tables.betas.set([(r.beta1, r.beta2) for r in rates])
-        corrections = (1.0 - betas ** steps.unsqueeze(1)).float()
-        kinds = tuple((aligned(g, p, m), (p.dtype, g.dtype)) for g, p, m in columns)
-        for listed, full, (dtype, gradient_dtype) in tables.tiles.lists(tuple(tables.tiles.whole()), kinds):
+        lists = tables.lists((gradients, writable.flat, flat_moments.flat), (writable.flat, gradients))
+        set_rates(tables.rates, tables.betas, rates)
+        corrections = (1.0 - tables.betas.values ** steps.unsqueeze(1)).float()
+        for listed, full, (dtype, gradient_dtype) in lists:
             launching.launch(
                 triton_kernels.adams_kernel,
                 (len(listed),),
                 listed,
-                table,
-                rows,
+                tables.addresses.values,
+                tables.rates.values,
                 corrections,
                 as_flag(applied),
                 warps=tables.tiles.warps,
@@ -200,22 +226,18 @@ class TritonFrozenAdam:
         tables = self._tables = tables_for(parameters, self._tables)
         writable, flat_moments = Writable(parameters), Writable(moments)
         flat_variances = [each.contiguous() for each in variances]
-        columns = list(zip(momenta, writable.flat, flat_moments.flat, flat_variances, strict=True))
-        table = tables.addresses.set(
-            [table_row(x.data_ptr(), p.data_ptr(), m.data_ptr(), p.numel(), v.data_ptr()) for x, p, m, v in columns]
-        )
-        rows = tables.rates.set([rates_row(r) for r in rates])
-        betas = tables.betas.set([(r.beta1, r.beta2) for r in rates])
-        counts = to_device(updates, table.device) if updates.is_cpu else updates
-        corrections = (1.0 - betas[:, 1] ** counts).float()
-        kinds = tuple((aligned(x, p, m, v), (p.dtype, m.dtype)) for x, p, m, v in columns)
-        for listed, full, (dtype, state_dtype) in tables.tiles.lists(tuple(tables.tiles.whole()), kinds):
+        columns = momenta, writable.flat, flat_moments.flat, flat_variances
+        lists = tables.lists(columns, (writable.flat, flat_moments.flat))
+        set_rates(tables.rates, tables.betas, rates)
+        counts = to_device(updates, tables.betas.values.device) if updates.is_cpu else updates
+        corrections = (1.0 - tables.betas.values[:, 1] ** counts).float()
+        for listed, full, (dtype, state_dtype) in lists:
             launching.launch(
                 triton_kernels.frozen_adam_kernel,
                 (len(listed),),
                 listed,
-                table,
-                rows,
+                tables.addresses.values,
+                tables.rates.values,
                 corrections,
                 as_flag(applied),
                 warps=tables.tiles.warps,

@@ -13,7 +13,7 @@ from kernels.common import launching
 from kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, addresses, aligned, as_flag
 from kernels.common.rates import Rates
 from kernels.common.triton_common import RATES, WIDTH, table_row
-from kernels.dense.triton_passes import DTYPES, rates_row
+from kernels.dense.triton_passes import DTYPES, set_rates
 from kernels.scape import triton_kernels, triton_masks
 from kernels.scape.blocks import entries_per_block, offset_code
 from kernels.scape.passes import ScapePasses, Updates
@@ -121,11 +121,7 @@ class TritonPasses(ScapePasses):
             self._set_table(list(zip(*pointers, strict=True)))
             self._known = known
         if step.rates != self._known_rates:
-            distinct = list({id(rates): rates for rates in step.rates}.values())  # of a few objects, as a rule
-            numbers = {id(rates): number for number, rates in enumerate(distinct)}
-            by_tensor = [numbers[id(rates)] for rates in step.rates]
-            self._rates.set_repeated([rates_row(rates) for rates in distinct], by_tensor)
-            self._betas.set_repeated([(rates.beta1, rates.beta2) for rates in distinct], by_tensor)
+            set_rates(self._rates, self._betas, step.rates)
             self._known_rates = list(step.rates)
         self._corrections: Tensor | None = None
         self.fresh.zero_()

@@ -1,5 +1,6 @@
 """Tables and lists of launches that are kept from step to step, and the changes after which they are computed again."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from kernels import block_code
 from kernels.common.launching import DeviceTable, LatestResult, TileSchedule
-from kernels.common.triton_common import GRADIENT, SIZE
+from kernels.common.rates import Rates
+from kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, SIZE, STATE
 from kernels.dense import triton_passes
 from kernels.dense.triton_passes import FlatTensors
 from kernels.exchange import triton_passes as exchange
@@ -68,6 +70,39 @@ def test_flat_tensors_are_listed_again_after_a_change(monkeypatch: pytest.Monkey
         assert table[:, GRADIENT.value].tolist() == [t.data_ptr() for t in tensors], name
         assert table[:, SIZE.value].tolist() == [t.numel() for t in tensors], name
         assert {dtype for _, _, dtype in lists} == {t.dtype for t in tensors}, name
+
+
+def test_tables_of_a_dense_update_follow_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, memory = 4096, torch.zeros(4, 4 * 4096)  # a complete tile
+    columns = [[row[:n], row[n : 2 * n]] for row in memory]  # gradients, parameters, moments, variances
+    tables = triton_passes.tables_for(columns[1], None)
+    lists = tables.lists(columns, columns[:2])
+    with monkeypatch.context() as patched:
+        patched.setattr(triton_passes, "table_row", None)
+        assert tables.lists([[t.view(-1) for t in tensors] for tensors in columns], columns[:2]) is lists
+    positions = GRADIENT.value, PARAMETER.value, STATE.value, FIRST_BLOCK.value
+    for tensors, row, position in zip(columns, memory, positions, strict=True):
+        for start, alignments in ((2 * n + 1, {True, False}), (2 * n, {True})):
+            tensors[1] = row[start : start + n]
+            assert {full for _, full, _ in tables.lists(columns, columns[:2])} == alignments
+            assert int(tables.addresses.values[1, position]) == tensors[1].data_ptr()
+    for number in (0, 1):
+        kept, columns[number][1] = columns[number][1], memory[number].view(torch.bfloat16)[4 * n : 5 * n]
+        assert kept.data_ptr() == columns[number][1].data_ptr()
+        kinds = {kind for _, _, kind in tables.lists(columns, columns[:2])}
+        assert kinds == {(torch.float32,) * 2, tuple(pair[1].dtype for pair in columns[:2])}
+        columns[number][1] = kept
+    tables.lists(columns[:3], columns[:2])
+    assert tables.addresses.values[:, FIRST_BLOCK.value].tolist() == [-1, -1]
+
+
+def test_rates_of_tensors_are_set_again_after_a_change() -> None:
+    rows, betas = (DeviceTable(3, width, torch.float64, CPU) for width in (RATES.value, 2))
+    one, other, third = (Rates(lr, 0.9, beta2, 1e-8, 0.1) for lr, beta2 in ((0.1, 0.95), (0.2, 0.95), (0.1, 0.99)))
+    for rates in ([one] * 3, [one, one, other], [replace(one), one, other], [third, one, other], [other, one, third]):
+        triton_passes.set_rates(rows, betas, rates)
+        assert rows.values.tolist() == [list(triton_passes.rates_row(each)) for each in rates]
+        assert betas.values.tolist() == [[each.beta1, each.beta2] for each in rates]
 
 
 def block_slices() -> BlockSlices:

@@ -185,17 +185,16 @@ def flat_gradient(shard: Shard) -> Tensor:
     collective.
     """
     gradient = shard.parameter.grad
-    # The common case first: this function runs for every parameter in every step.
-    if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.requires_grad:
-        return gradient.ravel()
-    if gradient is None:
-        return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
+    if type(gradient) is not Tensor:  # one check in the usual case: this runs for every parameter in every step
+        if gradient is None:
+            return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
+        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
+            # A gradient may still be partial where tensor parallelism replicates its parameter.
+            gradient = gradient.redistribute(placements=cast(DTensor, shard.parameter).placements)
+        gradient = local(gradient)
     if gradient.layout != torch.strided:
         raise ValueError(f"the gradient of {shard.name!r} is {gradient.layout}; build the module with sparse=False")
-    if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
-        # A gradient may still be partial where tensor parallelism replicates its parameter.
-        gradient = gradient.redistribute(placements=cast(DTensor, shard.parameter).placements)
-    return local(gradient).detach().contiguous().view(-1)
+    return (gradient.detach() if gradient.requires_grad else gradient).ravel()
 
 
 def store_gradient(shard: Shard, flat: Tensor) -> None:

@@ -103,11 +103,12 @@ class AdamS(Optimizer):
                 applied = self.found_inf.to(device) == 0
             states = [self.state[shard.parameter] for shard in shards]
             add_to_each_([state["step"] for state in states], applied)
+            rates = [Rates.of(group) for group in self.param_groups]
             self._passes[device].step(
                 [local(shard.parameter).detach() for shard in shards],
                 [flat_gradient(shard) for shard in shards],
                 [local(state["exp_avg"]) for state in states],
-                [Rates.of(self.param_groups[shard.group]) for shard in shards],
+                [rates[shard.group] for shard in shards],
                 torch.stack([state["step"] for state in states]),
                 applied,
             )
