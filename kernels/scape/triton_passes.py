@@ -20,9 +20,11 @@ from kernels.scape.passes import ScapePasses, Updates
 from kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
 from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
-# Entries per tile and per warp. Selection is fastest with few warps per block, because its reductions synchronize them.
+# Entries per tile and per warp. Those of packing and updating in `triton_compact` were the fastest of five on an H200,
+# in the sum over three densities. Selection is fastest with one warp per block: its reductions synchronize warps.
 TILE, WARP = 2048, 512
-UPDATE_TILE, UPDATE_WARP = 2048, 256  # of `update_compact_kernel`
+PACK_TILE, PACK_WARP = 1024, 256
+UPDATE_TILE, UPDATE_WARP = 1024, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _FLAT = 4096  # entries per program of kernels over flat buffers
 _ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
@@ -72,6 +74,7 @@ class TritonPasses(ScapePasses):
         self._rates = DeviceTable(count, RATES.value, torch.float32, device)
         self._betas = DeviceTable(count, 2, torch.float64, device)
         self.tiles = TileSchedule(self.sizes, size, TILE, WARP, device)
+        self.pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
         self.update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
@@ -82,7 +85,7 @@ class TritonPasses(ScapePasses):
         self.own, self.others = self._split(self.own_block, self.own_block + self.runs * self.layout.run_blocks)
         self._known: Any = None
         self._known_rates: list[Rates] = []
-        self._within: dict[tuple[PayloadChunk, tuple[Range, ...]], tuple[Range, ...]] = {}
+        self._within: dict[tuple[int, int, int], tuple[tuple[Range, ...], tuple[Range, ...]]] = {}
 
     def _split(self, start: int, end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """Return the blocks [start, end) of the masks as ranges of tensors, and all other blocks."""
@@ -100,9 +103,10 @@ class TritonPasses(ScapePasses):
 
     def within(self, part: PayloadChunk, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
         """Return the ranges of the tensors of a chunk."""
-        if (part, ranges) not in self._within:
-            self._within[part, ranges] = tuple(r for r in ranges if r[0] in part)
-        return self._within[part, ranges]
+        key = part.first, part.end, id(ranges)  # the entry refers to the ranges, so that no others have their identity
+        if key not in self._within:
+            self._within[key] = ranges, tuple(r for r in ranges if r[0] in part)
+        return self._within[key][1]
 
     # -------------------------------------------------------------------------------------- the passes
 
@@ -254,10 +258,13 @@ class TritonPasses(ScapePasses):
         """The pointer table."""
         return self._table.values
 
-    def selection_of(self, select: bool) -> tuple[TileSchedule, Tensor, str, int]:
-        """Return the arguments of pack kernels: tiles, selection, SELECT, and k. select: select the next mask."""
+    def selection_of(self, select: bool, tiles: TileSchedule) -> tuple[TileSchedule, Tensor, str, int]:
+        """Return the arguments of pack kernels: tiles, selection, SELECT, and k.
+
+        select: select the next mask, with other tiles than `tiles`.
+        """
         if not select or self._selection is None:
-            return self.tiles, self.fresh, "none", 0
+            return tiles, self.fresh, "none", 0
         form = "offsets" if self._selection.dtype == torch.int16 else "bitmap"
         k = entries_per_block(self.step.next_density, self.layout.block_size)
         return self._select_tiles, self._selection, form, k
@@ -271,7 +278,7 @@ class TritonPasses(ScapePasses):
         the work of `carry`, in one pass over the gradients.
         """
         adds_errors = adds_errors and self.compact and self.carrying
-        tiles, selection, form, k = self.selection_of(select)
+        tiles, selection, form, k = self.selection_of(select, self.tiles)
         for listed, full, dtype in tiles.lists(ranges, self.gradient_kinds):
             self.launch(
                 triton_kernels.pack_kernel,

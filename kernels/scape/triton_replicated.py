@@ -1,7 +1,6 @@
 """Triton passes of an update that every replica computes."""
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.common import launching
@@ -105,14 +104,14 @@ class TritonReplicated(UpdatesBase):
     def _most_entries(self, tiles: TileSchedule) -> int:
         """Return the most listed entries of a tile, as a power of two."""
         assert self._lists is not None
-        return triton.next_power_of_2(tiles.rows * self._lists.k)
+        return 1 << (tiles.rows * self._lists.k - 1).bit_length()
 
     def pack(self, part: PayloadChunk) -> None:
         p = self._passes
         own, others = p.within(part, p.own), p.within(part, p.others)
         if self._listed:
             for ranges, select in ((own, True), (p.within(part, self._others), False)):
-                self._pack_listed(ranges, *p.selection_of(select))
+                self._pack_listed(ranges, *p.selection_of(select, p.pack_tiles))
             own, others = (), p.within(part, self._whole)
         p.pack_blocks(own, select=True, adds_errors=True)
         p.pack_blocks(others, adds_errors=True)

@@ -24,7 +24,7 @@ from kernels.codec.codes import BlockCode
 from kernels.codec.formats import FORMATS
 from kernels.scape import reference
 from kernels.scape.blocks import BlockLayout
-from kernels.scape.triton_passes import SELECT_TILE, TILE, UPDATE_TILE
+from kernels.scape.triton_passes import PACK_TILE, SELECT_TILE, TILE, UPDATE_TILE
 from tests.kernels.checks import (
     Case,
     check_adams,
@@ -313,8 +313,8 @@ def test_memory_in_addition_to_dense_adams(density: float, warmup: int) -> None:
     layout = BlockLayout(tuple(math.prod(s) for s in shapes if len(s) > 1), 1024, 1)
     payload = sum(layout.nnz(i, density, "block") for i in range(len(layout.sizes))) + 8 * 2048
     # A single replica selects a full mask, one of N replicas 1/N of it. Tile lists have 12 bytes per tile: one list for
-    # the selection, three for the update at the target density, and six for all other passes.
-    lists = 12 * entries * (1 / SELECT_TILE + 6 / TILE + 3 / UPDATE_TILE)
+    # the selection, three for each of packing and update at the target density, and six for all other passes.
+    lists = 12 * entries * (1 / SELECT_TILE + 6 / TILE + 3 / PACK_TILE + 3 / UPDATE_TILE)
     visits = (16 + 17) * axes  # the current ones, and the new ones while they are computed
     tables = 1 << 20  # by tensor, sums by tile, tiles of the payload and of the masks
     assert peaks[1] - peaks[0] <= 3 * layout.mask_bytes() + 12 * payload + visits + lists + tables
