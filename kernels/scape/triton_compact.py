@@ -62,7 +62,9 @@ def listed_entries(lists, table, tensor, row, left, block, ENTRIES: tl.constexpr
     blocks = left // BLOCK
     some = number < blocks * k + tl.minimum(left - blocks * BLOCK, k)
     position = tl.load(lists + block.to(tl.int64) * k + number, mask=some, other=0).to(tl.int32)
-    return some, number // k * BLOCK + position, number, cell(table, tensor, PAYLOAD) + row * per_block
+    at = number // k * BLOCK + position
+    # A received selection may contain positions after the end of the tensor, as in a dry run.
+    return some & (at < left), at, number, cell(table, tensor, PAYLOAD) + row * per_block
 
 
 @triton.jit

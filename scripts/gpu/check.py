@@ -46,6 +46,7 @@ PARTS: dict[str, dict[str, tuple[float, str]]] = {
         "methods": (180, "scripts.gpu.method_steps:method_steps"),
         "traffic": (95, "scripts.gpu.memory_traffic:count"),
         "codes": (60, "scripts.gpu.passes:codes"),
+        "tiles": (40, "scripts.gpu.passes:tiles"),
     },
     "training": {
         "throughput-adamw": (150, "scripts.gpu.training:throughput adamw"),  # compiles for the others too

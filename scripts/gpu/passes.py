@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels import block_code
 from kernels.codec.formats import FORMATS
+from kernels.common.launching import TileSchedule
 from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs
 from scripts.common import write
@@ -33,6 +34,9 @@ REPLICAS, REPEATS = 8, 20
 CODE_REPLICAS, CODE_ENTRIES = 16, 2**26
 SETTINGS = ((0.1, "float32"), (0.05, "int4"), (0.01, "float32"))
 SMOKE: tuple[Shape, ...] = ((70, 40), (3, 1024), (40,))
+# Entries of a tile and of a warp, and the tensors of these trials, which are far larger than the cache.
+TILES = ((2048, 512), (2048, 256), (1024, 256), (1024, 512), (4096, 512))
+TILED: tuple[Shape, ...] = ((4096, 8192),) * 4
 RATES: dict[str, Any] = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 # Dense optimizers, and the bytes a parameter of their steps: FP32 parameter and moments there and back, the gradient.
 ADAMW = 28.0
@@ -220,6 +224,26 @@ def passes(result: Path, smoke: bool, model: str) -> None:
         write(result, found)
         against = one["step"]["ms"] / found["dense"]["fused AdamW"]["ms"]
         print(f"{model} at {density:g}, {wire}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
+
+
+def tiles(result: Path, smoke: bool) -> None:
+    """Time packing and updating at the target density with tiles of several sizes."""
+    clock, shapes = clock_of(smoke, REPEATS), SMOKE if smoke else TILED
+    found: dict[str, Any] = {"copy_bandwidth": clock.bandwidth, "entries": count_entries(shapes), "tiles": []}
+    for density, wire in SETTINGS[1:2] if smoke else SETTINGS:
+        free()
+        passes = Passes(scape(shapes, density, wire, clock.device))
+        for name, schedule in (("pack", "pack_tiles"), ("update", "update_tiles")):
+            product = getattr(passes.passes, schedule)
+            for entries, per_warp in TILES:
+                tried = TileSchedule(product.sizes, product.block_size, entries, per_warp, clock.device)
+                setattr(passes.passes, schedule, tried)
+                ms = clock(passes.works[name])["ms"]
+                row = {"density": density, "wire": wire, "pass": name, "tile": entries, "per warp": per_warp, "ms": ms}
+                found["tiles"].append(row)
+            setattr(passes.passes, schedule, product)
+        write(result, found)
+        print(f"tiles at {density:g}, {wire}: {len(TILES)} of either pass", flush=True)
 
 
 def codes(result: Path, smoke: bool) -> None:

@@ -124,6 +124,9 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
     if codes := results.get("codes"):
         yield f"Block codes of 128 entries with BF16 scales, {codes['entries']:,} entries."
         yield markdown([row for code, passes in codes["codes"].items() for row in pass_rows({"code": code}, passes)])
+    if tried := results.get("tiles"):
+        yield f"Milliseconds with tiles of several sizes, {tried['entries']:,} entries in large matrices:"
+        yield markdown(tile_rows(tried["tiles"]))
     if steps := results.get("methods"):
         yield (
             f"Whole steps of {steps['model']} with fused AdamW, one of 8 replicas; messages are not sent. Phases, ms: "
@@ -188,6 +191,16 @@ def launch_rows(profiles: dict[str, Any]) -> list[Row]:
         }
         for name, found in profiles.items()
     ]
+
+
+def tile_rows(tried: list[dict[str, Any]]) -> list[Row]:
+    """Return the times of each pass and tile, in columns by density."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for one in tried:
+        key = one["pass"], one["tile"], one["per warp"]
+        row = rows.setdefault(key, {"pass": key[0], "entries of a tile": key[1], "of a warp": key[2]})
+        row[f"{one['density']:g}, {one['wire']}"] = number(one["ms"], ".3f")
+    return list(rows.values())
 
 
 def traffic_rows(counted: dict[str, Any], least: dict[str, float]) -> list[Row]:

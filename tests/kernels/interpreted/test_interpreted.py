@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
 from kernels.common import launching
-from kernels.scape.passes import pack_all
+from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.torch_updates import torch_passes
 from kernels.scape.triton_updates import triton_passes
 from tests.kernels.checks import (
@@ -329,6 +329,25 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(same) if step in (1, 3) else not any(same[1:2])
 
     run_replicas(2, work)
+
+
+def test_positions_after_the_end_of_a_tensor_are_ignored() -> None:
+    """The last block of 32 entries receives a selection that was made in a block of 64, as in a dry run."""
+    case = Case((160,), block_size=64, density=0.1, in_use=0.1, previous=0.1, next=0.1, replicas=2, replica=0)
+    passes, masks = case.passes(triton_passes), (case.mask(0.1, 1), case.mask(0.1, 2))
+    guarded = [torch.cat((case.draw(torch.float32, seed)[0], torch.full((64,), 7.0))) for seed in range(2)]
+    parameters, gradients = ([tensor[:160]] for tensor in guarded)
+    for _ in range(3):
+        passes.bind(case.step(parameters, gradients, masks))
+        own = pack_all(passes)
+        assert own is not None and case.layout.sends_offsets(0.1, "block")
+        squares_all(passes)
+        update_all(passes)
+        passes.release()
+        passes.rotate(own.repeat(2), 0.1, masks[0].bits, masks[1].bits)
+        gradients[0].copy_(torch.arange(160.0) % 64)  # the last entries of a block are selected
+    passes.kept("state")
+    assert all(bool((tensor[160:] == 7.0).all()) for tensor in guarded)
 
 
 def test_a_mask_that_was_written_by_pytorch_is_listed_again() -> None:
