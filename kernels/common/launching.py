@@ -45,7 +45,7 @@ class DeviceTable:
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
         self._content: list[Any] | None = None
         self._numbers: list[int] = []
-        self._numbers_on_device = torch.zeros(0, dtype=torch.int64, device=device)
+        self._numbers_on_device = self.values  # until they are set
 
     def set(self, content: list[Any]) -> Tensor:
         """Update the rows if they differ from the previous content. Returns the tensor on the device."""

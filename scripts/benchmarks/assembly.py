@@ -14,9 +14,16 @@ from triton.backends.nvidia.compiler import get_ptxas
 SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("scape.pack_kernel", 32768, "cuda:90"): 10804,
     ("scape.pack_kernel", 32768, "hip:gfx90a"): 572,
-    ("scape.pack_kernel", 8, "cuda:90"): 240,
-    ("scape.update_kernel", 32768, "cuda:90"): 376,
-    ("scape.update_kernel", 8192, "cuda:90"): 24,
+    ("scape.pack_compact_kernel", 32768, "cuda:90"): 4912,
+    ("scape.pack_compact_kernel", 32768, "hip:gfx90a"): 448,
+    ("scape.pack_compact_kernel", 8192, "cuda:90"): 40,
+    ("scape.pack_compact_kernel", 1024, "cuda:90"): 8,  # a density of 0.3, whose masks are sent as bitmaps
+    ("scape.pack_compact_kernel", 8, "cuda:90"): 304,
+    ("scape.update_compact_kernel", 32768, "cuda:90"): 160,
+    # Tensors that are not sparsified, in tiles that are not aligned.
+    ("scape.update_kernel", 32768, "cuda:90"): 18612,
+    ("scape.update_kernel", 32768, "hip:gfx90a"): 772,
+    ("scape.update_kernel", 8192, "cuda:90"): 192,
     ("scape.write_kernel", 32768, "cuda:90"): 72,
     ("scape.owned_update_kernel", 32768, "cuda:90"): 32,
     ("topk.components_kernel", 0, "cuda:90"): 16,
@@ -31,7 +38,8 @@ BARRIER_LIMITS = {
     "codec.decode_and_sum_kernel": 0,
     "exchange.add_kernel": 0,
     "exchange.apply_kernel": 20,  # 0 with FP32 parameters
-    "scape.update_kernel": 8,
+    "scape.pack_compact_kernel": 4,
+    "scape.update_compact_kernel": 1,
     "scape.carry_kernel": 8,
     "scape.owned_gradient_kernel": 8,
     "scape.owned_update_kernel": 8,

@@ -236,9 +236,12 @@ def _scape_step(
         chunk, pieces = torch.zeros(64), passes.pieces()
         pieces.fill(chunk, 0)
         pieces.store(chunk, 0)
-    for following in (density, 1.0):
-        received = torch.zeros(2 * layout.wire_bytes(following, "block"), dtype=torch.uint8)
-        passes.rotate(received if following < 1.0 else None, following, used.bits, previous.bits)
+    received = torch.zeros(2 * layout.wire_bytes(density, "block"), dtype=torch.uint8)
+    passes.rotate(received, density, used.bits, previous.bits)
+    passes.bind(step)
+    pack_all(passes)  # at the target density with the moments in the payload's order
+    passes.finish()
+    passes.rotate(None, 1.0, used.bits, previous.bits)
 
 
 def _dense_step(dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ from kernels.common.rates import Rates
 from kernels.dense import triton_kernels as dense_kernels
 from kernels.exchange import triton_kernels as exchange_kernels
 from kernels.exchange import triton_masked, triton_outer
-from kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
+from kernels.scape import triton_compact, triton_kernels, triton_masks, triton_owner, triton_select
 from kernels.scape.blocks import BlockLayout, Mask, density_at
 from kernels.scape.passes import pack_all, squares_all, update_all
 from kernels.scape.step import PassInputs, PayloadPlan
@@ -86,6 +86,7 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
         tagc_kernels,
         topk_kernels,
         triton_cosine,
+        triton_compact,
         triton_hadamard,
         triton_kernels,
         triton_masked,
@@ -102,7 +103,8 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
         if row["target"] == "cuda:90" and row["constants"].get("BLOCK", 1024) == 1024:
             old = Version(triton.__version__) < (3, 7) and row["kernel"] == "components_kernel"
             assert row["spilled_bytes"] <= (16 if old else 0), row
-        if row["kernel"] in ("update_kernel", "write_kernel") and row["constants"]["ALIGNED_TILE"]:
+        passes = ("update_kernel", "write_kernel", "pack_compact_kernel", "update_compact_kernel")
+        if row["kernel"] in passes and row["constants"]["ALIGNED_TILE"]:
             assert row["load_bits"] == row["store_bits"] == 128, row
 
 
