@@ -229,8 +229,8 @@ class ScapeCost:
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"),
             "payload": payload + (0.0 if self.wires[0] == "float32" else 8.0 * entries),
-            # Of the entries of both masks, for the kernels.
-            "lists": 0.0 if self.sharded else 4.0 * entries,
+            # Of the entries of both masks, for the kernels of a replicated update.
+            "mask lists": 0.0 if self.sharded or options.selection == "tensor" else 4.0 * entries,
             "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
         }
         if offloaded:
@@ -274,5 +274,5 @@ class ScapeCost:
             "state": replicas * n,
             "masks": masks,
             "payload": 4.0 * rows * entries,
-            "lists": 4.0 * replicas * entries,
+            "mask lists": 4.0 * replicas * entries,
         }
