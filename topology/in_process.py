@@ -6,8 +6,12 @@ lock. Values are added in replica order. The ledger counts what one rank of a re
 and one group over the network.
 """
 
+import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -204,7 +208,7 @@ class SimulatedReplicas:
                 f"{replicas} simulated replicas and {groups.replicate.size()} real ones cannot be combined; "
                 "start one group of shards only"
             )
-        self._rendezvous = _Rendezvous(replicas)
+        self._rendezvous, self._threads = _Rendezvous(replicas), _Threads(replicas - 1)
         self.endpoints = [InProcessCollectives(self._rendezvous, i, groups) for i in range(replicas)]
         self.all = DryRunCollectives(groups, replicas)
         self.all.ledger = self.endpoints[0].ledger
@@ -212,35 +216,71 @@ class SimulatedReplicas:
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Run `work(replica)` for all replicas and return the results. Raises the first error of any replica."""
         results: dict[int, T] = {}
-
-        def run_replica(replica: int) -> None:
-            self._rendezvous.run(replica, lambda: results.update({replica: work(replica)}))
-
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         grad = torch.is_grad_enabled()
-        threads = [
-            threading.Thread(target=_in_thread, args=(stream, grad, run_replica, replica), daemon=True)
-            for replica in range(1, len(self.endpoints))
-        ]
+
+        def run_replica(replica: int) -> None:
+            def run() -> None:
+                with _settings(stream, grad):
+                    results[replica] = work(replica)
+
+            self._rendezvous.run(replica, run)
+
         self._rendezvous.open()
-        for thread in threads:
-            thread.start()
+        for replica in range(1, len(self.endpoints)):
+            self._threads.start(replica - 1, partial(run_replica, replica))
         run_replica(0)  # in the calling thread, so that its thread-local settings hold for the replica that writes
-        for thread in threads:
-            thread.join()
+        self._threads.wait()
         self._rendezvous.close()
         return [results[replica] for replica in range(len(self.endpoints))]
 
 
-def _in_thread(stream: "torch.cuda.Stream | None", grad: bool, work: Callable[[int], None], replica: int) -> None:
-    """Run a replica with the caller's CUDA device, stream and grad mode, which are thread-local.
+@contextmanager
+def _settings(stream: "torch.cuda.Stream | None", grad: bool) -> Iterator[None]:
+    """Use the CUDA device, stream and grad mode of the caller of `SimulatedReplicas.run`, which are thread-local.
 
     On one common stream the replicas need no further synchronization of the device.
     """
     if stream is not None:
         torch.cuda.set_stream(stream)  # also sets the device
     with torch.set_grad_enabled(grad):
-        work(replica)
+        yield
+
+
+class _Threads:
+    """Threads that live as long as this object, and run one call at a time each.
+
+    Libraries such as cuBLAS keep handles and memory for every thread; with new threads in every step these would move
+    from thread to thread.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._calls: list[queue.SimpleQueue[Callable[[], None] | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._running = 0
+        for calls in self._calls:
+            threading.Thread(target=_run_calls, args=(calls, self._done), daemon=True).start()
+            weakref.finalize(self, calls.put, None)
+
+    def start(self, thread: int, call: Callable[[], None]) -> None:
+        self._calls[thread].put(call)
+        self._running += 1
+
+    def wait(self) -> None:
+        """Wait until all calls have returned."""
+        while self._running:
+            self._done.get()
+            self._running -= 1
+
+
+def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]", done: "queue.SimpleQueue[None]") -> None:
+    """Run calls until there is a None."""
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        finally:
+            del call  # it refers to the object that owns this thread
+            done.put(None)
 
 
 class _Rendezvous:

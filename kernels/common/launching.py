@@ -125,6 +125,7 @@ class TileSchedule:
         if key not in self._lists:
             if len(self._lists) > self._most_lists:
                 self._lists.clear()
+                self._of_same.clear()
             self._lists[key] = self._build(ranges, kinds)
         return self._lists[key]
 

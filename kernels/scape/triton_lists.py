@@ -71,5 +71,5 @@ class MaskLists:
 
 
 def _identity(bits: Tensor) -> tuple[int, int]:
-    """Return what changes if PyTorch writes to the tensor; kernels of this package do not change it."""
+    """Return what changes if PyTorch writes to the tensor. Kernels and collectives do not change it."""
     return bits.data_ptr(), bits._version

@@ -48,8 +48,13 @@ class TritonReplicated(UpdatesBase):
 
     @property
     def _listed(self) -> bool:
-        """Whether the bound step lists the entries of A. A dense mask may have a payload buffer if blocks are short."""
-        return self._passes.compact and not self._passes.step.in_use.dense
+        """Whether the bound step lists the entries of A.
+
+        If all tensors have few entries, masks of other densities also have a payload buffer. They contain all entries.
+        """
+        p = self._passes
+        k = entries_per_block(p.step.in_use.density, p.layout.block_size)
+        return p.compact and self._lists is not None and k == self._lists.k
 
     def begin_step(self) -> None:
         self._last_step = None  # if it was not followed by `rotate`, it was not applied
@@ -161,7 +166,8 @@ class TritonReplicated(UpdatesBase):
         p, ranges = self._passes, self._passes.all
         constants = {"WRITES": p.updater.writes}
         if self._listed:
-            self._last_step = p.step.applied
+            if self._last_step is None:
+                self._last_step = p.step.applied.clone()  # the next check overwrites the tensor
             lists, _ = self._lists_of(p.step.in_use, None)
             self._update(
                 triton_compact.update_compact_kernel,

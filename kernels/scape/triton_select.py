@@ -102,6 +102,6 @@ def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.co
     left_over = tl.max(counts)
     while left_over > 0:
         left_over -= 1
-        tl.store(at + position, (byte * 8 + lowest(bits)).to(tl.int16), mask=bits != 0)
+        tl.store(at + position, (byte * 8 + lowest(bits)).to(tl.int16), mask=(bits != 0) & (position < k))
         bits = bits & (bits - 1)
         position += 1

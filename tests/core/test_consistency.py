@@ -303,3 +303,18 @@ def test_many_differences_are_one_line_and_a_stuck_bit_ends_the_run() -> None:
         assert "ranks 1 and 4: 'p0' and 3 more differ from ranks 0, 2 and 3" in message and "\n" not in message
         assert again.startswith("after a repair at step 5: ")
     assert ReplicasDifferError.exit_code == 3
+
+
+def test_a_repair_changes_the_version_of_a_tensor() -> None:
+    """Lists that kernels keep of a mask are made again if `Tensor._version` changes, as no collective does."""
+
+    class Collectives:
+        def broadcast(self, values: Tensor, source: int) -> None:
+            values.data.fill_(7)  # like a collective, without a new version
+
+    bits = torch.zeros(8, dtype=torch.uint8)
+    shared = ReplicatedTensors("weight", [("mask", bits)])
+    finding, before = consistency._Mismatch(shared, (1,), 0, (0,)), bits._version
+    collectives: Any = Collectives()
+    consistency._repair(finding, collectives, CPU, 1)
+    assert bits.tolist() == [7] * 8 and bits._version > before

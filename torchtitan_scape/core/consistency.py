@@ -232,9 +232,10 @@ def _repair(finding: _Mismatch, collectives: ReplicaCollectives, device: torch.d
     assert source is not None
     for number in finding.parts:
         tensor = finding.shared.parts[number][1].detach()
-        values = tensor.to(device).contiguous()
+        # A copy, because a collective does not count as a change of a tensor (`Tensor._version`).
+        values = tensor.to(device, copy=True).contiguous()
         collectives.broadcast(values, source)
-        if is_odd and values.data_ptr() != tensor.data_ptr():
+        if is_odd:
             tensor.copy_(values)
     for state, bits in finding.shared.on_mask:
         received = state.to(device, copy=True)

@@ -96,6 +96,8 @@ def examples(count: int) -> int:
 @example(Case((1,), block_size=8, density=0.01, in_use=0.01, previous=0.01, next=0.01))
 @example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
 @example(Case((1,), block_size=8, density=0.1, in_use=1.0, previous=0.1, next=0.1, columns=(1,), keeps=0.5))
+@example(Case((3, 3), block_size=16, density=0.3, in_use=0.5, previous=0.5, next=0.3))
+@example(Case((3, 3, 2), block_size=16, density=0.3, in_use=0.3, previous=0.5, next=0.3, keeps_wire_error=True))
 def test_a_step_equals_pytorch(case: Case) -> None:
     check_step(case)
 

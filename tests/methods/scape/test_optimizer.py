@@ -40,7 +40,7 @@ def test_masks_are_equal_on_all_replicas_with_known_nnz(
                     indices = positions(optimizer, i)
                     assert indices.numel() == 0 or (indices.min() >= 0 and indices.max() < n)
             sparse = range(len(layout.sizes)) if step else []
-            on_mask = [optimizer.method.passes.states[i][positions(optimizer, i)] for i in sparse]
+            on_mask = [optimizer.method.passes.kept("state")[i][positions(optimizer, i)] for i in sparse]
             seen.setdefault(step, []).append((masks.in_use.bits.clone(), on_mask))
 
         train(collectives, 4, shapes, probe, density=density, selection=selection)
@@ -130,13 +130,13 @@ def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, wir
                 p.grad = g
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            before = [flat([p.detach() for p in parameters]), optimizer.method.passes.storage.flat["state"].clone()]
+            before = [flat([p.detach() for p in parameters]), torch.cat(optimizer.method.passes.kept("state"))]
             errors = optimizer.method.passes.wire_residual.clone()
             optimizer.step()
             if step == bad_step:
                 assert torch.equal(optimizer.method.passes.wire_residual, errors)
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
-                assert torch.equal(optimizer.method.passes.storage.flat["state"], before[1])
+                assert torch.equal(torch.cat(optimizer.method.passes.kept("state")), before[1])
                 in_use = optimizer.method.masks.in_use.bits.clone()
                 optimizer.finish_previous_step()
                 assert torch.equal(optimizer.method.masks.in_use.bits, in_use)
@@ -217,7 +217,7 @@ def test_dense_names_are_exchanged_uncompressed() -> None:
     train(None, 3, density=0.1, dense_names=["p1"], probe=lambda o, s: keep.append(o))
     optimizer = keep[-1]
     assert [s.name for s in optimizer.method.ordered[optimizer.method.passes.sparsified :]] == ["p1", "p4", "p5"]
-    assert bool((optimizer.method.passes.states[3] != 0).all())
+    assert bool((optimizer.method.passes.kept("state")[3] != 0).all())
 
 
 def test_a_skipped_step_does_not_change_the_metrics() -> None:

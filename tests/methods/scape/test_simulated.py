@@ -1,5 +1,7 @@
 """Simulated replicas that share a model are bitwise equal to replicas with their own models."""
 
+import gc
+import threading
 from typing import Any
 
 import pytest
@@ -203,6 +205,30 @@ def test_a_collective_that_a_replica_does_not_call_raises_an_error(leaves: int) 
     simulated = SimulatedReplicas(3)
     with pytest.raises(RuntimeError, match=rf"that replicas \[{leaves}\] did not call"):
         simulated.run(work)
+
+
+def test_replicas_keep_their_threads_while_they_exist() -> None:
+    """Also after an error, because libraries keep memory for every thread."""
+
+    def work(replica: int) -> int:
+        if fails and replica == 1:
+            raise KeyError("of replica 1")
+        return threading.get_ident()
+
+    simulated, before, found = SimulatedReplicas(3), threading.active_count(), []
+    for fails in (False, True, False):
+        if fails:
+            with pytest.raises(KeyError, match="of replica 1"):
+                simulated.run(work)
+        else:
+            found.append(simulated.run(work))
+    assert found[0] == found[1] and len(set(found[0])) == 3 and threading.active_count() == before
+    threads = [thread for thread in threading.enumerate() if thread.ident in found[0][1:]]
+    del simulated
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_replica_threads_inherit_the_callers_settings() -> None:

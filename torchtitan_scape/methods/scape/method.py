@@ -142,6 +142,7 @@ class ScapeMethod(ScapeComponents):
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
+        self.passes.finish()  # before the masks of the moments change
         if self.passes.visits is not None:
             self.passes.visits.rates.zero_()
             self.passes.visits.relative.fill_(1.0)
