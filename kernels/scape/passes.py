@@ -25,6 +25,10 @@ from kernels.scape.visits import Staleness, VisitRates
 class Updates(Protocol):
     """Passes of one backend that depend on the updater."""
 
+    @property
+    def leaves_state(self) -> bool:
+        """Whether the update of the bound step neither reads nor writes the state of sparsified tensors."""
+
     def pack(self, part: PayloadChunk) -> None:
         """See `ScapePasses.pack`."""
 
@@ -250,9 +254,17 @@ class ScapePasses:
         """Yield sub-chunks of `part` whose offloaded state is on the device."""
         # With a payload buffer the norm needs no state.
         kinds = () if name == "squares" and self.compact else self.updater.state_kinds[name]
-        parts = [(p.first, p.end) for p in self.parts]
-        for first, end in self.storage.walk(kinds, (part.first, part.end), parts, changed=name != "squares"):
-            yield part if (first, end) == (part.first, part.end) else replace(part, first=first, end=end)
+        ranges = [(kinds, 0, len(self.sizes))]
+        if name == "update" and self.storage.windows and self.updates.leaves_state:
+            sparsified = tuple(kind for kind in kinds if kind != "state")
+            ranges = [(sparsified, 0, self.sparsified), (kinds, self.sparsified, len(self.sizes))]
+        for used, low, high in ranges:
+            own, *every = [(max(p.first, low), min(p.end, high)) for p in (part, *self.parts)]
+            if own[0] >= own[1]:
+                continue
+            every = [(first, end) for first, end in every if first < end]
+            for first, end in self.storage.walk(used, own, every, changed=name != "squares"):
+                yield part if (first, end) == (part.first, part.end) else replace(part, first=first, end=end)
 
 
 # ------------------------------------------------- all chunks, if nothing is exchanged between them

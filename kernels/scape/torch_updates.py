@@ -26,6 +26,8 @@ def torch_passes(
 class TorchReplicated:
     """Passes of `ReplicatedUpdate`: every replica updates all entries."""
 
+    leaves_state = False
+
     def __init__(self, passes: TorchPasses) -> None:
         self._passes = passes
 
@@ -108,6 +110,8 @@ class TorchReplicated:
 
 class TorchOwner:
     """Passes of `ShardedUpdate`: each entry's owner updates it for all replicas."""
+
+    leaves_state = False
 
     def __init__(self, passes: TorchPasses, owner: ShardedUpdate) -> None:
         self._passes, self._owner = passes, owner

@@ -56,6 +56,10 @@ class TritonReplicated(UpdatesBase):
         k = entries_per_block(p.step.in_use.density, p.layout.block_size)
         return p.compact and self._lists is not None and k == self._lists.k
 
+    @property
+    def leaves_state(self) -> bool:
+        return self._listed
+
     def begin_step(self) -> None:
         self._last_step = None  # if it was not followed by `rotate`, it was not applied
         if not self._listed:

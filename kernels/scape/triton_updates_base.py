@@ -14,6 +14,10 @@ from kernels.scape.visits import MIN_VISIT_RATE, VisitRates
 class UpdatesBase:
     """Common part of `TritonReplicated` and `TritonOwner`."""
 
+    @property
+    def leaves_state(self) -> bool:
+        return False
+
     def __init__(self, passes: TritonPasses) -> None:
         self._passes = passes
         self._entering: EnteringCount | None = None

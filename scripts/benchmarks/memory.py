@@ -30,7 +30,7 @@ from scripts.common import markdown, names
 from topology.torch_version import fsdp_parameter_group
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
-from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -76,8 +76,9 @@ def measured(run: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     if isinstance(options, ScapeOptions):
         if options.weights_dtype == "bfloat16":
             hold_in_bfloat16(model, scaled=options.update == "sharded")
-        with replaced(storage, "check_host_memory", lambda *_: None):  # host memory is reserved, not used
-            world, kernels = dist.group.WORLD, "triton"  # with the buffers of the kernels, of which none is launched
+        # Host memory is reserved, not used. The buffers are those of a GPU; no kernel is launched.
+        with replaced(storage, "check_host_memory", lambda *_: None), environment(TRITON_INTERPRET="1"):
+            world, kernels = dist.group.WORLD, "triton"
             optimizer = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=world, kernels=kernels)
         host = sum(window.host.nbytes for window in optimizer.method.passes.storage.windows.values())
     elif run.optimizer == "AdamS":

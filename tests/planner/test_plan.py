@@ -120,9 +120,9 @@ def test_lower_memory_variants_state_their_cost() -> None:
     offload, gather, both = lower_memory_variants(case, sparse)
     assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
     assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
-    # The state is copied to the host and back twice, with a sharded update once. The optimizer's passes take less time.
+    # The state is copied to the host and back once. Without the copies the passes take less time.
     n = 4 * case.workload.parameters / sparse.layout.shard
-    assert offload.prediction.optimizer == pytest.approx(4 * n / 31.5e9, rel=1e-3)
+    assert n * 2 / 31.5e9 <= offload.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
     assert n * 2 / 31.5e9 <= both.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
     text = "\n".join(report(case))
     assert "With less memory" in text and f"{offload.method.name}: " in text and "GB on the host" in text

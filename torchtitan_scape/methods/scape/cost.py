@@ -206,12 +206,13 @@ class ScapeCost:
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of (the packing pass, the other passes) in bytes.
 
-        A replicated update copies the state to the device and back twice, because the new moment is stored after the
-        exchange; a sharded update does so once.
+        The packing pass copies the state to the device and back. With a replicated update, the update does so for the
+        tensors that are not sparsified, and with the selection "tensor" for all.
         """
         host = self.host_memory(model, replicas)
         state = host.get("state", 0.0)
-        rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if self.sharded else state)
+        whole = state if self.options.selection == "tensor" else min(state, 4.0 * sum(dense_sizes(self.shapes(model))))
+        rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if self.sharded else whole)
         return 2 * state, 2 * rest
 
     # ----------------------------------------------------------------------------------------- memory
