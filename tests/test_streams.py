@@ -15,13 +15,13 @@ from torchtitan_scape.replica.guard import FiniteGuard
 
 
 def test_simulated_replicas_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread uses the default stream, so that a replica would not wait for the work of another one."""
+    """Another thread uses the default stream, so that a replica would not wait for the work of another one."""
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
     monkeypatch.setattr(torch.cuda, "set_stream", given.append)
     assert SimulatedReplicas(3).run(lambda replica: replica) == [0, 1, 2]
-    assert given == ["the caller's"] * 2
+    assert given == ["the caller's"] * 3
 
 
 class _FakeDevice:

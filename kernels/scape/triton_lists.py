@@ -27,32 +27,32 @@ class MaskLists:
         self.k = entries_per_block(density, layout.block_size)
         shape = layout.total_blocks, self.k
         self._lists = [torch.zeros(shape, dtype=torch.int16, device=device) for _ in range(2)]
-        self._listed: list[tuple[int, int] | None] = [None, None]  # the masks' bits when they were listed
+        self._identities: list[tuple[int, int] | None] = [None, None]  # the masks' bits when they were listed
 
     def rotate(self, in_use: Tensor, previous: Tensor) -> Tensor:
-        """Make the list of A that of P, for masks that will be rotated. Return the room for the list of the new A.
+        """Make the list of A that of P, for masks that will be rotated. Return the buffer for the list of the new A.
 
         Call `decoded` when the list is written.
         """
-        known = self._listed[0] == _identity(in_use)
+        known = self._identities[0] == _identity(in_use)
         self._lists.reverse()
-        self._listed = [None, _identity(previous) if known else None]
+        self._identities = [None, _identity(previous) if known else None]
         return self._lists[0]
 
     def decoded(self, in_use: Tensor) -> None:
-        """Note that the list of A is that of these bits."""
-        self._listed[0] = _identity(in_use)
+        """Record that the list of A is that of these bits."""
+        self._identities[0] = _identity(in_use)
 
     def of(
         self, masks: Sequence[Tensor | None], tiles: TileSchedule, lists: Sequence[Tensor], table: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the lists of A and P, made anew if necessary. That of a mask that is None may be invalid.
+        """Return the lists of A and P, rebuilt if necessary. That of a mask that is None may be invalid.
 
         masks: the bits of A and P. tiles, lists: any schedule, and its tiles of all sparsified tensors. table: of
             pointers.
         """
         for number, bits in enumerate(masks):
-            if bits is None or self._listed[number] == _identity(bits):
+            if bits is None or self._identities[number] == _identity(bits):
                 continue
             for listed in lists:
                 launching.launch(
@@ -66,7 +66,7 @@ class MaskLists:
                     warps=tiles.warps,
                     **tiles.shape,
                 )
-            self._listed[number] = _identity(bits)
+            self._identities[number] = _identity(bits)
         return self._lists[0], self._lists[1]
 
 

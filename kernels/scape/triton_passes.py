@@ -44,9 +44,9 @@ class TritonUpdates(Updates, Protocol):
         """Prepare the state for the bound step. The pointer table is still that of the last one."""
 
     def rotate(self, density: float, in_use: Tensor, previous: Tensor) -> Tensor | None:
-        """Note that the last step was applied: its mask A will be P, and the next A has this density.
+        """Prepare the rotation after an applied step: its mask A will be P, and the next A has this density.
 
-        Returns room for the list of the next A (`triton_lists`) if it will be used; call `decoded` if it is written.
+        Returns the buffer for the list of the next A (`triton_lists`) if it will be used; call `decoded` once written.
         """
 
     def decoded(self, in_use: Tensor) -> None:

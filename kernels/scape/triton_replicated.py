@@ -26,12 +26,12 @@ class TritonReplicated(UpdatesBase):
     def __init__(self, passes: TritonPasses) -> None:
         super().__init__(passes)
         self._payload_tiles: dict[PayloadChunk, tuple[Tensor, Tensor]] = {}
-        self._whole = tuple(r for r in passes.others if r[0] >= passes.sparsified)
-        self._others = tuple(r for r in passes.others if r[0] < passes.sparsified)
-        self._sparse = tuple(r for r in passes.all if r[0] < passes.sparsified)
+        self._dense_ranges = tuple(r for r in passes.others if r[0] >= passes.sparsified)
+        self._unselected_ranges = tuple(r for r in passes.others if r[0] < passes.sparsified)
+        self._sparse_ranges = tuple(r for r in passes.all if r[0] < passes.sparsified)
         self._lists = MaskLists(passes.layout, passes.density, passes.device) if passes.density < 1.0 else None
-        # Whether `moment_on_mask` contains the moments on P.
-        self._on_previous = False
+        # Whether `moment_on_mask` contains the moments on P, which the state does not.
+        self._moments_in_payload = False
         # `applied` of the last step, if it stored the moments on A there.
         self._last_step: Tensor | None = None
         self._masks: tuple[Mask, Mask] | None = None
@@ -67,11 +67,11 @@ class TritonReplicated(UpdatesBase):
         self._masks = self._passes.step.in_use, self._passes.step.previous
 
     def rotate(self, density: float, in_use: Tensor, previous: Tensor) -> Tensor | None:
-        self._on_previous, self._last_step = self._last_step is not None, None
+        self._moments_in_payload, self._last_step = self._last_step is not None, None
         if self._lists is None:
             return None
-        room = self._lists.rotate(in_use, previous)
-        return room if self._lists.k == entries_per_block(density, self._passes.layout.block_size) else None
+        buffer = self._lists.rotate(in_use, previous)
+        return buffer if self._lists.k == entries_per_block(density, self._passes.layout.block_size) else None
 
     def decoded(self, in_use: Tensor) -> None:
         if self._lists:
@@ -81,19 +81,23 @@ class TritonReplicated(UpdatesBase):
         """Return the lists of A and P; that of None may be invalid."""
         p, bits = self._passes, [None if mask is None else mask.bits for mask in (in_use, previous)]
         assert self._lists is not None
-        lists = [listed for listed, _, _ in p.tiles.lists(self._sparse, p.any_kinds)]
+        lists = [listed for listed, _, _ in p.tiles.lists(self._sparse_ranges, p.any_kinds)]
         return self._lists.of(bits, p.tiles, lists, p.table)
 
     def store_moments(self) -> None:
-        if self._masks is None or not (self._on_previous or self._last_step is not None):
+        if self._masks is None or not (self._moments_in_payload or self._last_step is not None):
             return
         p, applied, (in_use, previous) = self._passes, self._last_step, self._masks
-        used, held = self._lists_of(in_use if applied is not None else None, previous if self._on_previous else None)
+        used, held = self._lists_of(
+            in_use if applied is not None else None, previous if self._moments_in_payload else None
+        )
         if applied is None:
             applied = torch.zeros((), dtype=torch.bool, device=p.device)
         count = p.sparsified
         for first, end in p.storage.walk(("state",), (0, count), [(0, count)], changed=True):
-            for listed, _, _ in p.tiles.lists(p.within(PayloadChunk(first, end, 0, 0), self._sparse), p.any_kinds):
+            for listed, _, _ in p.tiles.lists(
+                p.within(PayloadChunk(first, end, 0, 0), self._sparse_ranges), p.any_kinds
+            ):
                 launching.launch(
                     triton_compact.store_moments_kernel,
                     (len(listed),),
@@ -103,12 +107,12 @@ class TritonReplicated(UpdatesBase):
                     held,
                     p.moment_on_mask,
                     as_flag(applied),
-                    int(self._on_previous),
+                    int(self._moments_in_payload),
                     warps=p.tiles.warps,
                     ENTRIES=self._most_entries(p.tiles),
                     BLOCK=p.layout.block_size,
                 )
-        self._on_previous, self._last_step = False, None
+        self._moments_in_payload, self._last_step = False, None
 
     def _most_entries(self, tiles: TileSchedule) -> int:
         """Return the most listed entries of a tile, as a power of two."""
@@ -119,9 +123,9 @@ class TritonReplicated(UpdatesBase):
         p = self._passes
         own, others = p.within(part, p.own), p.within(part, p.others)
         if self._listed:
-            for ranges, select in ((own, True), (p.within(part, self._others), False)):
+            for ranges, select in ((own, True), (p.within(part, self._unselected_ranges), False)):
                 self._pack_listed(ranges, *p.selection_of(select, p.pack_tiles))
-            own, others = (), p.within(part, self._whole)
+            own, others = (), p.within(part, self._dense_ranges)
         p.pack_blocks(own, select=True, adds_errors=True)
         p.pack_blocks(others, adds_errors=True)
 
@@ -129,7 +133,7 @@ class TritonReplicated(UpdatesBase):
         self, ranges: tuple[Range, ...], tiles: TileSchedule, selection: Tensor, form: str, k: int
     ) -> None:
         p, step = self._passes, self._passes.step
-        lists = self._lists_of(step.in_use, step.previous if self._on_previous or p.carrying else None)
+        lists = self._lists_of(step.in_use, step.previous if self._moments_in_payload or p.carrying else None)
         for listed, full, dtype in tiles.lists(ranges, p.gradient_kinds):
             p.launch(
                 triton_compact.pack_compact_kernel,
@@ -147,7 +151,7 @@ class TritonReplicated(UpdatesBase):
                 ENTRIES=self._most_entries(tiles),
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
-                HAS_MOMENTS=self._on_previous,
+                HAS_MOMENTS=self._moments_in_payload,
                 ADDS_ERRORS=p.carrying,
                 SKIP_NEW=p.excludes_new and form != "none",
                 SELECT=form,
@@ -176,14 +180,14 @@ class TritonReplicated(UpdatesBase):
             self._update(
                 triton_compact.update_compact_kernel,
                 p.update_tiles,
-                p.within(part, self._sparse),
+                p.within(part, self._sparse_ranges),
                 *(p.moment_on_mask, lists, p.fresh),
                 width=4,
                 ENTRIES=self._most_entries(p.update_tiles),
                 **constants,
             )
             # No entries of the other tensors enter a mask.
-            ranges, constants["SCALED"] = self._whole, False
+            ranges, constants["SCALED"] = self._dense_ranges, False
         self._update(
             triton_kernels.update_kernel,
             p.tiles,

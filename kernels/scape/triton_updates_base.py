@@ -40,14 +40,14 @@ class UpdatesBase:
         """Do nothing: the state contains the moments."""
 
     def rotate(self, density: float, in_use: Tensor, previous: Tensor) -> Tensor | None:
-        """Do nothing, as in `begin_step`."""
+        """Return None: there are no lists."""
         return None
 
     def decoded(self, in_use: Tensor) -> None:
-        """Do nothing, as in `begin_step`."""
+        """Do nothing: there are no lists."""
 
     def store_moments(self) -> None:
-        """Do nothing, as in `begin_step`."""
+        """Do nothing: the state contains the moments."""
 
     def _update(
         self, kernel: Any, tiles: TileSchedule, ranges: tuple[Range, ...], *between: Tensor, **constants: Any
