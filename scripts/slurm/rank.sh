@@ -86,9 +86,10 @@ fi
 
 read -ra command <<<"${TRAIN_SCRIPT:--m torchtitan_scape.train}"
 if [ -n "${CONFIG_FILE:-}" ]; then command+=(--job.config_file "$CONFIG_FILE"); fi
-# Python installs its handlers later; until then signals are blocked, if this version of env can do so.
+# Python installs its handlers later; until then signals are blocked, if this version of env can do so. A signal in the
+# millisecond in which env starts is lost, because bash can ignore a signal, but not block it.
 block=()
 if env --block-signal=USR1 true 2>/dev/null; then block=(env --block-signal=USR1); fi
-trap '' USR1
 export SCAPE_STOP_REQUESTED
+trap '' USR1
 exec ${block[@]+"${block[@]}"} "$PYTHON" "${command[@]}" "$@"

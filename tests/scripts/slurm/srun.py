@@ -4,7 +4,8 @@ Nodes differ only in SLURM_NODEID. The variables and their formats are those of 
 SLURM_STEP_* describe the step, SLURM_TASKS_PER_NODE is compressed ("8(x2)"), SLURM_NTASKS_PER_NODE is the requested
 number. An unknown option is an error, so that mistakes in a launch line are found.
 
-STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the tasks once PATH exists, as --signal=USR1@... does near the time limit.
+STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the tasks once PATH exists and they run Python, as --signal=USR1@... does near
+the time limit.
 """
 
 import argparse
@@ -87,6 +88,15 @@ def environments(options: argparse.Namespace) -> list[dict[str, str]]:
     return found
 
 
+def runs_python(task: subprocess.Popen[bytes]) -> bool:
+    """Return whether rank.sh has become Python. Just before, it loses a signal (see there)."""
+    try:
+        program = Path(f"/proc/{task.pid}/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:  # it has ended
+        return False
+    return "python" in Path(os.fsdecode(program)).name
+
+
 def end(tasks: list[subprocess.Popen[bytes]]) -> None:
     """Terminate the tasks, and kill those that do not end."""
     for sign, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
@@ -107,7 +117,7 @@ def main() -> int:
             tasks.append(subprocess.Popen(options.command, env=environment, start_new_session=True))
         near_the_end = os.environ.get("STANDIN_SIGNAL_WHEN")
         while any(task.poll() is None for task in tasks):
-            if near_the_end and Path(near_the_end).exists():
+            if near_the_end and Path(near_the_end).exists() and all(map(runs_python, tasks)):
                 near_the_end = None
                 for task in tasks:
                     task.send_signal(signal.SIGUSR1)
