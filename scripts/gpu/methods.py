@@ -117,6 +117,7 @@ CASES: dict[str, Case] = {
     "quantized 2bit, whitened": Case("quantized", {"code": "2bit", "whiten_every": 2}, "Muon"),
     "quantized_update, Muon": Case("quantized_update", {"whiten_every": 2}, "Muon"),
     "quantized_update, Muon, sharded": Case("quantized_update", {"whiten_every": 2}, "Muon", shard=2),
+    "sparta, Muon": Case("sparta", OPTIONS["sparta"], "Muon"),
     "Muon": Case(optimizer="Muon"),
     "Muon, sharded": Case(optimizer="Muon", shard=2),
     "scape, sharded": Case("scape", OPTIONS["scape"], shard=2),
