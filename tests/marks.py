@@ -1,10 +1,14 @@
 """Parameters of tests that run only with `./run_tests.sh --slow`."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# Whether tests/kernels/interpreted runs in full: all examples, more steps, and a check of every access.
+ALL_EXAMPLES = os.environ.get("SCAPE_ALL_EXAMPLES") == "1"
 
 
 def slow(*values: Any) -> Any:

@@ -25,7 +25,8 @@ from kernels.dense import triton_kernels
 
 # Entries per tile and per warp.
 _TILE, _WARP = 4096, 512
-FlatLists = tuple[TileSchedule, Tensor, list[tuple[Tensor, bool, Any]]]
+Lists = list[tuple[Tensor, bool, Any]]  # of `TileSchedule.lists`
+FlatLists = tuple[TileSchedule, Tensor, Lists]
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -129,9 +130,6 @@ class Scaling:
                 **tiles.shape,
                 ALIGNED_TILE=full,
             )
-
-
-Lists = list[tuple[Tensor, bool, Any]]  # of `TileSchedule.lists`
 
 
 class _Tables:

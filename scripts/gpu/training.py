@@ -165,8 +165,8 @@ def length(smoke: bool, steps: int) -> list[str]:
 def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None:
     """Compare methods after this number of steps, or two numbers: with Muon, and with AdamW or AdamS.
 
-    All runs share the GPU and begin at the same time, because the host limits a run of a small model: on an H200 it
-    needed 36 ms for a micro-batch of 4,096 tokens. Raises RunError if a run failed.
+    All runs share the GPU and begin at the same time, because the host limits a run of a small model. Raises RunError
+    if a run failed.
     """
     common, (muon, adam) = compared(smoke), ([int(number) for number in steps.split(",")] * 2)[:2]
     numbers = {name: 3 if smoke else muon if MUON[0] in options else adam for name, options in COMPARED.items()}

@@ -1,14 +1,14 @@
 """With all examples, the accesses of every kernel are checked."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.kernels.accesses import checked_accesses
+from tests.marks import ALL_EXAMPLES
 
 
-@pytest.fixture(autouse=os.environ.get("SCAPE_ALL_EXAMPLES") == "1")
+@pytest.fixture(autouse=ALL_EXAMPLES)
 def accesses_are_checked() -> Iterator[None]:
     with checked_accesses():
         yield
