@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -208,6 +209,15 @@ def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
     runs = (PlannedRun(RadiusOptions(density=d, interval=t)) for d, t in ((0.4, 50), (0.1, 50), (0.1, 200)))
     moved = [run.memory_traffic(MODEL, 4)[1] for run in runs]
     assert moved[0] > moved[1] > moved[2] > ADAMS.memory_traffic(MODEL, 4)[1]
+
+
+@pytest.mark.parametrize("selection, lists", [("block", True), ("tensor", False)])
+def test_only_kernels_have_lists_of_the_mask(selection: Literal["block", "tensor"], lists: bool) -> None:
+    """Selection "tensor" runs in PyTorch. Positions of two bytes of the entries of two masks, on every replica."""
+    cost = ScapeOptions(density=0.01, selection=selection).cost()
+    expected = 2.0 * 2 * (10 * 4608 + 1000) if lists else 0.0  # ten of each block of 1024, and the vector
+    assert cost.device_memory(MODEL, 4)["mask lists"] == expected
+    assert cost.simulated_memory(MODEL, 4, {})["mask lists"] == 4 * expected
 
 
 def test_dense_names_are_not_compressed() -> None:

@@ -230,13 +230,19 @@ class ScapeCost:
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"),
             "payload": payload + (0.0 if self.wires[0] == "float32" else 8.0 * entries),
-            # Of the entries of both masks, for the kernels of a replicated update.
-            "mask lists": 0.0 if self.sharded or options.selection == "tensor" else 4.0 * entries,
+            "mask lists": self._list_bytes(entries),
             "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
         }
         if offloaded:
             kinds["offload buffers"] = len(offloaded) * self._buffer_bytes(shapes, replicas)
         return kinds
+
+    def _list_bytes(self, entries: int) -> float:
+        """Return the bytes of the lists of both masks, which only the kernels of a replicated update have.
+
+        entries: Those of the payload; the few of tensors that are not sparsified are in no list.
+        """
+        return 0.0 if self.sharded or self.options.selection == "tensor" else 4.0 * entries
 
     def _states(self, shapes: Shapes, replicas: int) -> dict[str, float]:
         """Return the bytes of the states by kind, on the device or on the host."""
@@ -275,5 +281,5 @@ class ScapeCost:
             "state": replicas * n,
             "masks": masks,
             "payload": 4.0 * rows * entries,
-            "mask lists": 4.0 * replicas * entries,
+            "mask lists": replicas * self._list_bytes(entries),
         }
