@@ -1,11 +1,26 @@
-"""With all examples, the accesses of every kernel are checked."""
+"""With all examples, every access of kernels and every integer for overflow is checked.
+
+Otherwise the interpreter runs without its slowest parts: it patches Triton's language once instead of in each call of
+a device function, and does not check integers for overflow.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import triton.language as tl
+from triton.runtime import interpreter
 
 from tests.kernels.accesses import checked_accesses
 from tests.marks import ALL_EXAMPLES
+
+if not ALL_EXAMPLES:
+    _scope: Any = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()  # with nothing to restore
+    builder: Any = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(autouse=ALL_EXAMPLES)
