@@ -35,7 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
-    importlib.import_module("tests.docstrings")
     importlib.import_module("torchtitan_scape.titan")  # selects the device before a test imports TorchTitan
 
 

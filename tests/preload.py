@@ -11,7 +11,6 @@ from datasets.distributed import split_dataset_by_node
 
 torch.set_num_threads(1)
 for _name in (
-    "tests.docstrings",
     "torchtitan_scape.titan",  # selects the device before a test imports TorchTitan
     "tests.training",
     "torchtitan_scape.runtime.launch",

@@ -185,14 +185,16 @@ def test_fuzz_a_command_line(recipe: Path, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--training.stpes=3"], "command line: Unrecognized options: --training.stpes=3"),
+        (["--training.stpes=3"], r"the key training.stpes is unknown; did you mean --training.steps\?"),
+        (["--training=3"], "--training=3: training is a section; --help training lists its keys"),
+        (["3"], "command line: Unrecognized options: 3"),
         (["--training.steps=many"], "command line: Error parsing --training.steps: invalid literal .* 'many'"),
         (["--sync.method=gossip"], "command line: invalid choice 'gossip' for argument '--sync.method'"),
         (
             ["--metrics.enable_tensorboard=False"],
             "enable_tensorboard takes no value; .* --metrics.no-enable_tensorboard",
         ),
-        (["--optimizer.lr=nan"], r"\[optimizer\] lr = nan; it must be finite"),
+        (["--optimizer.lr=nan"], r"command line: \[optimizer\] lr = nan; it must be finite"),
         (["--optimizer.beta2=1"], r"\[optimizer\] beta2 = 1.0; it must be 1 or less"),
         (["--comm.init_timeout_seconds=0"], r"\[comm\] init_timeout_seconds = 0; it must be 1 or more"),
         (["--debug.seed=99999999999999999999"], r"\[debug\] seed = 99999999999999999999; it is beyond 64 bits"),

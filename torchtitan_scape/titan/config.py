@@ -2,6 +2,7 @@
 
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig, Optimizer
 from torchtitan.config.job_config import ActivationCheckpoint, Checkpoint, Model, Training, Validation
+from torchtitan.config.manager import custom_registry
 
 __all__ = [
     "TORCH_DTYPE_MAP",
@@ -13,4 +14,5 @@ __all__ = [
     "Optimizer",
     "Training",
     "Validation",
+    "custom_registry",
 ]
