@@ -99,7 +99,7 @@ def share_apart(run: dict[str, Tensor], stages: dict[str, Tensor]) -> float:
     return apart / sum(own.numel() for own in stages.values())
 
 
-@pytest.mark.parametrize("case", ["dense", "scape", slow("quantized"), "sparta", "sharded", slow("tensor")])
+@pytest.mark.parametrize("case", ["dense", "scape", slow("quantized"), "sparta", slow("sharded"), slow("tensor")])
 def test_two_stages_train_as_one(case: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     """Losses, norms, validation and parameters, to FP32 rounding, which may turn a code into the next one."""
     arguments, same_data = EQUAL[case]

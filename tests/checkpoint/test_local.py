@@ -126,7 +126,7 @@ def first_half(
         slow("4x1", "1x2", "co2", "co2"),
         slow("1x2", "1x2", "co2", "diloco"),
         ("3 alone", "2x1", "co2", "adamw"),
-        ("1x2", "2x1", "co2", "adamw"),
+        slow("1x2", "2x1", "co2", "adamw"),
         slow("1x2", "1x2", "streaming", "co2"),
         slow("1x2", "1x2", "sparseloco", "co2"),
         ("3 alone", "1x2", "noloco", "noloco"),

@@ -1,6 +1,7 @@
 """Checkpoint folders are either complete or recognized as incomplete, after any damage or interrupted save."""
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -11,7 +12,8 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -311,40 +313,59 @@ def in_child(function: Callable[[], str]) -> str | int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else text
 
 
-def killed_at(path: Path, call: int) -> str:
-    """Overwrite a checkpoint, and kill this process at disk access number `call`: write, fsync, rename or unlink."""
-    calls = 0
+@contextmanager
+def before_disk_accesses(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` before each disk access of a save: write, fsync, rename or unlink."""
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def acting(function: Callable[..., Any]) -> Callable[..., Any]:
         def access(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            act()
             return function(*args, **kwargs)
 
         return access
 
-    with (
-        patch.object(storage._SummedStream, "write", counted(storage._SummedStream.write)),
-        patch.object(os, "fsync", counted(os.fsync)),
-        patch.object(os, "replace", counted(os.replace)),
-        patch.object(Path, "rename", counted(Path.rename)),
-        patch.object(Path, "unlink", counted(Path.unlink)),
-    ):
+    with ExitStack() as stack:
+        for owner, name in [(storage._SummedStream, "write"), (os, "fsync"), (os, "replace")]:
+            stack.enter_context(patch.object(owner, name, acting(getattr(owner, name))))
+        for name in ("rename", "unlink"):
+            stack.enter_context(patch.object(Path, name, acting(getattr(Path, name))))
+        yield
+
+
+def killed_at(path: Path, access: int) -> str:
+    """Overwrite a checkpoint, and kill this process before a disk access."""
+    calls = itertools.count()
+
+    def kill() -> None:
+        if next(calls) == access:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with before_disk_accesses(kill):
         save(small(1), path, threads=1)
-    return str(calls)
+    return "not killed"
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*")}
 
 
 def test_a_save_killed_at_any_point_leaves_no_mixture(tmp_path: Path) -> None:
-    """The result is the old checkpoint, the new one, or one that is recognized as incomplete."""
-    save(small(0), tmp_path / "old")
-    calls = int(in_child(lambda: killed_at(Path(shutil.copytree(tmp_path / "old", tmp_path / "new")), -1)))
-    assert calls > 20
+    """The result is the old checkpoint, the new one, or one that is recognized as incomplete.
+
+    A copy of the folder before a disk access has what a process leaves that is killed there, as one process shows.
+    """
+    save(small(0), tmp_path / "new")
+    killed = Path(shutil.copytree(tmp_path / "new", tmp_path / "killed"))
+    copies: list[Path] = []
+
+    def copy() -> None:
+        copies.append(Path(shutil.copytree(tmp_path / "new", tmp_path / str(len(copies)))))
+
+    with before_disk_accesses(copy):
+        save(small(1), tmp_path / "new", threads=1)
+    assert len(copies) > 20
     left = []
-    for call in range(1, calls + 1):
-        path = Path(shutil.copytree(tmp_path / "old", tmp_path / str(call)))
-        assert in_child(lambda path=path, call=call: killed_at(path, call)) == signal.SIGKILL  # type: ignore[misc]
+    for path in copies:
         found = find_damage(path)
         assert is_complete(path) == (found is None)
         if found is None or "cannot be checked" in found:  # all data must come from one save
@@ -355,8 +376,10 @@ def test_a_save_killed_at_any_point_leaves_no_mixture(tmp_path: Path) -> None:
         else:
             assert found == f"{path} has no manifest.json: it is half-written"
             left.append("half-written")
-        shutil.rmtree(path)
     assert list(dict.fromkeys(left)) == ["0", "unchecked 0", "half-written", "unchecked 1", "1"]
+    middle = left.index("half-written") + 9
+    assert in_child(lambda: killed_at(killed, middle)) == signal.SIGKILL
+    assert sizes(killed) == sizes(copies[middle])
 
 
 def limited(path: Path, threads: int) -> str:
