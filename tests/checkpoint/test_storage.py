@@ -345,14 +345,14 @@ def killed_at(path: Path, access: int) -> str:
     return "not killed"
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*")}
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_save_killed_at_any_point_leaves_no_mixture(tmp_path: Path) -> None:
     """The result is the old checkpoint, the new one, or one that is recognized as incomplete.
 
-    A copy of the folder before a disk access has what a process leaves that is killed there, as one process shows.
+    A copy of the folder before a disk access equals the folder of a process killed there; one killed process shows it.
     """
     save(small(0), tmp_path / "new")
     killed = Path(shutil.copytree(tmp_path / "new", tmp_path / "killed"))
@@ -379,7 +379,7 @@ def test_a_save_killed_at_any_point_leaves_no_mixture(tmp_path: Path) -> None:
     assert list(dict.fromkeys(left)) == ["0", "unchecked 0", "half-written", "unchecked 1", "1"]
     middle = left.index("half-written") + 9
     assert in_child(lambda: killed_at(killed, middle)) == signal.SIGKILL
-    assert sizes(killed) == sizes(copies[middle])
+    assert left[middle] == "half-written" and contents(killed) == contents(copies[middle])
 
 
 def limited(path: Path, threads: int) -> str:

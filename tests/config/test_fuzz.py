@@ -186,6 +186,9 @@ def test_fuzz_a_command_line(recipe: Path, arguments: list[str]) -> None:
     "arguments, message",
     [
         (["--training.stpes=3"], r"the key training.stpes is unknown; did you mean --training.steps\?"),
+        (["--optimizer.learning_rate=3"], "learning_rate is unknown; --help optimizer lists the keys of its section"),
+        (["--trainng.steps=3"], r"trainng.steps is unknown; did you mean --training.steps\?"),
+        (["--nothing=3"], "nothing is unknown; --help lists the sections"),
         (["--training=3"], "--training=3: training is a section; --help training lists its keys"),
         (["3"], "command line: Unrecognized options: 3"),
         (["--training.steps=many"], "command line: Error parsing --training.steps: invalid literal .* 'many'"),

@@ -187,4 +187,4 @@ def used_twice() -> None:
 
 def test_a_second_gradient_of_a_parameter_raises_an_error(pool2: Pool) -> None:
     for good, text in pool2.outcomes(used_twice):
-        assert not good and "' twice, as for a module" in text and "set [sync] overlap = false" in text
+        assert not good and "' was completed twice; call it before" in text and "[sync] overlap = false" in text

@@ -1,9 +1,10 @@
-"""`replicate` in training loops of real gloo ranks, against one process, and its refusals."""
+"""`replicate` in training loops of real gloo ranks, against one process."""
 
 import math
 import os
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.replica.own_loop import (
 from topology.in_process import SimulatedReplicas
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.replicate import replicate
+from torchtitan_scape.replica.scape import Scape
 
 # ---------------------------------------------------------------------------------------- one process
 
@@ -140,9 +142,9 @@ def train_and_resume(name: str) -> dict[str, Any]:
     final, stats = shared(model, optimizer), optimizer.stats()
 
     again = make_model(seed=7)
+    again.load_state_dict(saved[1])  # before `replicate`, which broadcasts the weights of replica 0
     resumed = make_optimizer(again, name)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(resumed, T_max=24)
-    again.load_state_dict(saved[1])
     resumed.load_state_dict(saved[0])
     scheduler.load_state_dict(saved[2])
     train(again, resumed, range(12, 19), scheduler.step)
@@ -202,9 +204,6 @@ def shards_and_replicas(name: str) -> tuple[float, bool, bool]:
         for own, values in zip(again.parameters(), parameters, strict=True):
             own.to_local().copy_(values)  # type: ignore[attr-defined]
     resumed = make_optimizer(again, name, mesh["replicate"])
-    with torch.no_grad():  # building the optimizer broadcast the weights of replica 0
-        for own, values in zip(again.parameters(), parameters, strict=True):
-            own.to_local().copy_(values)  # type: ignore[attr-defined]
     resumed.load_state_dict(saved)
     train(again, resumed, range(8, 15))
     final = shared(model, optimizer)
@@ -220,120 +219,24 @@ def test_fsdp2_resumes_bitwise(name: str, pool4: Pool) -> None:
         assert loss < 2.2 and equal and same
 
 
-# --------------------------------------------------------------------------------------------- refusals
-
-
-def refuse(case: str) -> None:
+def trained_by_scape(kind: str) -> torch.Tensor:
+    """Return the weights after three steps, with a scheduler of the wrapped optimizer, which must not warn."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.nn.parallel import DistributedDataParallel
 
-    model, rank = make_model(), dist.get_rank()
-    adamw, world = torch.optim.AdamW(model.parameters()), dist.group.WORLD
-    match case:
-        case "ddp":
-            replicate(DistributedDataParallel(model), adamw, "dense", world)
-        case "ddp around it":  # as Lightning Fabric's setup(model, optimizer)
-            optimizer = make_optimizer(model, "topk")
-            wrapped = DistributedDataParallel(model)
-            wrapped(batch(0, rank)[0]).sum().backward()
-            optimizer.step()
-        case "foreign":
-            replicate(model, torch.optim.AdamW(make_model().parameters()), "dense", world)
-        case "missing":
-            replicate(model, torch.optim.AdamW(model[0].parameters()), "dense", world)
-        case "method":
-            replicate(model, adamw, "topp", world)
-        case "option":
-            replicate(model, adamw, {"method": "topk", "densty": 0.1}, world)
-        case "value":
-            replicate(model, adamw, {"method": "topk", "density": 2.0}, world)
-        case "mesh":
-            replicate(model, adamw, "dense", init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
-        case "optimizer":
-            replicate(model, adamw, "scape", world)
-        case "sgd":
-            replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), "scape", world)
-        case "factory":
-            replicate(model, partial(torch.optim.AdamW, lr=0.1), "scape", world)
-        case "radius":
-            replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), "radius", world)
-        case "scalar state":
-            replicate(model, torch.optim.NAdam(model.parameters()), "sparta", world)
-        case "start of the state":
-            replicate(model, torch.optim.Rprop(model.parameters()), "sparta", world)
-        case "overlap":
-            replicate(model, adamw, "diloco", world, overlap=True)
-        case "norm":
-            replicate(model, adamw, "dense", world, max_norm=0.0)
-        case "reduction":
-            replicate(model, adamw, "dense", world, reduction="average")  # type: ignore[arg-type]
-        case "rates":
-            make_optimizer(model, "dense", lr=0.1 * (1 + rank))
-        case "options":
-            replicate(model, adamw, {"method": "topk", "density": 0.1 * (1 + rank)}, world)
-        case "models":
-            other = nn.Linear(4 + rank, 4)
-            replicate(other, torch.optim.AdamW(other.parameters()), "dense", world)
-        case "state of another method":
-            make_optimizer(make_model(), "topk").load_state_dict(make_optimizer(model, "quantized").state_dict())
-        case "state of another replica":
-            states: list[Any] = [None, None]
-            optimizer = make_optimizer(model, "topk")
-            dist.all_gather_object(states, optimizer.state_dict())
-            optimizer.load_state_dict(states[1 - rank])
-        case "state of one rank":
-            optimizer = make_optimizer(model, "topk")
-            state = optimizer.state_dict()
-            if rank == 1:
-                state["replica"]["layout"]["density"] = 0.5
-            optimizer.load_state_dict(state)
-        case "state of the wrapped optimizer":
-            make_optimizer(model, "topk").load_state_dict(adamw.state_dict())
-        case "group":
-            make_optimizer(model, "dense").add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = make_model()
+    replicas = mesh["replicate"] if kind == "mesh" else dist.group.WORLD
+    optimizer = Scape(model.named_parameters(), lr=1e-2, replicas=replicas)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.inner, half_each_step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(1, 4), scheduler.step)
+    return weights(model)
 
 
-REFUSALS = {
-    "ddp": "wrapped in DistributedDataParallel.* pass the module inside it",
-    "ddp around it": "the parameters belong to a DistributedDataParallel module",
-    "foreign": r"the optimizer has a parameter of shape \(64, 32\) that the model does not contain",
-    "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",
-    "method": "method is 'topp'; it must be one of dense, scape",
-    "option": "method 'topk' has no option 'densty'; its options are density, ",
-    "value": "density = 2.0; ",
-    "mesh": r"a mesh of 2 dimensions; pass one of them: mesh\['replicate'\]",
-    "optimizer": "method 'scape' works with AdamS, not with AdamW",
-    "sgd": "method 'scape' works with AdamS, not with SGD",
-    "factory": "method 'scape' works with AdamS, not with AdamW",
-    "radius": "method 'radius' needs an optimizer with betas, such as AdamW; SGD has none",
-    "scalar state": "NAdam keeps 'mu_product' of shape",
-    "start of the state": "Rprop keeps state that does not start from zeros",
-    "overlap": "overlap = True does not go with method 'diloco'",
-    "norm": "max_norm is 0.0; it must be positive",
-    "reduction": "reduction is 'average'; it must be 'mean' or 'sum'",
-    "rates": "lr of group 0=0.[12].*every replica needs the same",
-    "options": "density=0.[12].*every replica needs the same",
-    "models": "parameters=.*every replica needs the same model",
-    "state of another method": "the saved state has method='quantized', this run has 'topk'",
-    "state of another replica": "the saved state has replica=[01], this run has [01].*loads its own file",
-    "state of one rank": "the saved state has density=0.5, this run has 0.1",
-    "state of the wrapped optimizer": "the state has no 'replica' entry",
-    "group": "all parameters must be passed at construction",
-}
-
-
-def all_refusals() -> list[tuple[bool, Any]]:
-    return attempts(refuse, *((case,) for case in REFUSALS))
-
-
-def test_errors_of_replicate_name_the_cause_in_one_line(pool2: Pool) -> None:
-    for rank in pool2(all_refusals):
-        for (accepted, text), pattern in zip(rank, REFUSALS.values(), strict=True):
-            assert not accepted, pattern
-            last = text.strip().splitlines()[-1]
-            with pytest.raises(ValueError, match=pattern):
-                raise ValueError(last)
-            assert last.startswith("ValueError: "), last
+def test_scape_takes_a_mesh_as_replicate_does(pool2: Pool) -> None:
+    on_a_mesh, other = pool2(trained_by_scape, "mesh")
+    assert torch.equal(on_a_mesh, other) and torch.equal(on_a_mesh, pool2(trained_by_scape, "group")[0])
 
 
 def test_torchtitan_is_not_imported() -> None:

@@ -43,7 +43,7 @@ _CONFIG_FILE = ("--job.config_file", "--job.config-file")
 
 
 class _ArgumentError(Exception):
-    """The command line has an unknown key, or a value that its section refuses."""
+    """An unknown key on the command line, or a value that its section refuses."""
 
 
 class _Composed(ConfigManager):
@@ -59,15 +59,18 @@ class _Composed(ConfigManager):
     def parse_args(self, args: list[str]) -> Any:  # type: ignore[override]
         """Return the config. Only the keys on the command line get a parser: one for all keys takes 0.2 s to build.
 
+        The keys of a user's config module may have any type, and get TorchTitan's parser.
+
         Raises:
             _ArgumentError: A key is unknown, or its section refuses the value.
         """
-        config_class = self._maybe_add_custom_config(args, self._table)
-        whole = self._dict_to_dataclass(config_class, self._table)
-        default = _part(whole, _named_keys(args, _types(config_class)))
-        part = tyro.cli(type(default), args=args, default=default, registry=custom_registry)
+        if self._maybe_add_custom_config(args, self._table) is not JobConfig:
+            return super().parse_args(args)
+        whole = self._dict_to_dataclass(JobConfig, self._table)
+        default = _named_fields(whole, _named_keys(args))
+        named = tyro.cli(type(default), args=args, default=default, registry=custom_registry)
         try:
-            self.config = _with_part(whole, part)
+            self.config = _merged(whole, named)
         except ValueError as error:
             raise _ArgumentError(str(error)) from None
         self._validate_config()
@@ -92,54 +95,61 @@ class _Composed(ConfigManager):
             )
 
 
-def _named_keys(arguments: list[str], types: dict[str, Any]) -> set[str]:
+def _named_keys(arguments: list[str]) -> set[str]:
     """Return the keys of the arguments: `a.b` for --a.b=1, and for --a.no-b if it is a switch."""
-    named = set()
+    types, named = _key_types(JobConfig), set()
     for argument in arguments:
         key = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         positive = key.replace(".no_", ".")
         key = positive if types.get(positive) is bool else key
         if argument.startswith("--") and key:
             if key not in types:
-                near = difflib.get_close_matches(key, types, n=1)
-                advice = f"did you mean --{near[0]}?" if near else "--help lists the sections"
-                if any(each.startswith(f"{key}.") for each in types):
-                    raise _ArgumentError(f"{argument}: {key} is a section; --help {key} lists its keys")
-                raise _ArgumentError(f"{argument}: the key {key} is unknown; {advice}")
+                raise _ArgumentError(f"{argument}: {_advice(key)}")
             named.add(key)
     return named
 
 
+def _advice(key: str) -> str:
+    """Return what is wrong with an unknown key, and what to do."""
+    keys, section = _key_types(JobConfig), key.rpartition(".")[0]
+    if any(each.startswith(f"{key}.") for each in keys):
+        return f"{key} is a section; --help {key} lists its keys"
+    inside = [each for each in keys if section and each.startswith(f"{section}.")]
+    near = difflib.get_close_matches(key, inside or keys, n=1, cutoff=0.8)
+    help_for = f"--help {section} lists the keys of its section" if inside else "--help lists the sections"
+    return f"the key {key} is unknown; {f'did you mean --{near[0]}?' if near else help_for}"
+
+
 @functools.cache
-def _types(section: Any) -> dict[str, Any]:
-    """Return the type of each key of a section; keys of nested sections are `section.key`."""
+def _key_types(section: type) -> dict[str, Any]:
+    """Return the type of each key of a section's class; keys of nested sections are `section.key`."""
     found: dict[str, Any] = {}
     for field in fields(section):
         kind: Any = field.type
         nested = is_dataclass(kind)
-        inner = {f".{key}": each for key, each in _types(kind).items()} if nested else {"": kind}
+        inner = {f".{key}": each for key, each in _key_types(kind).items()} if nested else {"": kind}
         found |= {field.name + key: each for key, each in inner.items()}
     return found
 
 
-def _part(section: Any, keys: set[str]) -> Any:
-    """Return a dataclass with only those fields of a section that the keys name, and their values."""
+def _named_fields(section: Any, keys: set[str]) -> Any:
+    """Return a dataclass with the fields of a section that the keys name, and their values."""
     chosen: list[tuple[str, Any, Any]] = []
     for field in fields(section):
         value = getattr(section, field.name)
         inner = {key.partition(".")[2] for key in keys if key.startswith(f"{field.name}.")}
         if inner:
-            value = _part(value, inner)
+            value = _named_fields(value, inner)
             chosen.append((field.name, Annotated[type(value), _NO_HELP], value))
         elif field.name in keys:
             chosen.append((field.name, Annotated[field.type, _NO_HELP], value))
     return make_dataclass(type(section).__name__, [each[:2] for each in chosen])(*(value for *_, value in chosen))
 
 
-def _with_part(section: Any, part: Any) -> Any:
-    """Return a section with the values of its part."""
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    nested = {name: _with_part(getattr(section, name), value) for name, value in values.items() if is_dataclass(value)}
+def _merged(section: Any, named: Any) -> Any:
+    """Return a section with the values of its named fields."""
+    values = {field.name: getattr(named, field.name) for field in fields(named)}
+    nested = {name: _merged(getattr(section, name), value) for name, value in values.items() if is_dataclass(value)}
     return replace(section, **values | nested)
 
 
@@ -159,7 +169,7 @@ def resolve(arguments: list[str]) -> Resolved:
         SystemExit: after printing help, if the arguments contain --help.
     """
     _print_help(arguments)
-    types = _types(JobConfig)
+    types = _key_types(JobConfig)
     for argument in arguments:
         if any(category(character) in ("Cc", "Cs") for character in argument):
             raise ValueError(f"command line: {argument!r} has a control character in it")
@@ -182,7 +192,7 @@ def resolve(arguments: list[str]) -> Resolved:
         blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
         raise ValueError(f"command line: {_message_in_box(stderr.getvalue())} {blank}".rstrip()) from None
     except _ArgumentError as error:
-        raise ValueError(f"command line: {error}") from None
+        raise ValueError(f"command line: {' '.join(str(error).split())}") from None
     except Exception as error:  # TorchTitan and a module of the user's raise what they like
         raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
     sys.stderr.write(stderr.getvalue())  # warnings

@@ -119,8 +119,9 @@ class BackwardOverlap:
             return
         if number in self._gradients:
             raise ValueError(
-                f"the backward pass left a gradient of {self._shards[number].name!r} twice, as for a module that is "
-                "used twice under FSDP; set [sync] overlap = false"
+                f"after prepare_last_backward(), the gradient of {self._shards[number].name!r} was completed twice; "
+                "call it before the last backward pass of a step only, or leave overlap out if FSDP2 has a module that "
+                "is used twice ([sync] overlap = false in a recipe)"
             )
         self._gradients[number] = flat_gradient(self._shards[number]).float()
         self._start_complete()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from topology.collectives import ReplicaCollectives
@@ -16,7 +18,11 @@ from torchtitan_scape.optimizers.registry import OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
-_RATES = ("lr", "betas", "momentum", "eps", "weight_decay")
+# Optimizers whose step is not a function of one dense gradient, and why.
+_UNSUPPORTED = {
+    "LBFGS": "evaluates the loss several times in a step",
+    "SparseAdam": "needs sparse gradients, which no method exchanges",
+}
 
 
 def check_arguments(max_norm: float | None, reduction: str) -> None:
@@ -37,11 +43,30 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
         ValueError: with the optimizers that the method works with.
     """
     given = type(optimizer).__name__
+    if given in _UNSUPPORTED:
+        raise ValueError(f"{given} {_UNSUPPORTED[given]}; pass another optimizer, such as AdamW")
     if given not in entry.optimizers and (given in OPTIMIZERS or entry.method.holds_optimizer_state):
         raise ValueError(
             f"method {name!r} works with {' or '.join(entry.optimizers)}, not with {given}; pass one of these as "
             "optimizer"
         )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise ValueError for a model inside, or with parts inside, a wrapper that synchronizes or flattens parameters."""
+    for name, module in model.named_modules():
+        which = f"its module {name!r}" if name else "it"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"the model is refused because {which} is wrapped in DistributedDataParallel, which all-reduces the "
+                "gradients in the backward pass; pass the module inside it (model.module), and let replicate() "
+                "synchronize"
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(
+                f"the model is refused because {which} is wrapped in FullyShardedDataParallel (FSDP1), whose flat "
+                "parameters do not say to which rank they belong; shard with torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
 
 
 def check_at_first_step(optimizer: Any) -> None:
@@ -62,12 +87,12 @@ def check_at_first_step(optimizer: Any) -> None:
 def refuse_ddp(shards: Sequence[Shard]) -> None:
     """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
 
-    It would all-reduce all gradients before the method sees them. Modules are wrapped after the optimizer is built, and
-    do not tell their parameters, so the modules of this process are searched.
+    It would all-reduce all gradients before the method sees them. A module can be wrapped after the optimizer is built,
+    and no parameter leads to its modules, so all objects of this process are searched.
     """
     parameters = {id(shard.parameter) for shard in shards}
     for one in gc.get_objects():
-        if type(one) is DistributedDataParallel and any(id(p) in parameters for p in one.parameters()):
+        if issubclass(type(one), DistributedDataParallel) and any(id(p) in parameters for p in one.parameters()):
             raise ValueError(
                 "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
                 "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
@@ -100,13 +125,16 @@ def describe_parameters(shards: Sequence[Shard]) -> int:
 def check_replicas_agree(
     collectives: ReplicaCollectives, settings: dict[str, Any], param_groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Compare settings and rates over the replicas. Collective.
+    """Compare settings, and the options of the param groups, over the replicas. Collective.
 
     Raises:
         ValueError: on every replica that differs from another one, with the setting and both values.
     """
     for i, group in enumerate(param_groups):
-        settings = settings | {f"{key} of group {i}": group[key] for key in _RATES if key in group}
+        for key, value in group.items():
+            value = value.tolist() if isinstance(value, torch.Tensor) else value
+            if isinstance(value, bool | int | float | str | tuple | None) and key != "params":
+                settings = settings | {f"{key} of group {i}": value}
     ranks, own = collectives.peers
     for rank, other in zip(ranks, collectives.gather_from_replicas(settings), strict=True):
         different = [key for key, value in settings.items() if other.get(key) != value]
@@ -114,5 +142,5 @@ def check_replicas_agree(
             key = different[0]
             raise ValueError(
                 f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[own]} has "
-                f"{settings[key]!r}; every replica needs the same model and the same options"
+                f"{settings[key]!r}; every replica needs the same model, optimizer and options"
             )

@@ -110,6 +110,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if method.per_replica_weights:
             self.weights = weights_of_replicas(len(replicas.endpoints), self._shards, optimizer, make_optimizer)
         self._active_replica = 0  # whose weights the model contains
+        self._shows_shared_weights = False  # inside `shared_weights`, with weights of each replica
         scale = float(self.collectives.replicas) if reduction == "sum" else 1.0
         common = {"gradient_scale": scale, "total_steps": total_steps, "kernels": kernels, "max_norm": max_norm}
         self.methods = replicas.run(lambda replica: method(self._context(replica, common), self.options))
@@ -130,6 +131,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             **checkpoint_settings,
             **self.options.fingerprint(),
         }
+        run_settings = run_settings | {"optimizer": type(self.inner).__name__}
         agreement.check_replicas_agree(self.collectives, settings | run_settings, self.param_groups)
         return settings
 
@@ -182,6 +184,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: on every rank, after `max_skipped_steps` skipped steps in a row.
         """
+        if self._shows_shared_weights:
+            raise ValueError(
+                "step() was called inside shared_weights(), where the model has other weights; leave it first"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -201,6 +207,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         for weights in self.weights[1:]:
             weights.optimizer.zero_grad()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of it would warn, as if no step was taken
         self.sharding.unsent.after_optimizer_step(applied)
         if self.weights:
             self.sharding.version.changed()  # a delayed exchange may land at a step that is skipped
@@ -326,14 +333,16 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             return
         anchors = self.saved_model()
         kept = [stored(shard.parameter).clone() for shard in self._shards]
-        self._put([anchors[shard.name] for shard in self._shards])
+        self.replace_weights([anchors[shard.name] for shard in self._shards])
+        self._shows_shared_weights = True
         try:
             yield
         finally:
-            self._put(kept)
+            self._shows_shared_weights = False
+            self.replace_weights(kept)
 
     @torch.no_grad()
-    def _put(self, values: list[Tensor]) -> None:
+    def replace_weights(self, values: list[Tensor]) -> None:
         """Copy values into the model's parameters."""
         self.sharding.version.changed()
         for shard, value in zip(self._shards, values, strict=True):

@@ -4,6 +4,7 @@ Replicas differ: every rank has to save its own. `checkpoint.own_loop.checkpoint
 `torch.distributed.checkpoint` instead, which another layout or method can load.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ import torch
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
+_DCP = "torch.distributed.checkpoint"
+
 
 def save(optimizer: Any) -> dict[str, Any]:
     """Return everything that an exact resume needs besides the model's parameters. Collective.
+
+    Weights of each replica are part of it, because `replicate` would overwrite those that were loaded before it.
 
     Args:
         optimizer: a `ReplicaOptimizer`.
@@ -21,14 +26,22 @@ def save(optimizer: Any) -> dict[str, Any]:
     Returns:
         "state" and "param_groups" of the wrapped optimizer, and "replica": the method's state. The tensors are those in
         use, not copies.
+
+    Raises:
+        ValueError: called by `torch.distributed.checkpoint`, which would lose the state of other replicas.
     """
     optimizer.finish_previous_step()
-    others = optimizer.weights[1:]
+    if optimizer.collectives.replicas > 1 and sys._getframe(2).f_globals["__name__"].startswith(_DCP):
+        raise ValueError(
+            "torch.distributed.checkpoint stores one of the replicas' entries of the same name, so the others' state "
+            "would be lost; save checkpoint_states(model, optimizer) and load with load_checkpoint(), both from "
+            "torchtitan_scape"
+        )
     replica = {
         "layout": _layout(optimizer),
         "methods": optimizer.replicas.run(lambda i: optimizer.methods[i].state_dict()),
-        "weights": [[stored(shard.parameter) for shard in one.shards] for one in others],
-        "optimizers": [one.optimizer.state_dict() for one in others],
+        "weights": [[stored(shard.parameter) for shard in one.shards] for one in optimizer.weights],
+        "optimizers": [one.optimizer.state_dict() for one in optimizer.weights[1:]],
         "attempted_steps": optimizer.attempted_steps,
         "skipped": (optimizer.guard.skipped, optimizer.guard.skipped_in_a_row),
         "sent_bytes": dict(optimizer.collectives.ledger.sent),
@@ -61,6 +74,8 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
                 f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
                 "needs the same layout and options; torchtitan_scape.load_checkpoint loads into others"
             )
+    if len(saved["weights"]) != len(optimizer.weights):
+        return "the saved state lacks weights of a replica, as those of earlier versions; use checkpoint_states"
     return ""
 
 
@@ -80,9 +95,10 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
     if optimizer.weights:
         optimizer.weights[0] = ReplicaWeights.of(optimizer.shards(), optimizer.inner)
+        optimizer.replace_weights(saved["weights"][0])
     for i, one in enumerate(optimizer.weights[1:]):
-        for shard, values in zip(one.shards, saved["weights"][i], strict=True):
-            stored(shard.parameter).copy_(values)
+        for shard, value in zip(one.shards, saved["weights"][i + 1], strict=True):
+            stored(shard.parameter).copy_(value)
         one.optimizer.load_state_dict(saved["optimizers"][i])
         optimizer.weights[i + 1] = ReplicaWeights.of(one.shards, one.optimizer)
     optimizer.replicas.run(lambda i: optimizer.methods[i].load_state_dict(saved["methods"][i]))

@@ -5,24 +5,19 @@ from dataclasses import fields
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
-from topology.collectives import ReplicaCollectives
-from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica, SimulatedReplicas
-from topology.process_groups import collectives_of
-from torchtitan_scape.core.parameters import collect_shards, model_group_of
+from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.agreement import refuse_wrappers
+from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import Named
 
 MethodChoice: TypeAlias = MethodOptions | str | dict[str, Any]
-ReplicaChoice: TypeAlias = ProcessGroup | DeviceMesh | ReplicaGroups | ReplicaCollectives | SimulatedReplicas | None
+ReplicaChoice: TypeAlias = RealReplicas | SimulatedReplicas
 
 
 def replicate(
@@ -56,7 +51,8 @@ def replicate(
         method: the options of a method, its name for the defaults, or a dict as a TOML section has it:
             {"method": "sparta", "interval": 3}.
         replicas: the ranks that hold the same shard: a ProcessGroup, a one-dimensional DeviceMesh such as
-            `mesh["replicate"]`, `ReplicaGroups` for several link levels, or `SimulatedReplicas`; None for one replica.
+            `mesh["replicate"]`, `ReplicaGroups` for several link levels, or `SimulatedReplicas`; None for one replica
+            on all ranks of the job.
         max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
         reduction: "mean" if each replica averages the loss over its own batch; "sum" if the loss is divided by the
             global number of tokens.
@@ -72,11 +68,9 @@ def replicate(
     Raises:
         ValueError: for unsupported parameters, options or optimizers, and for replicas that disagree on any of them.
     """
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which all-reduces the gradients in the backward pass; "
-            "pass the module inside it (model.module), and let replicate() synchronize"
-        )
+    refuse_wrappers(model)
+    if isinstance(optimizer, ReplicaOptimizer):
+        raise ValueError("the optimizer is the result of replicate() already; pass the optimizer inside it")
     options = _options(method)
     if isinstance(optimizer, torch.optim.Optimizer):
         _name_parameters(model, optimizer)
@@ -137,14 +131,5 @@ def _name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 def _replicas(replicas: ReplicaChoice, model: nn.Module) -> OneReplica | SimulatedReplicas:
     if isinstance(replicas, SimulatedReplicas):
         return replicas
-    if isinstance(replicas, DeviceMesh):
-        if replicas.ndim != 1:
-            raise ValueError(f"replicas is a mesh of {replicas.ndim} dimensions; pass one of them: mesh['replicate']")
-        replicas = replicas.get_group() if replicas.size() > 1 else None
-    if isinstance(replicas, ProcessGroup) and dist.get_world_size(replicas) == 1:
-        replicas = None
-    if not isinstance(replicas, ReplicaCollectives):
-        shards = collect_shards([{"params": [p for p in model.parameters() if p.requires_grad]}])
-        group = None if isinstance(replicas, ReplicaGroups) else model_group_of(shards)
-        replicas = collectives_of(replicas, group)
-    return OneReplica(replicas)
+    shards = collect_shards([{"params": [p for p in model.parameters() if p.requires_grad]}])
+    return OneReplica(replicas_of(replicas, shards))

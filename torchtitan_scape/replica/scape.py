@@ -3,16 +3,12 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from torch.distributed import ProcessGroup
-
-from topology.collectives import ReplicaCollectives
-from topology.groups import ReplicaGroups
 from topology.in_process import OneReplica
-from topology.process_groups import collectives_of
-from torchtitan_scape.core.parameters import collect_shards, model_group_of
+from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.scape.method import ScapeMethod
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 
@@ -26,8 +22,8 @@ class Scape(ReplicaOptimizer):
         params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`, `weight_decay`,
             `betas` or `eps`; plain tensors or DTensors.
         options: see `ScapeOptions`.
-        replicas: the ranks that hold the same parameters: a ProcessGroup, `topology.groups.ReplicaGroups`,
-            `ReplicaCollectives`, or None for a single replica.
+        replicas: the ranks that hold the same parameters: a ProcessGroup, a one-dimensional DeviceMesh,
+            `topology.groups.ReplicaGroups`, `ReplicaCollectives`, or None for one replica on all ranks of the job.
         max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
         reduction: "mean" to average the replicas' gradients, "sum" to add them (the loss is divided by the global
             number of tokens).
@@ -48,7 +44,7 @@ class Scape(ReplicaOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         options: ScapeOptions | None = None,
-        replicas: ProcessGroup | ReplicaGroups | ReplicaCollectives | None = None,
+        replicas: RealReplicas = None,
         *,
         max_norm: float | None = 1.0,
         reduction: Literal["mean", "sum"] = "mean",
@@ -56,14 +52,10 @@ class Scape(ReplicaOptimizer):
         kernels: str = "auto",
     ) -> None:
         rates = AdamS(params, lr, betas, eps, weight_decay, kernels, allocate_state=False)
-        if not isinstance(replicas, ReplicaCollectives):
-            grouped = isinstance(replicas, ReplicaGroups)
-            model = None if grouped else model_group_of(collect_shards(rates.param_groups))
-            replicas = collectives_of(replicas, model)
         super().__init__(
             rates,
             options or ScapeOptions(),
-            OneReplica(replicas),
+            OneReplica(replicas_of(replicas, collect_shards(rates.param_groups))),
             max_norm=max_norm,
             reduction=reduction,
             max_skipped_steps=max_skipped_steps,
