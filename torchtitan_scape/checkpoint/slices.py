@@ -1,8 +1,8 @@
 """Flat slices of tensors for `torch.distributed.checkpoint`, in the tensors' own shapes and with explicit offsets.
 
-A DTensor can say of a rank that it has rows of a tensor, not that it has entries 1,000 to 5,000 of it. Such a slice is
-a few boxes: the end of a row, whole rows, the beginning of a row. Whoever reads the checkpoint sees the tensor whole,
-however many ranks have written it.
+A DTensor describes whole rows of a tensor on a rank, but not its entries 1,000 to 5,000. Such a slice is stored as a
+few boxes: the end of a row, whole rows, the beginning of a row. A checkpoint then has the whole tensor, however many
+ranks have written it.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class FlatSlices:
-    """Slices of a tensor of `shape`: what DCP asks of an object that is no tensor.
+    """Slices of a tensor of `shape`, with the methods that DCP calls on an object that is no tensor.
 
     slices: (first entry in the flat tensor, values), the values contiguous and of any shape; read in place.
     """

@@ -1,7 +1,8 @@
 """Base of the TOML sections that this project defines.
 
-The dataclass of a section is the only place where its options are declared. It checks its values, and the metadata of
-its fields says what replicas must agree on, what a checkpoint records and what determines the layout of states.
+The dataclass of a section is the only place where its options are declared. It checks its values. The metadata of its
+fields marks the options that must be equal on all replicas, those in a checkpoint, and those that determine the layout
+of states.
 
 A file that defines a section must not use `from __future__ import annotations`: TorchTitan recognizes sections by
 `is_dataclass(field.type)`.

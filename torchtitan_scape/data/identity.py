@@ -1,4 +1,4 @@
-"""Digests that tell whether a resumed run reads the data and the tokenizer of its checkpoint."""
+"""Digests of data and tokenizer, which show whether a resumed run reads those of its checkpoint."""
 
 import hashlib
 from collections.abc import Iterable

@@ -235,7 +235,7 @@ class Method(ABC):
         return sizes
 
     def prepare_to_load(self) -> None:
-        """Drop what a checkpoint may lack: exchanges in flight, requests, and state that starts from zero. Collective.
+        """Drop exchanges in flight, requests, and state that starts from zero: a checkpoint may lack them. Collective.
 
         Every load begins with this call, so that nothing of the present state survives beside the loaded one.
         """

@@ -66,7 +66,7 @@ class Output:
             return None
 
 
-class Ranks:
+class LocalRanks:
     """The ranks that this launcher has started, and the signals to forward to them.
 
     The signals are blocked in this process, and in the ranks until these install their handlers. Otherwise torchrun's
@@ -191,7 +191,7 @@ def main() -> None:
             sys.stderr.flush()
             os._exit(code)
 
-    ranks = Ranks(stop_seconds, finish)
+    ranks = LocalRanks(stop_seconds, finish)
     code = 0
     try:
         with replaced(launcher_api, "LocalElasticAgent", ranks.agent()):
@@ -212,7 +212,7 @@ def main() -> None:
     finish(code)
 
 
-def _outcome(error: ChildFailedError, ranks: Ranks) -> tuple[int, str]:
+def _outcome(error: ChildFailedError, ranks: LocalRanks) -> tuple[int, str]:
     """Return the exit code of the run on this node, and the line to print."""
     codes = {failure.exitcode for failure in error.failures.values()}
     if STOPPED in codes:

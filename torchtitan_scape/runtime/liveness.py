@@ -248,7 +248,7 @@ class Liveness:
         return None if found is None else Failure(found[0], LOST, found[1])
 
     def _report_places(self) -> None:
-        """Log once what the ranks do, if all have reported it: NCCL's watchdog may end this process next."""
+        """Log once where each rank is, if all have reported it: NCCL's watchdog may end this process next."""
         if self._searching and not self._places_logged and len(self._places) == self.world:
             self._places_logged = True
             seconds = time.monotonic() - self._progress

@@ -172,10 +172,10 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
             )
         else:
             sent = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
-            for number, circle in enumerate(reversed(rank_groups)):
+            for number, groups in enumerate(reversed(rank_groups)):
                 times = 1 if plan.secondary and number == 0 else gathers
-                yield from (_Sent("weights", stage, times) for stage in _gather_stages(circle, sent, layout))
-                sent *= len(circle[0])
+                yield from (_Sent("weights", stage, times) for stage in _gather_stages(groups, sent, layout))
+                sent *= len(groups[0])
         if plan.sparse is not None:
             yield from _sparse(plan.sparse, row, layout, micro_batches)
             continue
@@ -185,11 +185,11 @@ def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
             yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, sent, layout))
             continue
         remaining = ranks
-        for number, circle in enumerate(rank_groups):
+        for number, groups in enumerate(rank_groups):
             code = plan.gradients[min(number, len(plan.gradients) - 1)]
             sent = remaining * row.message_bytes(code, plan.gradients_block, 4)
-            yield from (_Sent("gradients", stage, micro_batches) for stage in _exchange_stages(circle, sent, layout))
-            remaining //= len(circle[0])
+            yield from (_Sent("gradients", stage, micro_batches) for stage in _exchange_stages(groups, sent, layout))
+            remaining //= len(groups[0])
 
 
 def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:

@@ -48,7 +48,7 @@ class Side:
         return cls(whole, whole.T.contiguous(), torch.zeros(size, size, device=device))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs; a rotation is made anew."""
+        """Return the tensors of a checkpoint; a rotation is made anew."""
         if self.moment is None:
             return {}
         return {"forward": self.forward, "backward": self.backward, "moment": self.moment}

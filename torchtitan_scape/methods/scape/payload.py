@@ -78,5 +78,5 @@ def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024,
 
 
 def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
-    """Return the entries of the buffers that hold what a replica owns."""
+    """Return the entries of the buffers for the entries that a replica owns."""
     return Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes)).share
