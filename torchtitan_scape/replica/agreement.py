@@ -133,7 +133,7 @@ def check_replicas_agree(
     for i, group in enumerate(param_groups):
         for key, value in group.items():
             value = value.tolist() if isinstance(value, torch.Tensor) else value
-            if isinstance(value, bool | int | float | str | tuple | None) and key != "params":
+            if isinstance(value, bool | int | float | str | tuple | None):
                 settings = settings | {f"{key} of group {i}": value}
     ranks, own = collectives.peers
     for rank, other in zip(ranks, collectives.gather_from_replicas(settings), strict=True):

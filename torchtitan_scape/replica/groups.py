@@ -30,9 +30,8 @@ def replicas_of(replicas: RealReplicas, shards: Iterable[Shard]) -> ReplicaColle
         if replicas.ndim != 1:
             raise ValueError(f"replicas is a mesh of {replicas.ndim} dimensions; pass one of them: mesh['replicate']")
         replicas = replicas.get_group()
-    ranks, own = (
-        (dist.get_world_size(), dist.get_world_size(model) if model else 1) if dist.is_initialized() else (1, 1)
-    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    own = dist.get_world_size(model) if model else 1
     if replicas is None and own < ranks:
         raise ValueError(
             f"replicas is None, but the job has {ranks} ranks and the model is on {own} of them, so the others would "

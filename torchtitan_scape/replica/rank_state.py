@@ -12,8 +12,6 @@ import torch
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
-_DCP = "torch.distributed.checkpoint"
-
 
 def save(optimizer: Any) -> dict[str, Any]:
     """Return everything that an exact resume needs besides the model's parameters. Collective.
@@ -31,7 +29,8 @@ def save(optimizer: Any) -> dict[str, Any]:
         ValueError: called by `torch.distributed.checkpoint`, which would lose the state of other replicas.
     """
     optimizer.finish_previous_step()
-    if optimizer.collectives.replicas > 1 and sys._getframe(2).f_globals["__name__"].startswith(_DCP):
+    caller = sys._getframe(2).f_globals["__name__"]  # that of `optimizer.state_dict()`
+    if optimizer.collectives.replicas > 1 and caller.startswith("torch.distributed.checkpoint"):
         raise ValueError(
             "torch.distributed.checkpoint stores one of the replicas' entries of the same name, so the others' state "
             "would be lost; save checkpoint_states(model, optimizer) and load with load_checkpoint(), both from "

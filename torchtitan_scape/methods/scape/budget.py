@@ -19,10 +19,10 @@ MAX_ENTRIES = 112
 # (minimum budget, wire), tried in this order.
 WIRES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
 
-Options = TypeVar("Options", bound=MethodOptions)
+AnyOptions = TypeVar("AnyOptions", bound=MethodOptions)
 
 
-def fit_to_budget(options: Options, budget: float, model: LocalModel, replicas: int) -> Options:
+def fit_to_budget(options: AnyOptions, budget: float, model: LocalModel, replicas: int) -> AnyOptions:
     """Return the options that the study found best among those that send at most `budget`.
 
     Only density, block size, wire and values are chosen.
@@ -35,7 +35,7 @@ def fit_to_budget(options: Options, budget: float, model: LocalModel, replicas: 
         ValueError: No options fit; the message states the smallest possible budget.
     """
 
-    def with_entries(wire: str, k: int) -> Options:
+    def with_entries(wire: str, k: int) -> AnyOptions:
         update, weights = (getattr(options, name) for name in ("update", "weights_dtype"))
         # New values use the wire of the payload; BF16 weights receive BF16 values.
         values = "float32" if update == "replicated" else wire if weights == "float32" else "bfloat16"
