@@ -170,8 +170,17 @@ def _serve(listener: socket.socket) -> NoReturn:
 
     def begin() -> None:
         connection, _ = listener.accept()
-        length, files, *_ = socket.recv_fds(connection, 4, 16)
-        request = json.loads(_receive(connection, int.from_bytes(length, "big")))
+        files: list[int] = []
+        try:
+            length, files, *_ = socket.recv_fds(connection, 4, 16)
+            if not length:
+                raise EOFError
+            request = json.loads(_receive(connection, int.from_bytes(length, "big")))
+        except (EOFError, ConnectionResetError):  # the client was killed before it had sent everything
+            for file in files:
+                os.close(file)
+            connection.close()
+            return
         if (pid := os.fork()) == 0:
             selector.close()
             sys.executable = str(Path(listener.getsockname()).with_name("python"))
