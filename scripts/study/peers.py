@@ -48,6 +48,7 @@ class DdpPeer:
 
     def install(self, trainer: Any) -> None:
         group = trainer.replica_optimizer.collectives.groups.replicate
+        trainer.replica_optimizer.first_step_check.remove()
         buckets = {}
         if self.hook == "low_rank":
             # One bucket: the hook chains all-reduces in callbacks. With two buckets in flight gloo runs these in a

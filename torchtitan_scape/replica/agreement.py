@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard, stored
@@ -69,7 +70,7 @@ def refuse_wrappers(model: nn.Module) -> None:
             )
 
 
-def check_at_first_step(optimizer: Any) -> None:
+def check_at_first_step(optimizer: Any) -> RemovableHandle:
     """Let the first step of a `ReplicaOptimizer` check how the model was used after the optimizer was built."""
     is_first = True  # The hook stays: PyTorch does not permit its removal while the hooks run.
 
@@ -81,7 +82,8 @@ def check_at_first_step(optimizer: Any) -> None:
             if optimizer.weights and not optimizer.attempted_steps:
                 follow_loaded_weights(optimizer)
 
-    optimizer.register_step_pre_hook(look)
+    handle: RemovableHandle = optimizer.register_step_pre_hook(look)
+    return handle
 
 
 def refuse_ddp(shards: Sequence[Shard]) -> None:

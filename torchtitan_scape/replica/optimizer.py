@@ -23,7 +23,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.replica import agreement, checks, rank_state
+from torchtitan_scape.replica import agreement, checks, rank_state, simulation
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, shared_model, weights_of_replicas
 from torchtitan_scape.sharding.base import Sharding
@@ -62,6 +62,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             that of this process's first replica.
         clip_factor: FP32 ().
         repairs: repair replicas that differ from the majority, see `check_consistency`.
+        first_step_check: the hook that refuses DDP around the parameters; `remove()` allows it.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.options = options.resolve(shapes, self.collectives.replicas)
         self.settings = self._agree(
             {"max_norm": max_norm, "reduction": reduction},
-            {"total_steps": total_steps, "max_skipped_steps": max_skipped_steps},
+            {"total_steps": total_steps, "max_skipped_steps": max_skipped_steps, "optimizer": type(optimizer).__name__},
         )
         self.collectives.broadcast_from_first([stored(shard.parameter) for shard in self._shards])
         self.weights: list[ReplicaWeights] = []
@@ -118,7 +119,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             made.declared_states()  # before an exchange is in flight
         self.guard = self._finite_guard(scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
-        agreement.check_at_first_step(self)
+        self.first_step_check = agreement.check_at_first_step(self)
         if self._overlap is not None:
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap
@@ -131,7 +132,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             **checkpoint_settings,
             **self.options.fingerprint(),
         }
-        run_settings = run_settings | {"optimizer": type(self.inner).__name__}
         agreement.check_replicas_agree(self.collectives, settings | run_settings, self.param_groups)
         return settings
 
@@ -185,9 +185,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             NonFiniteGradientError: on every rank, after `max_skipped_steps` skipped steps in a row.
         """
         if self._shows_shared_weights:
-            raise ValueError(
-                "step() was called inside shared_weights(), where the model has other weights; leave it first"
-            )
+            raise ValueError("step() was called inside shared_weights(), which restores the weights; leave it first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -207,7 +205,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         for weights in self.weights[1:]:
             weights.optimizer.zero_grad()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler of it would warn, as if no step was taken
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that no step was taken
         self.sharding.unsent.after_optimizer_step(applied)
         if self.weights:
             self.sharding.version.changed()  # a delayed exchange may land at a step that is skipped
@@ -247,10 +245,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         elif len(rows) != len(self.replicas.endpoints):
             if self._active_replica:
                 self._activate(0)
-            raise ValueError(
-                f"the gradients of {len(rows)} replicas were stashed, and {len(self.replicas.endpoints)} replicas are "
-                "simulated; call stash_replica_gradients() after the backward pass of each of them, then step()"
-            )
+            simulation.refuse_stash(len(rows), len(self.replicas.endpoints))
         dtype = self.methods[0].gradient_dtype
         return rows if dtype is None else [[g if g.dtype is dtype else g.to(dtype) for g in row] for row in rows]
 
@@ -318,8 +313,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 self.stash_replica_gradients()
             self.step()
 
-    # ----------------------------------------------------------------------------- the replicas' weights
-
     def _local(self, replica: int) -> LocalMethod:
         method = self.methods[replica]
         assert isinstance(method, LocalMethod)
@@ -376,8 +369,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         timed = self.timer.timed
         self.register_step_pre_hook(lambda *_: timed("exchange", levels.before_step)())
         self.register_step_post_hook(lambda *_: timed("exchange", levels.after_step)(self.guard.applied))
-
-    # --------------------------------------------------------------------------- this rank's state by itself
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that an exact resume needs besides the model's parameters, see `rank_state`. Collective."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -153,3 +154,11 @@ def shared_model(each: Sequence[State], collectives: ReplicaCollectives) -> dict
     if not first.per_replica:
         return first.tensors
     return {name: mean_of_rows(torch.stack([s.tensors[name] for s in each]), collectives) for name in first.tensors}
+
+
+def refuse_stash(stashed: int, simulated: int) -> NoReturn:
+    """Raise ValueError for a step without the gradients of all simulated replicas."""
+    raise ValueError(
+        f"the gradients of {stashed} replicas were stashed, and {simulated} replicas are simulated; call "
+        "stash_replica_gradients() after the backward pass of each of them, then step()"
+    )
