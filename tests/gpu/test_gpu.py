@@ -27,14 +27,12 @@ from kernels.scape.blocks import BlockLayout
 from kernels.scape.triton_passes import PACK_TILE, SELECT_TILE, TILE, UPDATE_TILE
 from tests.kernels.checks import (
     Case,
-    check_adams,
-    check_finite,
-    check_frozen_adam,
     check_rotate,
     check_skipped,
     check_step,
 )
 from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
+from tests.kernels.dense_checks import check_adams, check_finite, check_frozen_adam
 from tests.kernels.exchange_checks import adam, quantized, quantized_update, radius, sparta
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape

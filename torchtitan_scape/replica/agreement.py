@@ -66,7 +66,7 @@ def refuse_wrappers(model: nn.Module) -> None:
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
                 f"the model is refused because {which} is wrapped in FullyShardedDataParallel (FSDP1), whose flat "
-                "parameters do not say to which rank they belong; shard with torch.distributed.fsdp.fully_shard (FSDP2)"
+                "parameters have no position in the model; shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
 

@@ -18,10 +18,7 @@ from kernels.scape.torch_updates import torch_passes
 from kernels.scape.triton_updates import triton_passes
 from tests.kernels.checks import (
     Case,
-    check_adams,
     check_entering,
-    check_finite,
-    check_frozen_adam,
     check_rotate,
     check_skipped,
     check_step,
@@ -29,6 +26,7 @@ from tests.kernels.checks import (
     check_written,
     used,
 )
+from tests.kernels.dense_checks import check_adams, check_finite, check_frozen_adam
 from tests.marks import ALL_EXAMPLES, covering, slow
 
 # Ties are common; including signed zeros, denormals, infinities and the largest number.
