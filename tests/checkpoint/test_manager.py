@@ -178,7 +178,7 @@ def test_persistent_nans_stop_the_run_and_keep_the_last_good_state(method: str, 
         assert torch.equal(a["parameters"], b["parameters"]) and b["skipped"] == 1
 
 
-@pytest.mark.slow  # test_storage.py has a full disk in the default run
+@pytest.mark.slow  # test_interrupted_saves.py has a full disk in the default run
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_full_disk_fails_the_save_and_keeps_older_checkpoints(mode: str, pool2: Pool, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
