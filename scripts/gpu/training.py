@@ -56,12 +56,17 @@ QUALITY = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the figures of a log's lines, and the (step, loss) of validations."""
+    """Return the figures of a log's lines, the (step, loss) of validations, and the first traceback if there is one."""
     points = [
         {key: float(value.replace(",", "")) for key, value in match.groupdict().items()}
         for match in LOGGED.finditer(text)
     ]
-    return {"points": points, "validation": [[float(step), float(loss)] for step, loss in VALIDATED.findall(text)]}
+    _, traceback, end = text.partition("Traceback (most recent call last)")
+    return {
+        "points": points,
+        "validation": [[float(step), float(loss)] for step, loss in VALIDATED.findall(text)],
+        "error": (traceback + end)[:4000] if traceback else None,
+    }
 
 
 def train(arguments: dict[str, list[str]], steps: dict[str, int], note: Callable[[dict[str, Any]], None]) -> None:
@@ -79,7 +84,10 @@ def train(arguments: dict[str, list[str]], steps: dict[str, int], note: Callable
 
         def note_with_summaries(found: dict[str, Any], codes: list[int | None]) -> None:
             summaries = {name: read(folder / "summary.json") or {} for name, folder in folders.items()}
-            note({name: one | {"summary": summaries[name]} for name, one in found.items()})
+            ends = {
+                name: {"summary": summaries[name], "exit_code": code} for name, code in zip(found, codes, strict=True)
+            }
+            note({name: one | ends[name] for name, one in found.items()})
 
         for name, text in run_together(commands, parse, note_with_summaries).items():
             if [point["step"] for point in parse(text)["points"]][-1:] != [steps[name]]:
@@ -184,7 +192,8 @@ def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None
                 "steps": numbers[name],
                 "training": [[point["step"], point["loss"]] for point in points],
                 "validation": run["validation"],
-                "tokens_per_second_beside_the_others": points[-1]["tps"] if points else None,
+                "tokens_per_second_beside_the_others": [[point["step"], point["tps"]] for point in points],
+                **{key: run[key] for key in ("exit_code", "error")},
                 **{key: summary.get(key) for key in QUALITY},
             }
         write(result, found)

@@ -18,7 +18,7 @@ from scripts.gpu.correctness import OUTCOME, outcomes
 from scripts.gpu.method_steps import PROFILED, gaps
 from scripts.gpu.processes import run_limited
 from scripts.gpu.report import write_report
-from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, length, measured, timed
+from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, length, measured, parse, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
 
@@ -256,16 +256,19 @@ FAILED tests/gpu/test_gpu.py::test_b - assert 0"""
     assert match.groupdict() == dict(step="20", loss="8.63301", gib="40.65", tps="129,061", mfu="41.90")
     validated = VALIDATED.search("validate step: 300  loss:  4.1250  memory")
     assert validated is not None and validated["loss"] == "4.1250" and not LOGGED.search("validate step: 3  loss:  4.1")
+    first = 'Traceback (most recent call last):\n  File "a.py"\nRuntimeError: CUDA error: unspecified launch failure\n'
+    assert parse("step 3\n" + first + first.replace("launch failure", "other"))["error"].startswith(first)
+    assert parse("step 3\n")["error"] is None
 
 
 def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     """Check the full-size runs, which are not started on a CPU."""
     from torchtitan_scape.config.checks import check_config
-    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.config.parsing import parse as parse_arguments
 
     losses = [[*compared(False), *options, *length(False, 700)] for options in COMPARED.values()]
     for arguments in [timed(form, False) for form in TIMED] + losses:
-        config = parse(arguments)
+        config = parse_arguments(arguments)
         check_config(config, "cpu")
         assert not config.checkpoint.enable and config.sync.consistency_interval == 0
     assert config.model.flavor == "50M" and config.topology.simulate_replicas == 4
