@@ -12,7 +12,9 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape]
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Names of the list of a model's blocks: those of Llama, BERT, nanoGPT and GPT-2, for example.
+BLOCK_LISTS = ("layers", "layer", "blocks", "block", "h")
+_LAYER = re.compile(rf"(?:^|\.)(?:{'|'.join(BLOCK_LISTS)})\.(\d+)\.")
 
 
 def layer_of(name: str) -> int | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, is_slice, local
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.core.workloads import layer_of
+from torchtitan_scape.core.workloads import BLOCK_LISTS, layer_of
 from torchtitan_scape.optimizers.cost import ITERATIONS
 from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange, ReplicaShare
 
@@ -30,9 +30,9 @@ class Muon(Optimizer):
     """PyTorch's Muon and AdamW on synchronized gradients, with decoupled weight decay.
 
     Muon steps along its momentum orthogonalized by five Newton-Schulz iterations in BF16. It updates the matrices of
-    the blocks (two dimensions, a layer's number in the name). AdamW updates embedding, output, norms and biases, as
-    recommended by Muon's authors and PyTorch's documentation. Both use one learning rate: the root mean square of a
-    Muon step is 0.2 lr, about that of AdamW (PyTorch's `match_rms_adamw`).
+    the blocks (two dimensions, named like `layers.0.weight`, see `BLOCK_LISTS`). AdamW updates embedding, output, norms
+    and biases, as recommended by Muon's authors and PyTorch's documentation. Both use one learning rate: the root mean
+    square of a Muon step is 0.2 lr, about that of AdamW (PyTorch's `match_rms_adamw`).
 
     Matrices sharded by FSDP2 are exchanged within the replica in BF16, so that each rank iterates on whole matrices,
     bitwise equal to an unsharded run. A step is then collective over these ranks. With `share`, replicas with equal
@@ -80,8 +80,9 @@ class Muon(Optimizer):
         self._rest_groups = [i for i, parameters in enumerate(rest) if parameters]
         if not hidden:
             raise ValueError(
-                f"Muon needs matrices of numbered layers, and none of {shards[0].name!r} to {shards[-1].name!r} is "
-                "one; set [optimizer] name = 'AdamW'"
+                f"Muon updates matrices of blocks, which are named like 'layers.0.weight', and none of "
+                f"{shards[0].name!r} to {shards[-1].name!r} is one; name the list of the blocks "
+                f"{', '.join(BLOCK_LISTS[:-1])} or {BLOCK_LISTS[-1]}, or use AdamW"
             )
         # Sorted by size, so that matrices exchanged together take about the same time.
         self.hidden = sorted(hidden, key=lambda shard: -shard.entries)

@@ -62,13 +62,12 @@ class Quantized(ChunkedMethod):
         self._errors_elsewhere: bool | None = self._bases is not None
 
     def _check_bases(self) -> None:
-        """Raise ValueError if no parameter of any pipeline stage is a matrix of a numbered layer."""
+        """Raise ValueError if no parameter of any pipeline stage is a matrix of a block."""
         shards = self.context.shards
         if not any(self.collectives.gather_from_stages(any(map(is_hidden, shards)))[0]):
             raise ValueError(
-                f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of numbered layers, "
-                f"named like 'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; "
-                "set it to 0"
+                f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of blocks, named like "
+                f"'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"
             )
 
     def begin(self) -> None:
