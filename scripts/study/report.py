@@ -14,8 +14,8 @@ from scripts.study.sweep_tables import Row
 
 READING = """\
 Losses are final validation losses in nats per token, on the same validation batches for all methods of a budget.
-A method is tuned with one seed by the runs that the grid declares, some methods at one rate only; the other seeds run at
-its best setting. A seed changes the start, not the order of the data. Gaps are paired by seed, mean ± sample standard deviation;
+A method is tuned with one seed by the runs that the grid declares, some methods at one rate; other seeds run at its
+best setting. A seed changes the start, not the order of the data. Gaps are paired by seed, mean ± standard deviation;
 (edge) marks a best rate that is the lowest or the highest that ran. Bytes are what a replica sends relative to dense
 FP32 gradients, masks and scales included: of a step after the start, and of the whole run, with dense starts and
 warm-ups. Every replica validates on its own part of the text: between different numbers of replicas compare the gaps,
