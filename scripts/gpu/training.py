@@ -18,6 +18,7 @@ from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.data.manifest import MANIFEST
 
+ERROR_PART = 4000  # characters that are stored of the start and of the end of a traceback
 LOGGED = re.compile(
     r"\bstep: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+).*?memory: +(?P<gib>[\d.]+)GiB.*?tps: (?P<tps>[\d,]+)"
     r".*?mfu: (?P<mfu>[\d.]+)%"
@@ -56,16 +57,21 @@ QUALITY = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the figures of a log's lines, the (step, loss) of validations, and the first traceback if there is one."""
+    """Return the figures of a log's lines, the (step, loss) of validations, and the end of the log from its first
+    traceback on, None without one; of a long one the middle is omitted.
+    """
     points = [
         {key: float(value.replace(",", "")) for key, value in match.groupdict().items()}
         for match in LOGGED.finditer(text)
     ]
-    _, traceback, end = text.partition("Traceback (most recent call last)")
+    start = text.find("Traceback (most recent call last)")
+    error = None if start < 0 else text[start:]
+    if error is not None and len(error) > 2 * ERROR_PART:  # the cause is named at the end of a traceback
+        error = f"{error[:ERROR_PART]}\n...\n{error[-ERROR_PART:]}"
     return {
         "points": points,
         "validation": [[float(step), float(loss)] for step, loss in VALIDATED.findall(text)],
-        "error": (traceback + end)[:4000] if traceback else None,
+        "error": error,
     }
 
 
@@ -84,10 +90,8 @@ def train(arguments: dict[str, list[str]], steps: dict[str, int], note: Callable
 
         def note_with_summaries(found: dict[str, Any], codes: list[int | None]) -> None:
             summaries = {name: read(folder / "summary.json") or {} for name, folder in folders.items()}
-            ends = {
-                name: {"summary": summaries[name], "exit_code": code} for name, code in zip(found, codes, strict=True)
-            }
-            note({name: one | ends[name] for name, one in found.items()})
+            runs = zip(found.items(), codes, strict=True)
+            note({name: one | {"summary": summaries[name], "exit_code": code} for (name, one), code in runs})
 
         for name, text in run_together(commands, parse, note_with_summaries).items():
             if [point["step"] for point in parse(text)["points"]][-1:] != [steps[name]]:
@@ -192,7 +196,7 @@ def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None
                 "steps": numbers[name],
                 "training": [[point["step"], point["loss"]] for point in points],
                 "validation": run["validation"],
-                "tokens_per_second_beside_the_others": [[point["step"], point["tps"]] for point in points],
+                "tokens_per_second_by_step": [[point["step"], point["tps"]] for point in points],
                 **{key: run[key] for key in ("exit_code", "error")},
                 **{key: summary.get(key) for key in QUALITY},
             }

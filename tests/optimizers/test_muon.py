@@ -192,7 +192,7 @@ def test_usual_names_of_blocks_are_known(blocks: str) -> None:
 
 
 def test_models_without_hidden_matrices_are_refused() -> None:
-    message = r"matrices of blocks, .* none of 'a' to 'b' is one; name the list of the blocks layers, .* or use AdamW"
+    message = r"matrices of blocks, .* none of 'a' to 'b' is one; rename .* to layers, .* or h, .* name = 'AdamW'"
     with pytest.raises(ValueError, match=message):
         Muon([("a", nn.Parameter(torch.zeros(3, 3))), ("b", nn.Parameter(torch.zeros(3)))])
 

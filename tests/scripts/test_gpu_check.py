@@ -259,6 +259,8 @@ FAILED tests/gpu/test_gpu.py::test_b - assert 0"""
     first = 'Traceback (most recent call last):\n  File "a.py"\nRuntimeError: CUDA error: unspecified launch failure\n'
     assert parse("step 3\n" + first + first.replace("launch failure", "other"))["error"].startswith(first)
     assert parse("step 3\n")["error"] is None
+    long = parse(first.replace("\nRuntime", 300 * "\n  another frame of the call" + "\nRuntime"))["error"]
+    assert long.startswith(first[:20]) and long.endswith("unspecified launch failure\n") and len(long) < 8100
 
 
 def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:

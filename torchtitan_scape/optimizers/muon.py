@@ -80,9 +80,9 @@ class Muon(Optimizer):
         self._rest_groups = [i for i, parameters in enumerate(rest) if parameters]
         if not hidden:
             raise ValueError(
-                f"Muon updates matrices of blocks, which are named like 'layers.0.weight', and none of "
-                f"{shards[0].name!r} to {shards[-1].name!r} is one; name the list of the blocks "
-                f"{', '.join(BLOCK_LISTS[:-1])} or {BLOCK_LISTS[-1]}, or use AdamW"
+                "Muon updates matrices of blocks, named like 'layers.0.weight', and none of "
+                f"{shards[0].name!r} to {shards[-1].name!r} is one; rename the list of blocks to "
+                f"{', '.join(BLOCK_LISTS[:-1])} or {BLOCK_LISTS[-1]}, or set [optimizer] name = 'AdamW'"
             )
         # Sorted by size, so that matrices exchanged together take about the same time.
         self.hidden = sorted(hidden, key=lambda shard: -shard.entries)
