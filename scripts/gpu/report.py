@@ -250,6 +250,9 @@ def losses(results: dict[str, Any]) -> Iterator[str]:
             yield markdown(quality_rows(runs))
             yield "Training loss by step:"
             yield markdown(curve_rows(runs))
+        for name, run in quality["runs"].items():
+            if error := run.get("error"):
+                yield f"{name} failed:\n\n```text\n{error.strip()}\n```"
 
 
 def quality_rows(runs: dict[str, Any]) -> list[Row]:
@@ -264,6 +267,7 @@ def quality_rows(runs: dict[str, Any]) -> list[Row]:
         sent, dense = (run.get(f"{kind}_bytes_per_step_and_rank") for kind in ("planned", "dense"))
         row["steps in all"] = number(run["training"][-1][0], ".0f") if run["training"] else "-"
         row["bytes of dense at the target, %"] = number(100 * sent / dense if dense else None, ".2f")
+        row["exit code"] = number(run.get("exit_code"), ".0f")
         rows.append(row)
     return rows
 

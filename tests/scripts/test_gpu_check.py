@@ -75,8 +75,13 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
     form = {"batch": 8, "sequence": 4096, "points": points, **measured(points)}
     bytes_sent = {"planned_bytes_per_step_and_rank": 5.0, "dense_bytes_per_step_and_rank": 400.0}
     runs = {
-        "dense AdamS": {"training": [[10, 5.0], [20, 4.0]], "validation": [[20, 4.125]]},
-        "cut off": {"training": [[10, 5.5]], "validation": []},
+        "dense AdamS": {"training": [[10, 5.0], [20, 4.0]], "validation": [[20, 4.125]], "exit_code": 0},
+        "cut off": {
+            "training": [[10, 5.5]],
+            "validation": [],
+            "exit_code": 1,
+            "error": "Traceback\nAcceleratorError\n",
+        },
         "SCAPE": {"training": [], "validation": [], **bytes_sent},
     }
     forms = {f"throughput-{name}": form | {"form": name} for name in ("adamw", "scape")}
@@ -104,9 +109,10 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "The host needs 21.2 microseconds to launch a small Triton kernel.",
         "| topk | 155 | 30.5 | 0.20 | 0.010 | `kernel_0` 9.00, `kernel_1` 8.00,",
         "| scape | 100,004 | 100,003 to 100,004 | 1.000 | 46.0 | 39.0 | 40.0 | 5.000 |",
-        "| dense AdamS | 10 | 5.0000 | - | - | 20 | - |",
-        "| cut off | 10 | 5.5000 | - | - | 10 | - |",
-        "| SCAPE | - | - | - | - | - | 1.25 |",
+        "| dense AdamS | 10 | 5.0000 | - | - | 20 | - | 0 |",
+        "| cut off | 10 | 5.5000 | - | - | 10 | - | 1 |",
+        "| SCAPE | - | - | - | - | - | 1.25 | - |",
+        "cut off failed:\n\n```text\nTraceback\nAcceleratorError\n```",
         "stages, nccl, as expected: reduce yes, gather NO.",
         "| lost-rank | no time left | - | - | - | - | aaaaaaaaaaaa |",
     ):
