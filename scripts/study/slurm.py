@@ -150,9 +150,10 @@ class SlurmSet:
             name = f"size-{size}" + (f"-{i + 1}" if len(jobs) > 1 else "")
             command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *self.options_of_sbatch]
             answer = subprocess.run([*command, str(self.write_job(name, part))], capture_output=True, text=True)
-            if answer.returncode:
-                raise ValueError(f"sbatch refused the job of {size} ranks: {' '.join(answer.stderr.split())}")
-            numbers.append(answer.stdout.strip().split(";")[0])
+            if answer.returncode:  # some sites' filters print the reason to the standard output
+                said = " ".join((answer.stdout + answer.stderr).split())
+                raise ValueError(f"sbatch refused the job of {size} ranks: {said}")
+            numbers.append(job_number(answer.stdout))
             write(self.folder / f"size-{size}.json", {"jobs": numbers})
             minutes = math.ceil(self.seconds(part) / 60)
             print(f"[{size} ranks] submitted job {numbers[-1]} with {len(part)} runs, at most {minutes} min")
@@ -252,6 +253,17 @@ def checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobC
     if peer == "distributed-optimizer" and shards == 1:
         raise ValueError("the distributed optimizer shards over all ranks; set data_parallel_shard_degree = -1")
     return config, layout
+
+
+def job_number(printed: str) -> str:
+    """Return the number in what sbatch --parsable printed: "NUMBER" or "NUMBER;CLUSTER" in the last line.
+
+    Some sites print a banner before it. Raises ValueError if there is no number: the job may have been submitted.
+    """
+    number = (printed.split() or [""])[-1].partition(";")[0]
+    if not number.isdecimal():
+        raise ValueError(f"sbatch printed no job number, see squeue --me for the job: {' '.join(printed.split())}")
+    return number
 
 
 def time_limit(options: Sequence[str]) -> float:

@@ -249,7 +249,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     sbatch = f'#!/bin/bash\necho "$@" >>{tmp_path}/submitted\n'
     # Each job has a number of its own, and so a port: ranks of a job that was ended may live a little longer.
     sbatch += f"export SLURM_JOB_ID=$((SLURM_JOB_ID + $(wc -l <{tmp_path}/submitted)))\n"
-    sbatch += f'bash "${{@: -1}}" >{tmp_path}/log 2>&1\necho 4711\n'
+    sbatch += f'bash "${{@: -1}}" >{tmp_path}/log 2>&1\necho "--- Welcome to the machine ---"\necho 4711\n'
     for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -277,6 +277,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     assert "exit code 124" in made["adams", 2]["error"], "it took longer than its share"
     assert len(made["scape-0.1", 2]["steps"]) == 2 and made["scape-0.1", 2]["tokens_per_step"] == 4 * 32
     job = tmp_path / "work" / "all" / "size-2.sh"
+    assert json.loads(job.with_suffix(".json").read_text()) == {"jobs": ["4711"]}, "without the site's banner"
     text = job.read_text()
     assert "#SBATCH --partition=gh" in text and text.count("limited ") == 2
     # Two runs of 300 s and four short steps each, and 60 s at the end of each: 13 minutes.
@@ -290,6 +291,21 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     assert len((tmp_path / "submitted").read_text().splitlines()) == 3, "what has been measured is not submitted again"
     result = run(grid, "--sbatch", "-A 'project", **environment)
     assert result.returncode == 2 and result.stderr == 'error: --sbatch "-A \'project": No closing quotation\n'
+
+
+def test_what_a_refusing_sbatch_prints_is_shown(tmp_path: Path) -> None:
+    programs = stand_ins(tmp_path)
+    sbatch = programs / "sbatch"
+    sbatch.write_text('#!/bin/bash\necho "--> Submission error: no such allocation"\nexit 1\n')
+    sbatch.chmod(0o755)
+    grid = declare(tmp_path, SLURM | {"methods": ["adams"], "launch": {"machine": "vista", "steps": 2, "warm_up": 2}})
+    path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    result = run(grid, **path)
+    assert result.returncode == 2
+    assert result.stderr == "error: sbatch refused the job of 2 ranks: --> Submission error: no such allocation\n"
+    sbatch.write_text("#!/bin/bash\necho Welcome\n")
+    result = run(grid, **path)
+    assert result.returncode == 2 and "sbatch printed no job number" in result.stderr and "Welcome" in result.stderr
 
 
 SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machine": "vista"}}
