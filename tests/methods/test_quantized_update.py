@@ -226,6 +226,34 @@ def test_bases_change_early_and_then_at_multiples() -> None:
     assert not any(QuantizedUpdateOptions(whiten_every=0).changes_bases(n) for n in range(1, 302))
 
 
+def test_bases_change_early_again_after_a_load_that_resets_them() -> None:
+    """And an exact resume continues the count."""
+
+    def run(collectives: ReplicaCollectives) -> tuple[list[int], int]:
+        method = make(collectives, whiten_every=200)
+        steps(method, range(1, 4))
+        saved = copy.deepcopy(method.state_dict())
+        method.prepare_to_load()
+        assert method._bases is not None
+        (basis, *_) = method._bases.whitening.bases.values()
+        changed = []
+        for n in range(4011, 4034):
+            before = {name: t.clone() for name, t in basis.tensors().items() if name.endswith("forward")}
+            steps(method, range(n, n + 1))
+            changed += [n] if any(not torch.equal(t, basis.tensors()[name]) for name, t in before.items()) else []
+        method.load_state_dict(saved)
+        return changed, method._bases.number_of(11)
+
+    assert run_replicas(2, run) == [([4021, 4031], 11)] * 2
+
+
+def test_the_size_of_a_checkpoint_includes_the_bases() -> None:
+    method = make(DryRunCollectives(replicas=2))
+    stored = {state.kind: sum(t.nbytes for t in state.tensors.values()) for state in method.checkpoint_states("drop")}
+    sizes = method.checkpoint_sizes("drop")
+    assert sizes["basis"] == stored["basis"] > 0 and "residual" not in sizes
+
+
 # ---------------------------------------------------------------------------------------------------- cost
 
 

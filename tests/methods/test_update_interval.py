@@ -170,12 +170,15 @@ def test_the_number_of_steps_is_dropped_with_their_gradients() -> None:
     assert all(int(t.sum()) == INTERVAL for t in exact["accumulated_steps"].values())
 
 
-def test_optimizers_with_other_rates_are_refused() -> None:
-    optimizer = torch.optim.RMSprop([nn.Parameter(torch.zeros(4))])
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Muon])
+def test_optimizers_with_other_rates_are_refused(kind: Any) -> None:
+    """PyTorch's own Muon too."""
+    optimizer = kind([nn.Parameter(torch.zeros(4, 4))], lr=0.01)
     context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
-    with pytest.raises(
-        ValueError, match=r"interval = 2 with RMSprop: .* is known for Muon, Adam, .*; set interval = 1"
-    ):
+    known = (
+        rf"interval = 2 with torch.optim\S*{kind.__name__}: .* known for torchtitan_scape.Muon, Adam, .*interval = 1"
+    )
+    with pytest.raises(ValueError, match=known):
         QuantizedUpdate(context, QuantizedUpdateOptions(interval=2))
 
 

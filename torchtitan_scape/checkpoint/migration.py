@@ -45,6 +45,8 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     optimizer.attempted_steps = counted[0] if counted else step
     exact = same_layout and reader.saved["residual"] == "exact"
     summary = MigrationSummary(reader, exact, optimizer)
+    saved = reader.saved["states"].values()
+    summary.unreadable = not same_layout and any(state["on_migration"] == "pending" for state in saved)
     if optimizer.methods[0].holds_optimizer_state:
         summary.copied = not same_layout
         imports = [method.begin_import(reader, same_layout, optimizer.attempted_steps) for method in optimizer.methods]
@@ -63,8 +65,6 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     for method in optimizer.methods:
         method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
     summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
-    saved = reader.saved["states"].values()
-    summary.unreadable = not same_layout and any(state["on_migration"] == "pending" for state in saved)
     if summary.complete_exchange:
         optimizer.request_full_exchange()
     return summary

@@ -226,9 +226,14 @@ class Method(ABC):
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
         """Return the bytes in a checkpoint by kind, over all ranks. No communication."""
         entries = {shard.name: shard.entries for shard in self.context.shards}
+        layout = self.collectives.groups.layout
+        shards = self.collectives.model_ranks // (1 if layout is None else layout.pipeline)
         sizes: dict[str, int] = {}
         for state in self.declared_states():
-            if not state.by_parameter or state.is_in_model(residual) or (residual == "drop" and state.is_pending):
+            if state.is_in_model(residual) or (residual == "drop" and state.is_pending):
+                continue
+            if not state.by_parameter:
+                sizes[state.kind] = shards * sum(t.nbytes for t in state.tensors.values())
                 continue
             rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
             sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())

@@ -8,6 +8,7 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.whitening import Side, WhiteningBases
 
 MOMENT_DTYPE = torch.bfloat16
@@ -26,11 +27,14 @@ class SharedBases:
 
     Attributes:
         whitening: The bases by name.
+        start: Attempted steps before the first one that used these bases, int64 () on the host; -1 if not known yet.
     """
 
     def __init__(self, shards: Sequence[Shard], owners: Mapping[str, int], collectives: ReplicaCollectives) -> None:
         self._owners, self._collectives = owners, collectives
         self.whitening = WhiteningBases.of(shards, interval=0)
+        self.start = torch.full((), -1, dtype=torch.int64)
+        self._start_key = shards[0].name
 
     def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:
         """Replace the means of this replica's matrices by their values in the model's basis, and observe them.
@@ -43,6 +47,21 @@ class SharedBases:
                 gradient = basis.decode(gradients[i])
                 basis.observe(gradient, applied)
                 gradients[i].copy_(gradient.view(-1))
+
+    def number_of(self, step: int) -> int:
+        """Return the number of an attempted step of the run among those that use these bases, from 1."""
+        if self.start < 0:
+            self.start.fill_(step - 1)
+        return step - int(self.start)
+
+    def reset(self) -> None:
+        """Return to the state before a first step."""
+        self.whitening.reset()
+        self.start.fill_(-1)
+
+    def states(self) -> list[State]:
+        start = State("basis_start", {self._start_key: self.start}, False, "rebuild", by_parameter=False)
+        return [self.whitening.state(), start]
 
     def decoded(self, name: str, values: Tensor) -> Tensor:
         """Return values of a parameter, (n,), in the model's basis."""

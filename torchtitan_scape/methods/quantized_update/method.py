@@ -64,11 +64,11 @@ class QuantizedUpdate(Method):
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
                     "its rounding would be lost; keep the parameters in FP32 and compute in BF16 by mixed precision"
                 )
-        optimizer = type(context.optimizer).__name__
-        if options.interval > 1 and optimizer not in ("Muon", *ELEMENTWISE):
+        kind = type(context.optimizer)
+        if options.interval > 1 and not (issubclass(kind, Muon) or kind.__name__ in ELEMENTWISE):
             raise ValueError(
-                f"[sync.quantized_update] interval = {options.interval} with {optimizer}: a step that stands for "
-                f"several is known for Muon, {', '.join(ELEMENTWISE)}; set interval = 1"
+                f"[sync.quantized_update] interval = {options.interval} with {kind.__module__}.{kind.__name__}: a step "
+                f"for several is known for torchtitan_scape.Muon, {', '.join(ELEMENTWISE)}; set interval = 1"
             )
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
@@ -166,7 +166,7 @@ class QuantizedUpdate(Method):
         if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in encoded]):
             torch._foreach_mul_(others, factor)
         if self._bases is not None:
-            if self.options.changes_bases(info.number):
+            if self.options.changes_bases(self._bases.number_of(info.number)):
                 self._bases.change(residuals, info.applied)
             self._bases.whitening.encode(gradients)
         skipped = ~info.applied
@@ -360,7 +360,7 @@ class QuantizedUpdate(Method):
         self._accumulated.zero_()
         self._steps = self._last_exchanged = None
         if self._bases is not None:
-            self._bases.whitening.reset()
+            self._bases.reset()
 
     def gather_state(self) -> None:
         for i, shard in enumerate(self.context.shards):
@@ -396,7 +396,7 @@ class QuantizedUpdate(Method):
             of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
             name = self.context.shards[0].name
             states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
-        return states if self._bases is None else [*states, self._bases.whitening.state()]
+        return states if self._bases is None else [*states, *self._bases.states()]
 
     def checkpoint_states(self, residual: str) -> list[State]:
         states = {state.kind: state for state in self.states()}

@@ -60,7 +60,7 @@ class QuantizedUpdateOptions(MethodOptions):
         )
 
     def changes_bases(self, number: int) -> bool:
-        """Return whether the bases change before step `number`, from 1."""
+        """Return whether the bases change before step `number` of those that use them, from 1."""
         done = number - 1
         if not self.whiten_every or not done:
             return False
