@@ -41,7 +41,7 @@ class RandomState(Stateful):
 def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
     """Return the size of a checkpoint, and its size with other values of `residual`, as one line for the log.
 
-    Collective.
+    Kinds of state below a thousandth of the parameters are not named. Collective.
     """
     stages, _ = optimizers.collectives.gather_from_stages(sum(shard.entries for shard in optimizers.shards()))
     model = 4 * sum(stages)
@@ -49,7 +49,7 @@ def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
     def total(choice: str) -> str:
         return size_text(model + sum(sizes(optimizers, choice).values()))
 
-    kinds = {"parameters": model} | sizes(optimizers, residual)
+    kinds = {"parameters": model} | {k: size for k, size in sizes(optimizers, residual).items() if 1000 * size > model}
     return (
         f'A checkpoint takes {total(residual)} with residual = "{residual}" '
         f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "
