@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,15 +42,6 @@ def missing_cause() -> None:
         os.mkdir("/dev/null/cache")
     except OSError as error:
         raise RuntimeError("the compiler failed") from error
-
-
-def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        error = raised(lambda: dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-        assert setup_error(error) == f"MASTER_PORT={port} is in use on this machine; set it to a free port"
-        assert setup_error(dist.DistNetworkError("the connection was closed")) is None
 
 
 @pytest.mark.parametrize(

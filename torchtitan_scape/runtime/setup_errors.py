@@ -19,11 +19,9 @@ _CACHES = {"huggingface": "HF_HOME", "torchinductor": "TORCHINDUCTOR_CACHE_DIR",
 def setup_error(error: BaseException) -> str | None:
     """Return the line that reports an error of set-up, or None if a restart may succeed.
 
-    These are errors of the operating system, a port that is in use, failed imports, errors of torch.compile, operations
-    that a device does not support, and assertions and the like in TorchTitan: its checks of the configuration.
+    These are errors of the operating system, failed imports, errors of torch.compile, operations that a device does not
+    support, and assertions and the like in TorchTitan, which are its checks of the configuration.
     """
-    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
-        return f"MASTER_PORT={os.environ.get('MASTER_PORT', '')} is in use on this machine; set it to a free port"
     if not isinstance(error, Exception) or isinstance(error, dist.DistError):
         return None
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
