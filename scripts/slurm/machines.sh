@@ -110,10 +110,6 @@ frontier_settings() {
     # adapters (faster on many nodes), and RDMA between GPU and adapter on the same host bridge (PHB; 3 in older
     # documents).
     export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-hsn0,hsn1,hsn2,hsn3}"
-    # Checkpoints use gloo, which would take the address of the host name.
-    if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ] && [ -e /sys/class/net/hsn0 ]; then
-        export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-hsn0}"
-    fi
     export NCCL_CROSS_NIC="${NCCL_CROSS_NIC:-1}"
     export NCCL_NET_GDR_LEVEL="${NCCL_NET_GDR_LEVEL:-PHB}"
     export HSA_FORCE_FINE_GRAIN_PCIE="${HSA_FORCE_FINE_GRAIN_PCIE:-1}"
@@ -122,6 +118,10 @@ frontier_settings() {
     # "Libfabric", accept it and "OFI" as well. Not on a single node: Slurm does not configure the network there, and the
     # plugin cannot start.
     if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then export NCCL_NET="${NCCL_NET:-AWS Libfabric}"; fi
+    # Checkpoints use gloo, which would take the address of the host name.
+    if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ] && [ -e /sys/class/net/hsn0 ]; then
+        export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-hsn0}"
+    fi
 
     # libfabric. The cache monitor memhooks, and registered host memory, can deadlock with the plugin.
     export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-kdreg2}"

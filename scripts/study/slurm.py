@@ -151,8 +151,8 @@ class SlurmSet:
             command = ["sbatch", "--parsable", f"--nodes={size // self.per_node}", *self.options_of_sbatch]
             answer = subprocess.run([*command, str(self.write_job(name, part))], capture_output=True, text=True)
             if answer.returncode:  # some sites' filters print the reason to the standard output
-                said = " ".join((answer.stdout + answer.stderr).split())
-                raise ValueError(f"sbatch refused the job of {size} ranks: {said}")
+                output = " ".join((answer.stdout + answer.stderr).split())
+                raise ValueError(f"sbatch refused the job of {size} ranks: {output}")
             numbers.append(job_number(answer.stdout))
             write(self.folder / f"size-{size}.json", {"jobs": numbers})
             minutes = math.ceil(self.seconds(part) / 60)
@@ -255,15 +255,15 @@ def checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobC
     return config, layout
 
 
-def job_number(printed: str) -> str:
-    """Return the number in what sbatch --parsable printed: "NUMBER" or "NUMBER;CLUSTER" in the last line.
+def job_number(output: str) -> str:
+    """Return the job number in the output of `sbatch --parsable`: the last line of the form NUMBER or NUMBER;CLUSTER.
 
-    Some sites print a banner before it. Raises ValueError if there is no number: the job may have been submitted.
+    Some sites print a banner around it. Raises ValueError if there is no such line; the job may have been submitted.
     """
-    number = (printed.split() or [""])[-1].partition(";")[0]
-    if not number.isdecimal():
-        raise ValueError(f"sbatch printed no job number, see squeue --me for the job: {' '.join(printed.split())}")
-    return number
+    numbers = re.findall(r"^(\d+)(?:;\S+)?$", output, re.MULTILINE)
+    if not numbers:
+        raise ValueError(f"sbatch printed no job number, see squeue --me for the job: {' '.join(output.split())}")
+    return str(numbers[-1])
 
 
 def time_limit(options: Sequence[str]) -> float:

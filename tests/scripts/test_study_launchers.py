@@ -18,7 +18,7 @@ from scripts.study.emulated import EmulatedSet
 from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import predicted, process_command
 from scripts.study.queue import Queue
-from scripts.study.slurm import OFFLINE, SlurmSet, step_seconds, time_limit
+from scripts.study.slurm import OFFLINE, SlurmSet, job_number, step_seconds, time_limit
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
@@ -306,6 +306,13 @@ def test_what_a_refusing_sbatch_prints_is_shown(tmp_path: Path) -> None:
     sbatch.write_text("#!/bin/bash\necho Welcome\n")
     result = run(grid, **path)
     assert result.returncode == 2 and "sbatch printed no job number" in result.stderr and "Welcome" in result.stderr
+
+
+@pytest.mark.parametrize("output", ["4711\n", "4711;vista\n", "Welcome to 2026\n\n4711\n", "4711\nSee you\n"])
+def test_a_job_number_has_a_line_of_its_own(output: str) -> None:
+    assert job_number(output) == "4711"
+    with pytest.raises(ValueError, match="printed no job number"):
+        job_number("Welcome to 2026\n")
 
 
 SLURM = {"launcher": "slurm", "sizes": [2], "sequences": [16], "launch": {"machine": "vista"}}

@@ -45,14 +45,12 @@ def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
     """
     stages, _ = optimizers.collectives.gather_from_stages(sum(shard.entries for shard in optimizers.shards()))
     model = 4 * sum(stages)
-
-    def total(choice: str) -> str:
-        return size_text(model + sum(sizes(optimizers, choice).values()))
-
-    kinds = {"parameters": model} | {k: size for k, size in sizes(optimizers, residual).items() if 1000 * size > model}
+    found = {choice: {"parameters": model} | sizes(optimizers, choice) for choice in RESIDUALS}
+    totals = {choice: size_text(sum(kinds.values())) for choice, kinds in found.items()}
+    large = {kind: size for kind, size in found[residual].items() if 1000 * size > model}
     return (
-        f'A checkpoint takes {total(residual)} with residual = "{residual}" '
-        f"({', '.join(f'{name} {size_text(size)}' for name, size in kinds.items())}); it would take "
-        + ", ".join(f'{total(choice)} with "{choice}"' for choice in RESIDUALS if choice != residual)
+        f'A checkpoint takes {totals[residual]} with residual = "{residual}" '
+        f"({', '.join(f'{name} {size_text(size)}' for name, size in large.items())}); it would take "
+        + ", ".join(f'{totals[choice]} with "{choice}"' for choice in RESIDUALS if choice != residual)
         + f", and dense AdamW's {size_text(3 * model)}"
     )

@@ -224,7 +224,10 @@ class Method(ABC):
         return self.states()
 
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
-        """Return the bytes in a checkpoint by kind, over all ranks. No communication."""
+        """Return the bytes in a checkpoint by kind, over all ranks. No communication.
+
+        States that are not by parameter are estimated from this rank's, as if all shards were equal.
+        """
         entries = {shard.name: shard.entries for shard in self.context.shards}
         layout = self.collectives.groups.layout
         shards = self.collectives.model_ranks // (1 if layout is None else layout.pipeline)

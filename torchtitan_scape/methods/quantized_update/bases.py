@@ -8,7 +8,6 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.whitening import Side, WhiteningBases
 
 MOMENT_DTYPE = torch.bfloat16
@@ -34,7 +33,6 @@ class SharedBases:
         self._owners, self._collectives = owners, collectives
         self.whitening = WhiteningBases.of(shards, interval=0)
         self.start = torch.full((), -1, dtype=torch.int64)
-        self._start_key = shards[0].name
 
     def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:
         """Replace the means of this replica's matrices by their values in the model's basis, and observe them.
@@ -58,10 +56,6 @@ class SharedBases:
         """Return to the state before a first step."""
         self.whitening.reset()
         self.start.fill_(-1)
-
-    def states(self) -> list[State]:
-        start = State("basis_start", {self._start_key: self.start}, False, "rebuild", by_parameter=False)
-        return [self.whitening.state(), start]
 
     def decoded(self, name: str, values: Tensor) -> Tensor:
         """Return values of a parameter, (n,), in the model's basis."""
