@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.checkpoint.sizes import bytes_on_disk
 from tests.marks import covering, slow
 from tests.pool import Pool
 from tests.replica.own_loop import OPTIONS, loss_of, make_model, make_optimizer, shard, shared, train, weights
+from torchtitan_scape.checkpoint.state import sizes
 from torchtitan_scape.methods.registry import METHODS
 
 
@@ -51,6 +53,7 @@ def save(path: str, method: str, shards: int, steps: int, residual: str = "exact
     dcp.save(checkpoint_states(model, optimizer, residual) | {"progress": progress}, checkpoint_id=path)
     at_save = {"weights": weights(model), "shared": shared(model, optimizer), "moment": moment(optimizer)}
     at_save["owner_error"] = owner_error(optimizer)
+    at_save["sizes"] = (sizes(optimizer, residual), bytes_on_disk(path))
     train(model, optimizer, range(steps, steps + 5))
     optimizer.finish_previous_step()
     return at_save | {"after": weights(model)}
@@ -106,6 +109,9 @@ def resume_every_method(folder: str, shards: int, methods: list[str]) -> list[st
         if not equal or "as it was saved" not in loaded["text"]:
             unequal = [key for key in ("weights", "shared", "after") if not torch.equal(saved[key], loaded[key])]
             different.append(f"{method}: {unequal} {loaded['text']}")
+        expected, on_disk = saved["sizes"]
+        if {kind: size for kind, size in expected.items() if size} != on_disk:
+            different.append(f"{method}: {expected} bytes expected, {on_disk} saved")
     return different
 
 

@@ -247,13 +247,6 @@ def test_bases_change_early_again_after_a_load_that_resets_them() -> None:
     assert run_replicas(2, run) == [([4021, 4031], 11)] * 2
 
 
-def test_the_size_of_a_checkpoint_includes_the_bases() -> None:
-    method = make(DryRunCollectives(replicas=2))
-    stored = {state.kind: sum(t.nbytes for t in state.tensors.values()) for state in method.checkpoint_states("drop")}
-    sizes = method.checkpoint_sizes("drop")
-    assert sizes["basis"] == stored["basis"] > 0 and "residual" not in sizes
-
-
 # ---------------------------------------------------------------------------------------------------- cost
 
 

@@ -276,15 +276,21 @@ class StateReader:
         return room.view(-1)
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
-        """Read the tensors that belong to this shard alone, if they were saved. Return whether all were."""
+        """Read the tensors that belong to this shard alone, if they were saved. Return whether none is missing."""
         of_shard = [state for state in states if not state.by_parameter]
         if not of_shard:
             return True
-        keys = {f"{stored_kind(s.kind, self.saved)}.{name}": t for s in of_shard for name, t in s.tensors.items()}
-        named = {shard_key(self._optimizers, key): values for key, values in keys.items()}
-        there = {key: values for key, values in named.items() if self.has(key)}
-        self.fill(there)
-        return len(there) == len(named)
+        named = [
+            (state, shard_key(self._optimizers, f"{stored_kind(state.kind, self.saved)}.{name}"), values)
+            for state in of_shard
+            for name, values in state.tensors.items()
+        ]
+        self.fill({key: values for _, key, values in named if self.has(key)})
+        absent = [(state, values) for state, key, values in named if not self.has(key)]
+        for state, values in absent:
+            if state.if_absent is not None:
+                values.fill_(state.if_absent)
+        return all(state.if_absent is not None for state, _ in absent)
 
     def mean_of_this_run(self, own: Tensor) -> Tensor:
         """Return the mean (n,) over this run's replicas, from the rows (r, n) of those in this process."""

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
+from topology.group_queries import gather_lists
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
@@ -96,9 +97,22 @@ def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dic
 
 
 def sizes(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
-    """Return the bytes of the optimizer's and the method's state in a checkpoint, of all ranks, by kind. Collective."""
+    """Return the bytes of the optimizer's and the method's state in a checkpoint, of all ranks, by kind. Collective.
+
+    Results of exchanges that are in flight, which some methods save as well, are not included.
+    """
     stages, _ = optimizer.collectives.gather_from_stages(_sizes_of_stage(optimizer, residual))
-    return {kind: sum(stage.get(kind, 0) for stage in stages) for each in stages for kind in each}
+    own = _sizes_of_shard(optimizer, residual)
+    shards = [own] if optimizer.collectives.is_fake else gather_lists(optimizer.collectives.groups.model, [own])
+    parts = [*stages, *shards]
+    return {kind: sum(part.get(kind, 0) for part in parts) for each in parts for kind in each}
+
+
+def _sizes_of_shard(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
+    """Return the bytes of the state that belongs to this shard alone, by kind."""
+    of_shard = [state for state in optimizer.methods[0].declared_states() if not state.by_parameter]
+    kept = [state for state in of_shard if not (residual == "drop" and state.is_pending)]
+    return {state.kind: sum(values.nbytes for values in state.tensors.values()) for state in kept}
 
 
 def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:

@@ -53,6 +53,8 @@ class State:
             "rebuild": dropped, and the next exchange is complete; loaded if method, options and layout are the same.
         by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
         packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
+        if_absent: the value under the same layout if the checkpoint was saved before this kind existed, for state that
+            is not `by_parameter`; None if the next exchange must then be complete.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class State:
     on_migration: Literal["gradient", "pending", "displacement", "model", "copy", "rebuild"]
     by_parameter: bool = True
     packed: bool = False
+    if_absent: float | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -224,19 +227,11 @@ class Method(ABC):
         return self.states()
 
     def checkpoint_sizes(self, residual: str) -> dict[str, int]:
-        """Return the bytes in a checkpoint by kind, over all ranks. No communication.
-
-        States that are not by parameter are estimated from this rank's, as if all shards were equal.
-        """
+        """Return the bytes of the state by parameter in a checkpoint, by kind, of all shards. No communication."""
         entries = {shard.name: shard.entries for shard in self.context.shards}
-        layout = self.collectives.groups.layout
-        shards = self.collectives.model_ranks // (1 if layout is None else layout.pipeline)
         sizes: dict[str, int] = {}
         for state in self.declared_states():
-            if state.is_in_model(residual) or (residual == "drop" and state.is_pending):
-                continue
-            if not state.by_parameter:
-                sizes[state.kind] = shards * sum(t.nbytes for t in state.tensors.values())
+            if not state.by_parameter or state.is_in_model(residual) or (residual == "drop" and state.is_pending):
                 continue
             rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
             sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())

@@ -8,6 +8,7 @@ from torch import Tensor
 from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.whitening import Side, WhiteningBases
 
 MOMENT_DTYPE = torch.bfloat16
@@ -56,6 +57,15 @@ class SharedBases:
         """Return to the state before a first step."""
         self.whitening.reset()
         self.start.fill_(-1)
+
+    def states(self, name: str) -> list[State]:
+        """Return the state of the bases; their start is stored under `name`."""
+        start = {name: self.start}
+        # Before the start was saved, all bases began with the first step of the run.
+        return [
+            self.whitening.state(),
+            State("basis_start", start, False, "rebuild", by_parameter=False, if_absent=0.0),
+        ]
 
     def decoded(self, name: str, values: Tensor) -> Tensor:
         """Return values of a parameter, (n,), in the model's basis."""

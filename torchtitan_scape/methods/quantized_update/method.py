@@ -392,13 +392,11 @@ class QuantizedUpdate(Method):
             State("residual", self._residual.tensors, per_replica=True, on_migration=migration),
             State("unsent_update", self._unsent.tensors, per_replica=False, on_migration="displacement"),
         ]
-        of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
-        counters = of_groups if self.options.interval > 1 else {}
-        if self._bases is not None:
-            states.append(self._bases.whitening.state())
-            counters["basis_start"] = self._bases.start
         name = self.context.shards[0].name
-        return states + [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in counters.items()]
+        if self.options.interval > 1:
+            of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
+            states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
+        return states if self._bases is None else [*states, *self._bases.states(name)]
 
     def checkpoint_states(self, residual: str) -> list[State]:
         states = {state.kind: state for state in self.states()}

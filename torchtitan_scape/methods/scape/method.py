@@ -153,7 +153,7 @@ class ScapeMethod(ScapeComponents):
         return StateByParameter(self).states("exact")
 
     def declared_states(self) -> list[State]:
-        return StateByParameter.declared()
+        return StateByParameter(self).declared()
 
     def checkpoint_states(self, residual: str) -> list[State]:
         return StateByParameter(self).states(residual)

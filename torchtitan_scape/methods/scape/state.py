@@ -128,10 +128,10 @@ class StateByParameter:
         """Return the tensors that only the same layout can use. No communication."""
         return [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
 
-    @staticmethod
-    def declared() -> list[State]:
-        """Return all kinds of state that a checkpoint may contain, without tensors."""
-        return [State(kind, {}, **what) for kind, what in _KINDS.items()]
+    def declared(self) -> list[State]:
+        """Return all kinds of state that a checkpoint may contain, those by parameter without tensors."""
+        of_shard = {kind: {"all": values} for kind, values in self.extras().items()}
+        return [State(kind, of_shard.get(kind, {}), **what) for kind, what in _KINDS.items()]
 
     def sizes(self, residual: str) -> dict[str, int]:
         """Return the bytes of `tensors` in a checkpoint by kind, over all ranks."""
