@@ -181,3 +181,18 @@ def test_a_launcher_that_is_not_there_is_named(port: int, monkeypatch: pytest.Mo
     error = launcher.result()
     assert isinstance(error, RendezvousError) and f"no launcher answers at 127.0.0.1:{port} after" in str(error)
     assert launcher.lines and "Connection refused" in launcher.lines[0]
+
+
+def test_rank_0_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without launchers, rank 0 serves the store at MASTER_PORT: after a requeue an old process may still have it."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = int(other.getsockname()[1])
+        monkeypatch.setattr(rendezvous, "PORT_SECONDS", 0.5)
+        with pytest.raises(SystemExit, match=f"error: MASTER_PORT={port} has been in use on .*; set it to a free port"):
+            rendezvous.listen_when_free("127.0.0.1", port)
+        monkeypatch.setattr(rendezvous, "PORT_SECONDS", 30.0)
+        threading.Timer(0.5, other.close).start()
+        served = rendezvous.listen_when_free("127.0.0.1", port)
+    assert served is not None and served.getsockname()[1] == port
+    served.close()

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from torchtitan_scape.runtime.rendezvous import WrongEndpointError, listen_at
+from torchtitan_scape.runtime.rendezvous import WrongEndpointError, listen_when_free
 from torchtitan_scape.runtime.stalls import Place, main_thread_place, places_in_words, stalled_rank
 
 logger = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def _store(environment: Mapping[str, Any], is_master: bool = False, timeout: flo
     own = None
     if is_master:
         with contextlib.suppress(WrongEndpointError):  # TCPStore fails at the same name, where errors are handled.
-            own = listen_at(host, port, nodes=2)
+            own = listen_when_free(host, port)
     store = dist.TCPStore(
         host,
         port,

@@ -9,6 +9,7 @@ loopback interface. Ranks use the same store, so no second port is opened.
 """
 
 import contextlib
+import errno
 import ipaddress
 import json
 import socket
@@ -35,6 +36,7 @@ DEFAULT_PORT = 29400
 JOIN_SECONDS = 600.0  # Time for all nodes to join.
 REPORT_SECONDS = 30.0  # Interval of the lines about missing nodes.
 SILENT_SECONDS = 5.0  # Without a heartbeat for so long, a node has left.
+PORT_SECONDS = 60.0  # Time for another program to release the port.
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 20.0  # Time for a server to answer as a store does.
 
@@ -297,6 +299,33 @@ def listen_at(host: str, port: int, nodes: int) -> socket.socket | None:
 
     It listens at the address of `host` alone, so that other networks of the machine cannot reach it.
     """
+    return _try_to_listen(host, port, nodes)[0]
+
+
+def listen_when_free(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens for several nodes, or None if the address is not of this machine.
+
+    A program that uses the port may end soon: a requeued job has the port of its last start.
+
+    Raises:
+        SystemExit: The port remained in use for `PORT_SECONDS`.
+    """
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        own, in_use = _try_to_listen(host, port, nodes=2)
+        if not in_use:
+            return own
+        if time.monotonic() >= deadline:
+            raise SystemExit(
+                f"error: MASTER_PORT={port} has been in use on {socket.gethostname()} for {PORT_SECONDS:.0f} s; set it to "
+                "a free port"
+            )
+        time.sleep(1.0)
+
+
+def _try_to_listen(host: str, port: int, nodes: int) -> tuple[socket.socket | None, bool]:
+    """Return (the result of `listen_at`, whether the port is in use on this machine)."""
+    in_use = False
     for family, _, _, _, address in _resolve(host, port):
         own = socket.socket(family, socket.SOCK_STREAM)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -306,14 +335,15 @@ def listen_at(host: str, port: int, nodes: int) -> socket.socket | None:
             # Some systems resolve their own name to a loopback address, where other nodes cannot connect.
             own.bind(("" if loopback and nodes > 1 and not named else address[0], port, *address[2:]))
             own.listen(1024)
-            return own
+            return own, False
         except PermissionError:
             raise WrongEndpointError(
                 f"port {port} of RDZV_ENDPOINT is reserved for root; choose one above 1023"
             ) from None
-        except OSError:  # Not an address of this machine, or served by another launcher or program.
+        except OSError as error:  # Not an address of this machine, or served by another launcher or program.
             own.close()
-    return None
+            in_use |= error.errno == errno.EADDRINUSE
+    return None, in_use
 
 
 def use_fixed_rendezvous(say: Callable[[str], None]) -> None:
