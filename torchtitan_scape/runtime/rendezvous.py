@@ -317,8 +317,8 @@ def listen_when_free(host: str, port: int) -> socket.socket | None:
             return own
         if time.monotonic() >= deadline:
             raise SystemExit(
-                f"error: MASTER_PORT={port} has been in use on {socket.gethostname()} for {PORT_SECONDS:.0f} s; set it to "
-                "a free port"
+                f"error: MASTER_PORT={port} has been in use on {socket.gethostname()} for {PORT_SECONDS:.0f} s; "
+                "set it to a free port"
             )
         time.sleep(1.0)
 
