@@ -3,6 +3,7 @@
 import copy
 import functools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -326,8 +327,13 @@ def test_simulated_replicas_that_share_an_optimizer_equal_separate_ones(make_opt
 # ------------------------------------------------------------------------------------------- on real ranks
 
 
-def on_two_levels() -> tuple[bool, list[Tensor], list[list[Tensor]]]:
-    """Two levels of two ranks, where the owner's number and its rank in the group differ."""
+def on_two_levels() -> tuple[bool, list[Tensor], dict[str, Tensor], int]:
+    """Two levels of two ranks, where the owner's number and its rank in the group differ.
+
+    Returns:
+        Whether `gather_state` keeps the owner's moments, the weights, the moments that this replica saves, and the
+        entries that `gather_state` broadcasts.
+    """
     collectives = on_levels("pairs")
     assert len(collectives.levels) == 2
     method = make(collectives, code="int8", update_code="int8")
@@ -335,19 +341,30 @@ def on_two_levels() -> tuple[bool, list[Tensor], list[list[Tensor]]]:
     state = method.context.optimizer.state
     own = [(s, method.context.shards[s.tensor].parameter) for s in method._own_of(0)]
     before = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length].clone() for s, parameter in own]
-    method.gather_state()
+    with patch.object(collectives, "broadcast_from", wraps=collectives.broadcast_from) as broadcast:
+        method.gather_state()
     after = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length] for s, parameter in own]
-    moments = [state[shard.parameter]["exp_avg"].clone() for shard in method.context.shards]
-    return all(map(torch.equal, before, after)), taken, moments
+    saved = [shard for shard in method.context.shards if method.saves_optimizer_state(shard.name)]
+    unsent = next(one for one in method.checkpoint_states("exact") if one.kind == "unsent_update")
+    assert list(unsent.tensors) == [shard.name for shard in saved]
+    moments = {shard.name: state[shard.parameter]["exp_avg"].clone() for shard in saved}
+    entries = sum(call.args[0].numel() for call in broadcast.call_args_list)
+    return all(map(torch.equal, before, after)), taken, moments, entries
 
 
 def test_owners_on_two_levels_keep_their_moments(pool4: Pool) -> None:
     results = pool4(on_two_levels)
     wanted = dense(3, 4)
-    for kept, taken, moments in results:
+    names = [name for _, _, moments, _ in results for name in moments]
+    divided = [name for name in NAMED if names.count(name) == 4]
+    assert divided and set(MATRICES) & set(divided) == set()
+    assert sorted(names) == sorted([*divided * 4, *(name for name in NAMED if name not in divided)])
+    for kept, taken, moments, entries in results:
         assert kept
         assert all(map(torch.equal, taken, results[0][1]))
-        assert all(map(torch.equal, moments, results[0][2]))
+        assert all(torch.equal(moments[name], results[0][2][name]) for name in divided)
+        # Two moments of AdamW, and the update that was not sent.
+        assert entries == 3 * sum(torch.Size(NAMED[name]).numel() for name in divided)
     for name, weight, exact in zip(NAMED, results[0][1], wanted, strict=True):
         assert (weight - exact).norm() < 0.05 * exact.norm(), name
 

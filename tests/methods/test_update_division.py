@@ -1,7 +1,10 @@
 """Owners, groups and columns of `quantized_update`."""
 
+import math
+
 import pytest
 
+from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, divide
 
 
@@ -65,3 +68,15 @@ def test_ranks_with_different_shards_choose_the_same_groups() -> None:
     for sizes in ([20, 30, 0, 4], [20, 0, 30, 16]):
         groups = divide(sizes, whole, 3, block=8, limit=1 << 20, groups=2, entries=entries)
         assert [group.tensors for group in groups] == [(0, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("replicas", [4, 64])
+def test_few_parameters_are_divided_with_muon(replicas: int) -> None:
+    """What is broadcast before a checkpoint: two moments and the unsent updates of embedding and output, in FP32."""
+    model = get_workload("llama_1_8b")
+    sizes = [math.prod(shape) for shape in model.shapes()]
+    whole = [math.prod(shape) if len(shape) == 2 and shape[0] != model.vocab else 0 for shape in model.shapes()]
+    (group,) = divide(sizes, whole, replicas, block=1024, limit=1 << 40)
+    owners = [[row for row in group.rows if any(s.tensor == i for s in row)] for i in range(len(sizes))]
+    divided = sum(size for size, own in zip(sizes, owners, strict=True) if len(own) > 1)
+    assert 12 * divided / sum(sizes) == pytest.approx(1.07, abs=0.01)

@@ -103,8 +103,7 @@ class GlobalLayout:
         """Return an optimizer's state (flat, "state.NAME.KIND") with slices as in `whole`. Memory is shared."""
         loaded = dict(found)
         for key, values in found.items():
-            name, _, _ = key.removeprefix("state.").rpartition(".")
-            parameter = parameters.get(name)
+            parameter = parameters.get(_parameter_of(key))
             if is_slice(parameter) and isinstance(values, Tensor) and values.ndim:
                 loaded[key] = self.whole(parameter, _own_storage(values))
         return loaded
@@ -117,6 +116,11 @@ class GlobalLayout:
     def share_at_most(self, count: int) -> int:
         """Return the largest `share` of all ranks."""
         return count if self.simulated > 1 else -(-count // self.replicas)
+
+
+def _parameter_of(key: str) -> str:
+    """Return the name of the parameter in a key of an optimizer's state, "state.NAME.KIND"."""
+    return key.removeprefix("state.").rpartition(".")[0]
 
 
 def _after_rows(placement: Any) -> Any:
@@ -148,7 +152,9 @@ class OptimizerCheckpoint(Stateful):
         self._optimizers.finish_previous_step()
         gather_state(self._optimizers)
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
-        found = self._layout.of_optimizer(dense_state(self._optimizers), parameters)
+        others = {name for name in parameters if not self._optimizers.methods[0].saves_optimizer_state(name)}
+        dense = {key: t for key, t in dense_state(self._optimizers).items() if _parameter_of(key) not in others}
+        found = self._layout.of_optimizer(dense, parameters)
         for name, (parameter, bits) in saved_weights(self._optimizers).items():
             found[f"{_WEIGHTS}.{name}"] = self._layout.whole(parameter, _own_storage(bits))
         total = self._layout.replicas * self._layout.simulated

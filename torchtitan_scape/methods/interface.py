@@ -222,7 +222,8 @@ class Method(ABC):
 
         Args:
             residual: "exact", "mean" or "drop", as in `[checkpoint] residual`. The caller averages or drops the states
-                of single replicas; a method overrides this if it has another form for them.
+                of single replicas; a method overrides this if it has another form for them. Tensors of states that are
+                not per replica may be missing where another replica has them.
         """
         return self.states()
 
@@ -255,8 +256,13 @@ class Method(ABC):
     def gather_state(self) -> None:
         """Make state that replicas divide among themselves, the optimizer's included, current on all. Collective.
 
-        Called before a checkpoint reads `states` and the optimizer's state.
+        Called before a checkpoint reads `checkpoint_states` and the optimizer's state. What a single replica saves may
+        stay as it is.
         """
+
+    def saves_optimizer_state(self, name: str) -> bool:
+        """Return whether this replica saves the optimizer's state of a parameter. All do, or a single one."""
+        return True
 
     def allocate(self, kind: str, name: str) -> None:
         """Create a parameter's state that exists only at times, before it is loaded."""

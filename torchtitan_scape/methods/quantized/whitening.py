@@ -9,7 +9,7 @@ replicas have, so that no basis is sent.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -177,9 +177,10 @@ class WhiteningBases:
         for basis in self.bases.values():
             basis.reset()
 
-    def state(self) -> State:
-        """Return all tensors but the rotations, which follow from the shapes."""
-        tensors = {f"{name}.{kind}": t for name, basis in self.bases.items() for kind, t in basis.tensors().items()}
+    def state(self, names: Collection[str] | None = None) -> State:
+        """Return all tensors but the rotations, which follow from the shapes; those of `names` only, if given."""
+        chosen = {name: basis for name, basis in self.bases.items() if names is None or name in names}
+        tensors = {f"{name}.{kind}": t for name, basis in chosen.items() for kind, t in basis.tensors().items()}
         return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
 
 

@@ -28,6 +28,7 @@ from torchtitan_scape.methods.quantized_update.bases import SharedBases
 from torchtitan_scape.methods.quantized_update.columns import ColumnMessages, add_rows, decoded_rows, rows_of
 from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
+from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import clip, one_for_several_steps, update
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon, is_hidden
@@ -46,7 +47,7 @@ class QuantizedUpdate(Method):
     instead, they would cost more: Muon magnifies the small parts of the gradient.
 
     A replica owns whole matrices of Muon, so that none repeats the work of another, and blocks of all other parameters.
-    Moments and unsent updates are current on the owner only; `gather_state` distributes them.
+    Moments and unsent updates are current on the owner only; see `gather_state`.
 
     With `interval` = K above 1 the parameters are divided into K groups, and a step exchanges one of them. Gradients of
     the others are added to their residuals. The optimizer's step of a parameter has the mean over the last K steps, and
@@ -88,8 +89,7 @@ class QuantizedUpdate(Method):
             groups=options.interval,
             entries=[shard.entries for shard in shards],
         )
-        rows = [(owner, s) for group in self._groups for owner, row in enumerate(group.rows) for s in row]
-        self._slices = [[(owner, s) for owner, s in rows if s.tensor == i] for i in range(len(shards))]
+        self._owners = Owners(shards, self._groups, self.collectives, context.grad_norm.device)
         self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
         # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
         # The host reads only later whether a step was applied. Until then it keeps the numbers of the exchanged groups.
@@ -99,7 +99,8 @@ class QuantizedUpdate(Method):
         self._last_exchanged: list[int] | None = None
         self._bases: SharedBases | None = None
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
-            owners = {shards[s.tensor].name: owner for owner, s in rows if is_hidden(shards[s.tensor])}
+            whole = [(shard.name, self._owners.of_whole(i)) for i, shard in enumerate(shards) if is_hidden(shard)]
+            owners = {name: owner for name, owner in whole if owner is not None}
             self._bases = SharedBases(shards, owners, self.collectives)
         create_state(context.optimizer)  # in a step, replicas would create that of different parameters
 
@@ -256,7 +257,7 @@ class QuantizedUpdate(Method):
             if i not in owned:
                 shard.parameter.grad = None
                 continue
-            store_gradient(shard, self._only_own(i, gradients[i]))
+            store_gradient(shard, self._owners.only_own(i, gradients[i]))
             before[i] = stored(shard.parameter).clone()
             stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
         steps = self._steps_of(number)
@@ -280,7 +281,7 @@ class QuantizedUpdate(Method):
         """
         held = []
         for i in owned:
-            own = self._own_slices(i)
+            own = self._owners.own_slices(i)
             others = self.collectives.is_simulated and sum(s.length for s in own) < self.context.shards[i].size
             state = self._tensors_of_state(i)
             held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or others]
@@ -307,20 +308,6 @@ class QuantizedUpdate(Method):
         """Return the tensors of the optimizer's state of a shard, local ones, by kind."""
         state = self.context.optimizer.state.get(self.context.shards[number].parameter, {})
         return {kind: local(value) for kind, value in sorted(state.items()) if isinstance(value, Tensor)}
-
-    def _own_slices(self, number: int) -> list[Slice]:
-        """Return the slices of a shard that this replica owns."""
-        return [s for owner, s in self._slices[number] if owner == self.collectives.replica]
-
-    def _only_own(self, number: int, gradient: Tensor) -> Tensor:
-        """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
-        own = self._own_slices(number)
-        if sum(s.length for s in own) == len(gradient):
-            return gradient
-        found = torch.zeros_like(gradient)
-        for s in own:
-            found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
-        return found
 
     def _send(self, column: Column, changes: Mapping[int, Tensor], code: Codec | None, applied: Tensor) -> Exchange:
         """Start sending the changes of a column to all replicas; the returned function applies the sent values."""
@@ -364,27 +351,19 @@ class QuantizedUpdate(Method):
 
     def gather_state(self) -> None:
         for i, shard in enumerate(self.context.shards):
-            self._from_owners(i, self._unsent.tensors[shard.name])
+            if self._owners.is_saved_by_owner(i):
+                continue
+            self._owners.broadcast(i, self._unsent.tensors[shard.name])
             for kind, tensor in self._tensors_of_state(i).items():
                 if tensor.shape == shard.local_shape:
-                    self._from_owners(i, tensor)
-                elif kind != "step":  # of a parameter with one owner
-                    self._broadcast(tensor, self._slices[i][0][0])
-        if self._bases is not None:
+                    self._owners.broadcast(i, tensor)
+                elif kind != "step":
+                    self._owners.broadcast_whole(i, tensor)
+        if self._bases is not None and self.collectives.is_simulated:
             self._bases.gather()
 
-    def _from_owners(self, number: int, tensor: Tensor) -> None:
-        """Replace the values of a shard by those of the owners. Collective."""
-        for owner, s in self._slices[number]:
-            if s.length:
-                self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
-
-    def _broadcast(self, tensor: Tensor, owner: int) -> None:
-        """Broadcast a tensor, which may be on the host, from its owner."""
-        values = tensor.to(self.context.grad_norm.device).contiguous()
-        self.collectives.broadcast_from(values, owner)
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.copy_(values)
+    def saves_optimizer_state(self, name: str) -> bool:
+        return name in self._owners.saved
 
     def states(self) -> list[State]:
         migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"
@@ -403,6 +382,11 @@ class QuantizedUpdate(Method):
         if residual == "drop" and (counts := states.get("accumulated_steps")):  # the gradients are not saved either
             zeros = {name: torch.zeros_like(tensor) for name, tensor in counts.tensors.items()}
             states[counts.kind] = replace(counts, tensors=zeros)
+        unsent = states["unsent_update"]
+        saved = {name: values for name, values in unsent.tensors.items() if name in self._owners.saved}
+        states[unsent.kind] = replace(unsent, tensors=saved)
+        if self._bases is not None:
+            states["basis"] = self._bases.whitening.state(self._owners.saved)
         return list(states.values())
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
@@ -427,7 +411,7 @@ class QuantizedUpdate(Method):
     def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
         number = self.context.shards.index(shard)
         if (moment := self._tensors_of_state(number).get("exp_avg")) is not None:
-            self._from_owners(number, moment)
+            self._owners.broadcast(number, moment)
         return super().moment_and_residual(shard)
 
     def density(self) -> float:
@@ -439,7 +423,7 @@ class QuantizedUpdate(Method):
             seen = [torch.full_like(gradient, torch.nan) for gradient in gradients]
             for i in (i for k in exchanged for i in self._groups[k].tensors):
                 seen[i].copy_(gradients[i])
-                self._from_owners(i, seen[i])
+                self._owners.broadcast(i, seen[i])
             self._observe(seen, info)
 
 

@@ -1,0 +1,81 @@
+"""The owners of the entries of all parameters, and how the state that only they have reaches others."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from topology.collectives import ReplicaCollectives
+from topology.partition import Slice
+from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup
+
+
+class Owners:
+    """The slices of each shard with their owners.
+
+    Args:
+        shards: All parameters of this rank.
+        groups: The division of their entries among the replicas.
+        collectives: Communication with the other replicas.
+        device: The device of messages.
+
+    Attributes:
+        saved: The names of the shards whose state this replica saves: those that it owns as a whole, and all divided
+            ones. Simulated replicas are saved together.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        groups: Sequence[ExchangeGroup],
+        collectives: ReplicaCollectives,
+        device: torch.device,
+    ) -> None:
+        self._collectives, self._device = collectives, device
+        rows = [(owner, s) for group in groups for owner, row in enumerate(group.rows) for s in row]
+        self._slices = [[(owner, s) for owner, s in rows if s.tensor == i] for i in range(len(shards))]
+        self.saved = {
+            shard.name
+            for i, shard in enumerate(shards)
+            if not self.is_saved_by_owner(i) or self.of_whole(i) == collectives.replica
+        }
+
+    def of_whole(self, number: int) -> int | None:
+        """Return the owner of a shard that one replica owns; None if several do."""
+        owners = {owner for owner, _ in self._slices[number]}
+        return owners.pop() if len(owners) == 1 else None
+
+    def is_saved_by_owner(self, number: int) -> bool:
+        """Return whether the owner alone saves the state of a shard; else all replicas must have it to save it."""
+        return not self._collectives.is_simulated and self.of_whole(number) is not None
+
+    def own_slices(self, number: int) -> list[Slice]:
+        """Return the slices of a shard that this replica owns."""
+        return [s for owner, s in self._slices[number] if owner == self._collectives.replica]
+
+    def only_own(self, number: int, gradient: Tensor) -> Tensor:
+        """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
+        own = self.own_slices(number)
+        if sum(s.length for s in own) == len(gradient):
+            return gradient
+        found = torch.zeros_like(gradient)
+        for s in own:
+            found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
+        return found
+
+    def broadcast(self, number: int, tensor: Tensor) -> None:
+        """Replace the values of a shard, which may be on the host, by those of the owners. Collective."""
+        for owner, s in (one for one in self._slices[number] if one[1].length):
+            self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
+
+    def broadcast_whole(self, number: int, tensor: Tensor) -> None:
+        """Replace a tensor of any shape by that of the owner of a whole shard. Collective."""
+        if (owner := self.of_whole(number)) is not None:
+            self._broadcast(tensor, owner)
+
+    def _broadcast(self, tensor: Tensor, owner: int) -> None:
+        values = tensor.to(self._device).contiguous()
+        self._collectives.broadcast_from(values, owner)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
