@@ -24,7 +24,7 @@ from torchtitan_scape.config.parsing import parse  # noqa: E402
 from torchtitan_scape.data import loader, standard_library  # noqa: E402
 from torchtitan_scape.methods.registry import METHODS  # noqa: E402
 from torchtitan_scape.models.registry import workload_of  # noqa: E402
-from torchtitan_scape.runtime.agreement import code_versions  # noqa: E402
+from torchtitan_scape.runtime.rank_comparison import code_versions  # noqa: E402
 
 workload_of(parse(training.RECIPE))
 code_versions()

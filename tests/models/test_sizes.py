@@ -18,7 +18,7 @@ from torchtitan_scape.config.parsing import parse, resolve
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.models.sizes import with_sizes
-from torchtitan_scape.runtime.agreement import facts
+from torchtitan_scape.runtime.rank_comparison import facts
 from torchtitan_scape.trainer.specs import whole_model
 
 SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 260}

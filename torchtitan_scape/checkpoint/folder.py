@@ -40,16 +40,16 @@ def steps_in(folder: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def as_rank_0_sees(look: Callable[[], Any]) -> Any:
-    """Return the result of `look` on rank 0, because nodes may see a shared file system differently. Collective.
+def call_on_rank_0(function: Callable[[], Any]) -> Any:
+    """Return the result of `function` on rank 0: nodes may have different views of a shared file system. Collective.
 
     Raises:
-        OSError, ValueError: on every rank, if `look` raises it on rank 0.
+        OSError, ValueError: on every rank, if `function` raises it on rank 0.
     """
     seen: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            seen[0] = look()
+            seen[0] = function()
         except (OSError, ValueError) as error:
             seen[1] = error
     dist.broadcast_object_list(seen, src=0)

@@ -37,6 +37,7 @@ from torchtitan_scape.core.parameters import is_slice, local
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 
 # First part of the names of weights that are stored besides their masters.
 _WEIGHTS = "weights"
@@ -200,7 +201,7 @@ class ModelCheckpoint(Stateful):
         found: dict[str, Any] = dict(self.own.state_dict())
         return found | {name: self._layout.whole(parameters[name], _own_storage(shared[name])) for name in shared}
 
-    def room(self) -> dict[str, Any]:
+    def load_targets(self) -> dict[str, Any]:
         """Return the tensors to read a checkpoint's model into: the model's own, or its FP32 masters."""
         found = dict(self.own.state_dict())
         for shard in self._optimizers.shards():
@@ -246,6 +247,7 @@ class StateReader:
         Tensors are flat (n,), or (rows, n) for the replicas whose rows this rank reads if the kind is saved per
         replica. "exp_avg" is a dense optimizer's first moment, "exp_avg_sq" its second, if this run needs it.
         """
+        self._check_parameters()
         number, batches = 0, list(self._batches())
         # Pipeline stages have different numbers of batches, and reading is collective.
         most = max(self._optimizers.collectives.gather_objects(len(batches)))
@@ -304,7 +306,7 @@ class StateReader:
         self._optimizers.collectives.sum_over_replicas(mean)
         return mean.div_(self._optimizers.collectives.replicas)
 
-    def from_a_rank_that_has_rows(self, values: Tensor) -> None:
+    def broadcast_if_replica_counts_differ(self, values: Tensor) -> None:
         """Broadcast `values` from the first replica if replica counts differ, as some ranks may have read no rows."""
         if not self.same_count and self.layout.simulated == 1:
             self._optimizers.collectives.broadcast_from_first([values])
@@ -331,34 +333,46 @@ class StateReader:
         """Return whether the optimizer's part of the checkpoint contains this name."""
         return f"optimizer.{key}" in self._kinds
 
+    def _moments(self) -> tuple[str, ...]:
+        """Return the moments of a dense optimizer that this run reads by parameter."""
+        return (FIRST, SECOND) if needs_second_moment(self._optimizers, self.saved["optimizer"]) else (FIRST,)
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError on every rank if a parameter has no saved state. Collective."""
+        entry = OPTIMIZERS.get(self.saved["optimizer"])
+        kinds = [stored_kind(kind, self.saved) for kind, what in self.saved["states"].items() if what["by_parameter"]]
+        error = ""
+        for shard in self._shards:
+            keys = [f"{kind}.{shard.name}" for kind in kinds] + [f"state.{shard.name}.{m}" for m in self._moments()]
+            if not error and entry is not None and entry.moments(shard) and not any(map(self.has, keys)):
+                error = f"{self.path} has no state of the parameter {shard.name!r}: it is of another model"
+        raise_on_all_ranks(self._optimizers.collectives, error)
+
     def _read(self, shards: Sequence[LocalShard]) -> list[dict[str, Tensor]]:
-        moments = (FIRST, SECOND) if needs_second_moment(self._optimizers, self.saved["optimizer"]) else (FIRST,)
-        rooms: list[dict[str, Tensor]] = []
+        moments = self._moments()
+        buffers: list[dict[str, Tensor]] = []
         keys: dict[str, Tensor] = {}
         for shard in shards:
-            room: dict[str, Tensor] = {}
-            for kind, what in self.saved["states"].items():
+            buffer: dict[str, Tensor] = {}
+            for kind, description in self.saved["states"].items():
                 key = f"{stored_kind(kind, self.saved)}.{shard.name}"
-                if not what["by_parameter"] or not self.has(key):
+                if not description["by_parameter"] or not self.has(key):
                     continue
-                rows = (self.layout.share(self.replicas),) if what["per_replica"] else ()
+                rows = (self.layout.share(self.replicas),) if description["per_replica"] else ()
                 stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
-                room[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
-                put = self.layout.rows(shard.parameter, room[kind], self.replicas) if rows else None
-                keys[key] = self.layout.whole(shard.parameter, room[kind]) if put is None else put
+                buffer[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
+                target = self.layout.rows(shard.parameter, buffer[kind], self.replicas) if rows else None
+                keys[key] = self.layout.whole(shard.parameter, buffer[kind]) if target is None else target
             for kind in moments:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
-                    room[kind] = torch.empty(shard.local_shape)
-                    keys[moment] = self.layout.whole(shard.parameter, room[kind])
-            entry = OPTIMIZERS.get(self.saved["optimizer"])
-            if not room and entry is not None and entry.moments(shard):
-                raise ValueError(f"{self.path} has no state of the parameter {shard.name!r}: it is of another model")
-            rooms.append(room)
+                    buffer[kind] = torch.empty(shard.local_shape)
+                    keys[moment] = self.layout.whole(shard.parameter, buffer[kind])
+            buffers.append(buffer)
         self.fill(keys)
-        own = {kind for kind, what in self.saved["states"].items() if what["per_replica"]}
+        own = {kind for kind, description in self.saved["states"].items() if description["per_replica"]}
         return [
-            {kind: t.view(len(t), shard.size) if kind in own else t.view(-1) for kind, t in room.items()}
-            for shard, room in zip(shards, rooms, strict=True)
+            {kind: t.view(len(t), shard.size) if kind in own else t.view(-1) for kind, t in buffer.items()}
+            for shard, buffer in zip(shards, buffers, strict=True)
         ]
 
     def _batches(self) -> Iterator[list[LocalShard]]:

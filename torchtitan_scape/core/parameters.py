@@ -51,14 +51,14 @@ class Shard:
         name: As in `model.named_parameters()`, without prefixes of wrappers.
         parameter: The parameter.
         group: Index of its param group.
-        counted: False on ranks that hold another rank's copy (tensor parallelism replicates norms), so that a norm over
-            the model counts every entry once.
+        counted: False on ranks that hold another rank's copy, so that a norm over the model counts every entry once. A
+            replica optimizer sets it, see `replica.setup_checks.count_copies_once`.
     """
 
     name: str
     parameter: Tensor
     group: int
-    counted: bool
+    counted: bool = True
 
     @property
     def size(self) -> int:
@@ -158,10 +158,17 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
                     "be trained: do not pass it to the optimizer"
                 )
             _check_even(name, parameter)
-            shards.append(Shard(name, parameter, index, _counted(parameter)))
+            shards.append(Shard(name, parameter, index))
     if not shards:
         raise ValueError("no parameters to optimize")
     return shards
+
+
+def check_contiguous(shards: Sequence[Shard], method: str) -> None:
+    """Raise ValueError for a parameter whose memory has another order than its entries."""
+    for shard in shards:
+        if not stored(shard.parameter).is_contiguous():
+            raise ValueError(f"method {method!r} needs contiguous parameters, and {shard.name!r} is not")
 
 
 def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
@@ -187,6 +194,8 @@ def flat_gradient(shard: Shard) -> Tensor:
     gradient = shard.parameter.grad
     if type(gradient) is not Tensor:  # one check in the usual case: this runs for every parameter in every step
         if gradient is None:
+            if not shard.parameter.requires_grad:
+                raise ValueError(f"{shard.name!r} was frozen after the optimizer was built; build a new one without it")
             return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
         if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
             # A gradient may still be partial where tensor parallelism replicates its parameter.
@@ -219,6 +228,19 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
             stride=parameter.stride(),
         )
     parameter.grad = values
+
+
+def piece_of(shard: Shard) -> tuple[Any, ...]:
+    """Return what identifies the part of a parameter that a shard holds: equal on ranks with copies of each other."""
+    parameter = shard.parameter
+    if is_slice(parameter):
+        return shard.name, parameter.start
+    if not isinstance(parameter, DTensor):
+        return (shard.name,)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    places = zip(coordinate, parameter.placements, strict=True)
+    return shard.name, *(index for index, placement in places if not placement.is_replicate())
 
 
 def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
@@ -257,14 +279,3 @@ def _check_even(name: str, parameter: Tensor) -> None:
                 f"parallelism.tensor_parallel_degree = {size} does not divide dimension {placement.dim} of {name!r}, "
                 f"{tuple(parameter.shape)}; choose one that does, or a model whose vocabulary and width it divides"
             )
-
-
-def _counted(parameter: Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return True
-    coordinate = parameter.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(
-        index == 0 or not placement.is_replicate()
-        for index, placement in zip(coordinate, parameter.placements, strict=True)
-    )

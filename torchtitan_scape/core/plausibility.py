@@ -33,16 +33,17 @@ def is_plausible(values: Tensor, shared: Tensor | None = None) -> Tensor:
     """
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
-    reach = _reach(values)
-    plausible = reach < LARGEST  # false for NaN
+    largest = _largest_magnitude(values)
+    plausible = largest < LARGEST  # false for NaN
     if shared is None:
         return plausible
     shared = shared.to(values.device).view(values.shape)
-    own = _reach(shared)
-    return plausible & (own < LARGEST) & (_reach(values - shared) < torch.clamp(_FACTOR * own, min=1.0))
+    largest_shared = _largest_magnitude(shared)
+    drift = _largest_magnitude(values - shared)
+    return plausible & (largest_shared < LARGEST) & (drift < torch.clamp(_FACTOR * largest_shared, min=1.0))
 
 
-def _reach(values: Tensor) -> Tensor:
+def _largest_magnitude(values: Tensor) -> Tensor:
     """Return the largest absolute value, FP32 (); NaN if there is one."""
     low, high = values.aminmax()
     return torch.maximum(-low, high).float()

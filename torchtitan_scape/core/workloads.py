@@ -196,4 +196,4 @@ def local_shapes(shapes: Shapes, shard: int) -> tuple[Shape, ...]:
     """Return the shapes of the first rank's shards: FSDP2 splits the first dimension into chunks of ceil(rows /
     shard).
     """
-    return tuple((-(-s[0] // shard), *s[1:]) for s in shapes)
+    return tuple((-(-s[0] // shard), *s[1:]) if s else s for s in shapes)

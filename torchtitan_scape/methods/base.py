@@ -3,14 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import store_gradient, stored
+from torchtitan_scape.core.parameters import check_contiguous, store_gradient, stored
 from torchtitan_scape.core.tensors import PART
-from torchtitan_scape.methods.interface import Method, State, StepInfo
+from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.update import clip, norm_over_model, update
 
 
@@ -89,6 +90,10 @@ class LocalMethod(Method):
     """
 
     per_replica_weights = True
+
+    def __init__(self, context: MethodContext, options: Any) -> None:
+        check_contiguous(context.shards, options.method_name())
+        super().__init__(context, options)
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase

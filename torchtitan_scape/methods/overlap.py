@@ -28,7 +28,8 @@ class BackwardOverlap:
 
     Attributes:
         active: True from `begin` to `finish` or `cancel`.
-        complete: after `start_remaining`, whether the backward pass completed each chunk.
+        complete: after `start_remaining`, whether the backward pass completed each chunk. As many flags on all ranks:
+            ranks with fewer chunks, as with uneven shards, add True.
     """
 
     def __init__(self, method: ChunkedMethod, shards: Sequence[Shard]) -> None:
@@ -37,6 +38,7 @@ class BackwardOverlap:
         self._gradients: dict[int, Tensor] = {}
         self._in_flight: list[ChunkInFlight] = []
         self._order = list(range(len(self._required)))
+        self._flags = max(method.collectives.gather_objects(len(self._order)))
         self.complete: list[bool] = []
         self.active = False
         for number, shard in enumerate(shards):
@@ -58,16 +60,16 @@ class BackwardOverlap:
             return cls(first, shards)
         return None
 
-    def begin(self, agreed: Sequence[bool] = ()) -> None:
+    def begin(self, complete_everywhere: Sequence[bool] = ()) -> None:
         """Expect the last backward pass of a step.
 
         Args:
-            agreed: `complete` of the previous step, combined over all ranks.
+            complete_everywhere: of each flag of `complete` in the previous step, whether it was true on all ranks.
         """
         assert not self.active, "after a backward pass that failed call zero_grad() first"
         self._method.begin()
-        if len(agreed) == len(self._order):
-            self._order = sorted(range(len(agreed)), key=lambda number: not agreed[number])
+        if len(complete_everywhere) == self._flags:
+            self._order = sorted(range(len(self._order)), key=lambda number: not complete_everywhere[number])
         self._gradients, self._in_flight, self.active = {}, [], True
 
     def cancel(self) -> bool:
@@ -93,7 +95,8 @@ class BackwardOverlap:
         Returns:
             The gradients, FP32 (n,) per shard.
         """
-        self.complete = [required <= self._gradients.keys() for required in self._required]
+        complete = [required <= self._gradients.keys() for required in self._required]
+        self.complete = complete + [True] * (self._flags - len(complete))
         return self._start_all()
 
     @torch.no_grad()

@@ -53,12 +53,22 @@ def clip(
 
 def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
     """Run the optimizer's step if `applied`, bool () on the device."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not _creates_momentum(optimizer):
         # Fused optimizers skip the step on the device if `found_inf` is set, as for `torch.amp.GradScaler`.
         optimizer.found_inf = (~applied).float()  # type: ignore[union-attr]
         optimizer.step()
     elif applied.item():
         optimizer.step()
+
+
+def _creates_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this step creates momentum buffers: fused SGD leaves them uninitialized if it skips the step."""
+    return any(
+        parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for parameter in group["params"]
+    )
 
 
 @contextmanager

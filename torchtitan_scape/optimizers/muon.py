@@ -73,6 +73,12 @@ class Muon(Optimizer):
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         shards = collect_shards(self.param_groups)
+        for shard in shards:
+            if (dtype := shard.parameter.dtype) != torch.float32:
+                raise ValueError(
+                    f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
+                    "BF16 by mixed precision or autocast"
+                )
         hidden = [shard for shard in shards if is_hidden(shard)]
         rest = [
             [s.parameter for s in shards if s.group == i and not is_hidden(s)] for i in range(len(self.param_groups))

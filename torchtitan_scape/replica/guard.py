@@ -82,7 +82,7 @@ class FiniteGuard:
         skipped_in_a_row: of them, the last ones without an applied step in between.
         asked_to_stop: whether this rank requests a stop; called at every check.
         stop_agreed: whether any rank requested one at the last check that `finish_previous_step` has read.
-        agreed: the `also` of that check, each true if it was on every rank.
+        extra_flags_all_true: of each extra flag of that check, whether it was true on every rank.
         summed_over: description of the ranks over which the checked gradients were summed; "" if they are this rank's
             own.
     """
@@ -103,7 +103,7 @@ class FiniteGuard:
         self.skipped_in_a_row = 0
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
-        self.agreed: list[bool] = []
+        self.extra_flags_all_true: list[bool] = []
         self.summed_over = ""
         self._may_go_on: list[Tensor] = []
         self._finite = finite
@@ -114,17 +114,17 @@ class FiniteGuard:
         self._pending: tuple[Tensor, Any] | None = None
         self._was_applied = True
 
-    def check(self, gradients: list[Tensor], also: Sequence[bool] = ()) -> Tensor:
+    def check(self, gradients: list[Tensor], extra_flags: Sequence[bool] = ()) -> Tensor:
         """Return `applied`: whether every gradient of every rank is finite. Collective.
 
         Args:
-            also: further flags to combine over ranks, see `agreed`; as many on all ranks.
+            extra_flags: further flags to combine over ranks, see `extra_flags_all_true`; as many on all ranks.
         """
         self._each = self._finite(gradients)
         finite = self._each.all()
         if not self._may_go_on:  # both values are kept on the device, so that a step copies nothing from the host
             self._may_go_on = [torch.ones_like(finite), torch.zeros_like(finite)]
-        asked = [self._may_go_on[no] for no in (self.asked_to_stop(), *(not yes for yes in also))]
+        asked = [self._may_go_on[no] for no in (self.asked_to_stop(), *(not flag for flag in extra_flags))]
         flags = self._all_true(torch.stack([finite, *asked]))
         if self.applied is None:
             self.applied = torch.empty_like(flags[0])
@@ -165,7 +165,7 @@ class FiniteGuard:
         self._pending = None
         if event is not None:
             event.synchronize()
-        applied, may_go_on, *self.agreed = flags.tolist()
+        applied, may_go_on, *self.extra_flags_all_true = flags.tolist()
         self.stop_agreed, self._was_applied = not may_go_on, applied
         if applied:
             self.skipped_in_a_row = 0
@@ -175,14 +175,15 @@ class FiniteGuard:
         if self.skipped_in_a_row >= self.max_skipped_steps:
             raise NonFiniteGradientError(
                 f"the gradients were not finite, or too large to be summed, for {self.skipped_in_a_row} steps in a row "
-                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. {self._whose()}"
+                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. "
+                f"{self._summed_ranks_note()}"
                 "Parameters and state are those of the last good step. Lower the learning rate, or look at "
                 f"the data of {self.summed_over or 'that rank'}."
             )
         logger.warning("skipped a step: some rank's gradient was not finite (%d in a row)", self.skipped_in_a_row)
         return False
 
-    def _whose(self) -> str:
+    def _summed_ranks_note(self) -> str:
         if not self.summed_over:
             return ""
         return f"A rank has a part of the sum over {self.summed_over}, any of which may have made it. "

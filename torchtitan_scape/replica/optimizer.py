@@ -23,9 +23,9 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.replica import agreement, checks, rank_state, simulation
+from torchtitan_scape.replica import checks, rank_state, setup_checks, simulation
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
-from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, built, shared_model, weights_of_replicas
+from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
 
@@ -79,10 +79,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         max_skipped_steps: int = 10,
         kernels: str = "auto",
     ) -> None:
-        agreement.check_arguments(max_norm, reduction)
-        optimizer, make_optimizer = built(optimizer, model)
+        setup_checks.check_arguments(max_norm, reduction)
+        optimizer, make_optimizer = simulation.build_optimizer(optimizer, model)
         entry = METHODS[options.method_name()]
-        agreement.check_optimizer(optimizer, options.method_name(), entry)
+        setup_checks.check_optimizer(optimizer, options.method_name(), entry)
         method = entry.method
         if method.holds_optimizer_state and isinstance(optimizer, AdamS):
             optimizer.release_state()
@@ -92,6 +92,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.levels: ThreeLevelState | None = None
         self._stashed: list[list[Tensor]] = []
         self._shards = collect_shards(optimizer.param_groups)
+        setup_checks.count_copies_once(self._shards, self.collectives)
+        frozen = setup_checks.frozen_parameters(model, self._shards)
         device = self._shards[0].device
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
@@ -102,14 +104,18 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         # The shapes of the first rank's shards on all ranks, so that all choose the same options.
         shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], self.collectives.model_ranks)
         self.options = options.resolve(shapes, self.collectives.replicas)
-        self.settings = self._agree(
+        self.settings = setup_checks.agree(
+            self,
             {"max_norm": max_norm, "reduction": reduction},
             {"total_steps": total_steps, "max_skipped_steps": max_skipped_steps, "optimizer": type(optimizer).__name__},
+            frozen,
         )
-        self.collectives.broadcast_from_first([stored(shard.parameter) for shard in self._shards])
+        trained = [stored(shard.parameter) for shard in self._shards]
+        self.collectives.broadcast_from_first([*trained, *(values for _, values in frozen)])
         self.weights: list[ReplicaWeights] = []
         if method.per_replica_weights:
-            self.weights = weights_of_replicas(len(replicas.endpoints), self._shards, optimizer, make_optimizer)
+            count = len(replicas.endpoints)
+            self.weights = simulation.weights_of_replicas(count, self._shards, optimizer, make_optimizer)
         self._active_replica = 0  # whose weights the model contains
         self._shows_shared_weights = False  # inside `shared_weights`, with weights of each replica
         scale = float(self.collectives.replicas) if reduction == "sum" else 1.0
@@ -119,21 +125,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             made.declared_states()  # before an exchange is in flight
         self.guard = self._finite_guard(scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
-        self.first_step_check = agreement.check_at_first_step(self)
+        self.first_step_check = setup_checks.check_at_first_step(self)
         if self._overlap is not None:
             assert isinstance(self.methods[0], ChunkedMethod)
             self.methods[0].overlap = self._overlap
-
-    def _agree(self, checkpoint_settings: dict[str, Any], run_settings: dict[str, Any]) -> dict[str, Any]:
-        """Check that all replicas have equal settings, and return those that a checkpoint depends on. Collective."""
-        settings = {
-            "method": self.options.method_name(),
-            "parameters": agreement.describe_parameters(self._shards),
-            **checkpoint_settings,
-            **self.options.fingerprint(),
-        }
-        agreement.check_replicas_agree(self.collectives, settings | run_settings, self.param_groups)
-        return settings
 
     def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
         """Return a replica's context. The first one shares `grad_norm`, `clip_factor` and `timer` with this object."""
@@ -152,6 +147,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             dist.get_rank() if dist.is_initialized() else 0,
             max_skipped_steps,
         )
+
+    _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it.
 
     # The groups and the state are the wrapped optimizer's, which replaces both lists when it loads a state.
     # `Optimizer.__init__` assigns empty ones.
@@ -184,6 +181,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: on every rank, after `max_skipped_steps` skipped steps in a row.
         """
+        if hasattr(self, "grad_scale"):
+            raise ValueError(
+                "torch.amp.GradScaler is not supported: it skips a step on some ranks only; train in BF16 without it"
+            )
         if self._shows_shared_weights:
             raise ValueError("step() was called inside shared_weights(), which restores the weights; leave it first")
         loss = None
@@ -253,7 +254,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """With `overlap`: call this before the backward pass of the step's last micro-batch."""
         if self._overlap is not None:
             self.finish_previous_step()  # it may request a full exchange, so it comes before the first chunk
-            self._overlap.begin(self.guard.agreed)
+            self._overlap.begin(self.guard.extra_flags_all_true)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Collective if a backward pass failed whose exchange had started."""

@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.replica.simulation import ReplicaWeights
@@ -36,7 +38,11 @@ def save(optimizer: Any) -> dict[str, Any]:
             "would be lost; save checkpoint_states(model, optimizer) and load with load_checkpoint(), both from "
             "torchtitan_scape"
         )
-    replica = {
+    return optimizer.inner.state_dict() | {"replica": _replica_state(optimizer)}
+
+
+def _replica_state(optimizer: Any) -> dict[str, Any]:
+    return {
         "layout": _layout(optimizer),
         "methods": optimizer.replicas.run(lambda i: optimizer.methods[i].state_dict()),
         "weights": [[stored(shard.parameter) for shard in one.shards] for one in optimizer.weights],
@@ -45,7 +51,6 @@ def save(optimizer: Any) -> dict[str, Any]:
         "skipped": (optimizer.guard.skipped, optimizer.guard.skipped_in_a_row),
         "sent_bytes": dict(optimizer.collectives.ledger.sent),
     }
-    return optimizer.inner.state_dict() | {"replica": replica}
 
 
 def _layout(optimizer: Any) -> dict[str, Any]:
@@ -78,6 +83,12 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
     return ""
 
 
+def _apart_from(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return a saved state with copies of the tensors that are still in use, which a load begins to overwrite."""
+    in_use = {values.data_ptr() for values in tree_leaves(_replica_state(optimizer)) if isinstance(values, Tensor)}
+    return tree_map_only(Tensor, lambda values: values.clone() if values.data_ptr() in in_use else values, saved)
+
+
 @torch.no_grad()
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Load the result of `save`. Collective.
@@ -90,6 +101,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if error:
             raise ValueError(error)
     assert saved is not None
+    saved = _apart_from(saved, optimizer)
     optimizer.prepare_to_load()
     optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
     if optimizer.weights:

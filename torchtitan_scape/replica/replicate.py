@@ -11,9 +11,9 @@ from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.replica.agreement import refuse_wrappers
 from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.setup_checks import refuse_wrappers
 from torchtitan_scape.replica.simulation import Named
 
 MethodChoice: TypeAlias = MethodOptions | str | dict[str, Any]

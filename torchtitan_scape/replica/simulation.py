@@ -60,7 +60,10 @@ class ReplicaWeights:
     def copy_of(cls, shards: Sequence[Shard], make_optimizer: MakeOptimizer) -> "ReplicaWeights":
         """Return another replica with equal weights and an optimizer of its own."""
         optimizer = make_optimizer([(s.name, nn.Parameter(s.parameter.detach().clone())) for s in shards])
-        return cls.of(collect_shards(optimizer.param_groups), optimizer)
+        copies = collect_shards(optimizer.param_groups)
+        for copy, shard in zip(copies, shards, strict=True):
+            copy.counted = shard.counted
+        return cls.of(copies, optimizer)
 
     def states(self) -> list[State]:
         weights = {shard.name: stored(shard.parameter) for shard in self.shards}
@@ -87,7 +90,7 @@ class ReplicaWeights:
             second.copy_(kept)
 
 
-def built(
+def build_optimizer(
     optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn.Module | None
 ) -> tuple[torch.optim.Optimizer, MakeOptimizer | None]:
     """Return an optimizer, and the function that builds further ones if that was passed."""

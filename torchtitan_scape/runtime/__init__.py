@@ -1,1 +1,1 @@
-"""Process lifetime of a run: launch, liveness of ranks, shutdown, and agreement of ranks at the start."""
+"""Process lifetime of a run: launch, liveness of ranks, shutdown, and comparison of ranks at the start."""

@@ -93,7 +93,7 @@ class Shutdown:
         # The launcher counts restarts without progress; local rank 0 writes the progress file.
         self._progress = os.environ.get("SCAPE_PROGRESS_FILE") if os.environ.get("LOCAL_RANK") == "0" else None
 
-    def watch_over(self, trainer: Any) -> None:
+    def attach(self, trainer: Any) -> None:
         """Connect the trainer: it is closed with the process, and stops on a signal."""
         self.close = trainer.close
         trainer.shutdown = self
@@ -103,7 +103,7 @@ class Shutdown:
         if not enabled and os.environ.get("MAX_RESTARTS", "0") != "0" and self.rank == 0:
             logger.warning("MAX_RESTARTS without checkpoint.enable: a restarted run begins at step 1")
 
-    def expect(self, timeout: float) -> None:
+    def set_collective_timeout(self, timeout: float) -> None:
         """Set the timeout of collectives in seconds."""
         self.liveness.set_timeout(timeout)
 
@@ -111,8 +111,8 @@ class Shutdown:
         """Record progress of the main thread, and after the first step of this process also the start step."""
         if first:
             self._is_setup = False
-            self._note(f"resumed {trainer.step - 1}")
-            self.expect(trainer.job_config.comm.train_timeout_seconds)
+            self._append_progress(f"resumed {trainer.step - 1}")
+            self.set_collective_timeout(trainer.job_config.comm.train_timeout_seconds)
         else:
             self.liveness.report_progress()
 
@@ -124,7 +124,7 @@ class Shutdown:
             line = f"stopped on request at step {step}{delay}, and nothing was saved"
             raise StoppedEarly(NOT_SAVED, f"{line}: saving needs --checkpoint.enable, without load_only")
         checkpointer.save_to_resume(step)
-        self._note(f"stopped {step} {self.stop.signal.name if self.stop.signal else 'other'}")
+        self._append_progress(f"stopped {step} {self.stop.signal.name if self.stop.signal else 'other'}")
         # Synchronize, because launchers terminate the other ranks when the first one ends.
         trainer.replica_optimizer.collectives.sum_over_all(torch.zeros_like(trainer.replica_optimizer.grad_norm)).item()
         raise StoppedEarly(
@@ -234,7 +234,7 @@ class Shutdown:
         thread.start()
         thread.join(seconds)
 
-    def _note(self, line: str) -> None:
+    def _append_progress(self, line: str) -> None:
         if not self._progress:
             return
         try:

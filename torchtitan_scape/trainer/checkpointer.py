@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from topology.torch_version import STAGER_SAVES_ONCE
 from torchtitan_scape.checkpoint.failures import failure_text
-from torchtitan_scape.checkpoint.folder import as_rank_0_sees, first_damage, names_in, read_record, steps_in
+from torchtitan_scape.checkpoint.folder import call_on_rank_0, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
 from torchtitan_scape.checkpoint.parts import RANDOM, RandomState, sizes_line
@@ -125,7 +125,7 @@ class ReplicaCheckpointer(CheckpointManager):
             return
         path = self._create_checkpoint_id(step)
         self._earlier_failed()
-        if as_rank_0_sees(
+        if call_on_rank_0(
             lambda: step not in self._not_counted and is_complete(path) and RUN_METADATA in names_in(path)
         ):
             return
@@ -272,8 +272,8 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _choose(self, step: int) -> str | None:
         """Return the verified folder to resume from, or None if there is none."""
-        existing: list[int] = as_rank_0_sees(lambda: steps_in(self.folder))
-        steps: list[int] = as_rank_0_sees(lambda: [s for s in existing if is_finished(self._create_checkpoint_id(s))])
+        existing: list[int] = call_on_rank_0(lambda: steps_in(self.folder))
+        steps: list[int] = call_on_rank_0(lambda: [s for s in existing if is_finished(self._create_checkpoint_id(s))])
         if step != -1:
             return self._path_of_step(step, steps)
         for unfinished in (s for s in existing if s not in steps and s > max(steps, default=-1)):
@@ -310,7 +310,7 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self.initial_load_path
         if not path:
             return False
-        is_folder, finished = as_rank_0_sees(lambda: (os.path.isfile(f"{path}/.metadata"), is_finished(path)))
+        is_folder, finished = call_on_rank_0(lambda: (os.path.isfile(f"{path}/.metadata"), is_finished(path)))
         if not is_folder:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is not a checkpoint folder")
         if not finished:
@@ -325,7 +325,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _load_model(self, path: str) -> None:
         logger.info(f"Loading only the model from {path}")
-        model = self.states[MODEL].room()
+        model = self.states[MODEL].load_targets()
         load_into(path, model)
         self.states[MODEL].load_state_dict(model)
 
@@ -355,7 +355,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if RANDOM not in excluded and not different.keys() & set(_AXES) and random <= names:
             states[RANDOM] = self.states[RANDOM]
         if MODEL not in excluded:
-            states |= self.states[MODEL].room()
+            states |= self.states[MODEL].load_targets()
         load_into(path, states)
         if MODEL not in excluded:
             self.states[MODEL].load_state_dict(states)

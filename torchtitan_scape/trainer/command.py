@@ -34,7 +34,7 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     resolved = resolve(arguments)
     config = resolved.config
     logger.info(resolved.line())
-    shutdown.expect(config.comm.init_timeout_seconds)
+    shutdown.set_collective_timeout(config.comm.init_timeout_seconds)
     if DEVICE_TYPE == "cpu" and config.comm.mode != "fake_backend":
         # Simulated replicas of another machine may run on any CPU.
         check_device("local" if config.topology.simulate_replicas > 1 else config.topology.machine)
@@ -51,7 +51,7 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
             with suppress(OSError):  # TorchTitan creates them before its checks; remove them if they are empty
                 folder.rmdir()
         raise
-    shutdown.watch_over(trainer)
+    shutdown.attach(trainer)
     if is_dry_run(config):
         report_dry_run(trainer)
         return

@@ -33,8 +33,8 @@ from torchtitan_scape.report.interfaces import InterfaceCount
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.sample import log_samples
 from torchtitan_scape.report.summary import summarise
-from torchtitan_scape.runtime.agreement import check_ranks_agree, facts
 from torchtitan_scape.runtime.device_settings import check_queues
+from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, facts
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.sharding.build import groups_for
 from torchtitan_scape.titan import DEVICE_TYPE, patches

@@ -26,7 +26,7 @@ class SharedBases:
         collectives: Communication with the other replicas.
 
     Attributes:
-        whitening: The bases by name.
+        whitening: The `WhiteningBases` of these matrices.
         start: Attempted steps before the first one that used these bases, int64 () on the host; -1 if not known yet.
     """
 
@@ -81,12 +81,12 @@ class SharedBases:
     def _receive_moments(self, applied: Tensor) -> None:
         """Replace all second moments by those of the owners, one triangle of each in BF16. Collective."""
         for name, side in self._sides():
-            moment = _of(side)
-            first, second = torch.triu_indices(*moment.shape, device=moment.device)
-            message = moment[first, second].to(MOMENT_DTYPE)
+            moment = _moment_of(side)
+            rows, columns = torch.triu_indices(*moment.shape, device=moment.device)
+            message = moment[rows, columns].to(MOMENT_DTYPE)
             self._collectives.broadcast_from(message.view(torch.uint8), self._owners[name], "basis")
             received = torch.empty_like(moment)
-            received[first, second] = received[second, first] = message.float()
+            received[rows, columns] = received[columns, rows] = message.float()
             masked_copy_(moment, received, applied)
 
     def _sides(self) -> list[tuple[str, Side]]:
@@ -97,7 +97,7 @@ class SharedBases:
     def gather(self) -> None:
         """Distribute the second moments of the owners, as they are. Collective."""
         for name, side in self._sides():
-            self._collectives.broadcast_from(_of(side), self._owners[name])
+            self._collectives.broadcast_from(_moment_of(side), self._owners[name])
 
     def replicated(self, name: str) -> list[tuple[str | None, Tensor]]:
         """Return the tensors of a parameter that are bitwise equal on all replicas."""
@@ -106,6 +106,6 @@ class SharedBases:
         return [(f"basis.{kind}", tensor) for kind, tensor in tensors.items() if not kind.endswith("moment")]
 
 
-def _of(side: Side) -> Tensor:
+def _moment_of(side: Side) -> Tensor:
     assert side.moment is not None
     return side.moment

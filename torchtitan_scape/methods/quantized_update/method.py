@@ -21,7 +21,7 @@ from topology.chunks import Exchange, double_buffered
 from topology.codecs import Codec
 from topology.partition import Slice
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import Shard, local, store_gradient, stored
+from torchtitan_scape.core.parameters import Shard, check_contiguous, local, store_gradient, stored
 from torchtitan_scape.core.tensors import add_to_each_, masked_copy_
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
@@ -57,9 +57,8 @@ class QuantizedUpdate(Method):
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
         super().__init__(context, options)
         shards, replicas = context.shards, self.collectives.replicas
+        check_contiguous(shards, options.method_name())
         for shard in shards:
-            if not stored(shard.parameter).is_contiguous():
-                raise ValueError(f"method 'quantized_update' needs contiguous parameters, and {shard.name!r} is not")
             if (dtype := stored(shard.parameter).dtype) != torch.float32:
                 raise ValueError(
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "

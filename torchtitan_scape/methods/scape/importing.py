@@ -37,7 +37,7 @@ class ImportedScapeState(ImportedState):
             row = own[0] if len(own) else torch.zeros(own.shape[1], device=device)
             moment = row.clone() if self.held is None else row.masked_fill(~self.held, 0.0)
         if own is not None and saved["one_buffer"]:
-            reader.from_a_rank_that_has_rows(moment)
+            reader.broadcast_if_replica_counts_differ(moment)
             own = off_mask(own, self.held)
         self.moment, self.own = moment, own
         if "master" in kinds:  # the saved model is in BF16

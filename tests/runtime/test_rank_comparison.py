@@ -10,21 +10,21 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import RECIPE, train
-from torchtitan_scape.runtime.agreement import difference, file_facts
+from torchtitan_scape.runtime.rank_comparison import describe_difference, file_facts
 
 
 def compare(arguments: list[list[str]], code: str | None = None) -> None:
     """Run the comparison, with different arguments per rank (the last ones for the remaining ranks)."""
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.runtime import agreement
+    from torchtitan_scape.runtime import rank_comparison
 
     rank = dist.get_rank()
-    facts = agreement.facts(parse([*RECIPE, *arguments[min(rank, len(arguments) - 1)]]))
+    facts = rank_comparison.facts(parse([*RECIPE, *arguments[min(rank, len(arguments) - 1)]]))
     if code and rank == 1:
         facts[code] = "patched"
     with patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as details:
         try:
-            agreement.check_ranks_agree(facts, torch.device("cpu"))
+            rank_comparison.check_ranks_agree(facts, torch.device("cpu"))
         finally:
             assert details.called == (len({tuple(a) for a in arguments}) > 1 or code is not None)
 
@@ -67,13 +67,13 @@ def test_a_rank_that_differs_from_the_majority_is_named(pool4: Pool) -> None:
 
 def trained(folder: str, view: list[str]) -> None:
     """Run the trainer with a path that is a different folder on every rank, like node-local copies."""
-    from torchtitan_scape.runtime import agreement
+    from torchtitan_scape.runtime import rank_comparison
 
     def local(name: str, path: str | None, *args: Any) -> dict[str, str]:
         found = file_facts(name, path and path.replace("NODE", str(dist.get_rank())), *args)
         return {key.replace(f"node{dist.get_rank()}", "node"): value for key, value in found.items()}
 
-    with patch.object(agreement, "file_facts", local):
+    with patch.object(rank_comparison, "file_facts", local):
         train(folder, ["--training.steps=1", *view])
 
 
@@ -124,6 +124,6 @@ def test_files_differ_by_name_size_and_content(tmp_path: Path, monkeypatch: pyte
 def test_many_differences_are_one_line() -> None:
     meant = {f"key {i}": "1" for i in range(100)}
     odd = {f"key {i}": "2" for i in range(100)} | {"new": "3"}
-    text = difference(meant, 0, odd, 7, list(range(1, 1000)))
+    text = describe_difference(meant, 0, odd, 7, list(range(1, 1000)))
     assert text.startswith("rank 7 has key 0 = 2, rank 0 has 1 (100 more differ, key 1, key 2);")
     assert len(text) < 300 and text.endswith("ranks 1, 2, 3, 4, 5 and 994 more)")

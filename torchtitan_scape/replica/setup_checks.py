@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from topology.collectives import ReplicaCollectives
-from torchtitan_scape.core.parameters import Shard, stored
+from topology.group_queries import gather_lists
+from torchtitan_scape.core.parameters import Shard, piece_of, stored
 from torchtitan_scape.methods.registry import MethodEntry
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 
@@ -74,7 +75,7 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
     """Let the first step of a `ReplicaOptimizer` check how the model was used after the optimizer was built."""
     is_first = True  # The hook stays: PyTorch does not permit its removal while the hooks run.
 
-    def look(*_: Any) -> None:
+    def check_once(*_: Any) -> None:
         nonlocal is_first
         if is_first:
             is_first = False
@@ -82,7 +83,7 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
             if optimizer.weights and not optimizer.attempted_steps:
                 follow_loaded_weights(optimizer)
 
-    handle: RemovableHandle = optimizer.register_step_pre_hook(look)
+    handle: RemovableHandle = optimizer.register_step_pre_hook(check_once)
     return handle
 
 
@@ -119,9 +120,75 @@ def follow_loaded_weights(optimizer: Any) -> None:
         logger.info("weights were loaded after the optimizer was built; all replicas start from those of the first one")
 
 
-def describe_parameters(shards: Sequence[Shard]) -> int:
+def count_copies_once(shards: Sequence[Shard], collectives: ReplicaCollectives) -> None:
+    """Set `counted` of the shards: of ranks that hold copies of a part of a parameter, the first one. Collective.
+
+    Tensor parallelism leaves such copies, of norms for example, as DTensors or as plain tensors.
+    """
+    group = collectives.groups.model
+    if group is None or collectives.is_fake:
+        return
+    own, rank = [piece_of(shard) for shard in shards], collectives.model_rank
+    first: dict[Any, int] = {}
+    for other, pieces in gather_lists(group, [(rank, own)]):
+        for piece in pieces:
+            first[piece] = min(other, first.get(piece, other))
+    for shard, piece in zip(shards, own, strict=True):
+        shard.counted = first[piece] == rank
+
+
+def frozen_parameters(model: nn.Module | None, shards: Sequence[Shard]) -> list[tuple[str, Tensor]]:
+    """Return the names and the stored values of the frozen parameters of the model.
+
+    Raises:
+        ValueError: the optimizer has one of them.
+    """
+    for shard in shards:
+        if not shard.parameter.requires_grad:
+            raise ValueError(
+                f"the optimizer has the frozen parameter {shard.name!r}, which weight decay and momentum would change; "
+                "pass [p for p in model.parameters() if p.requires_grad]"
+            )
+    parameters = model.named_parameters() if model is not None else ()
+    return [(name, stored(parameter)) for name, parameter in parameters if not parameter.requires_grad]
+
+
+def parameter_checksum(shards: Sequence[Shard]) -> int:
     """Return a checksum of the names, local sizes and param groups of the parameters."""
     return zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in shards]).encode())
+
+
+def agree(
+    optimizer: Any,
+    checkpoint_settings: dict[str, Any],
+    run_settings: dict[str, Any],
+    frozen: Sequence[tuple[str, Tensor]],
+) -> dict[str, Any]:
+    """Check that all replicas of a `ReplicaOptimizer` have equal settings. Collective.
+
+    Args:
+        frozen: the result of `frozen_parameters`.
+
+    Returns:
+        The settings that a checkpoint depends on.
+    """
+    settings = {
+        "method": optimizer.options.method_name(),
+        "parameters": parameter_checksum(optimizer.shards()),
+        **checkpoint_settings,
+        **optimizer.options.fingerprint(),
+    }
+    described = [(name, tuple(values.shape), values.dtype) for name, values in frozen]
+    run_settings = run_settings | {"frozen parameters": zlib.crc32(repr(described).encode())}
+    check_replicas_agree(optimizer.collectives, settings | run_settings, optimizer.param_groups)
+    return settings
+
+
+def raise_on_all_ranks(collectives: ReplicaCollectives, error: str) -> None:
+    """Raise ValueError on every rank if one has an error: each its own, or else the first one. Collective."""
+    errors = [other for other in collectives.gather_objects(error) if other]
+    if errors:
+        raise ValueError(error or errors[0])
 
 
 def check_replicas_agree(
@@ -130,7 +197,7 @@ def check_replicas_agree(
     """Compare settings, and the options of the param groups, over the replicas. Collective.
 
     Raises:
-        ValueError: on every replica that differs from another one, with the setting and both values.
+        ValueError: on every rank if two replicas differ, with the setting and both values.
     """
     for i, group in enumerate(param_groups):
         for key, value in group.items():
@@ -138,11 +205,13 @@ def check_replicas_agree(
             if isinstance(value, bool | int | float | str | tuple | None):
                 settings = settings | {f"{key} of group {i}": value}
     ranks, own = collectives.peers
+    error = ""
     for rank, other in zip(ranks, collectives.gather_from_replicas(settings), strict=True):
-        different = [key for key, value in settings.items() if other.get(key) != value]
-        if different:
+        different = [key for key in {**settings, **other} if other.get(key) != settings.get(key)]
+        if different and not error:
             key = different[0]
-            raise ValueError(
+            error = (
                 f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[own]} has "
-                f"{settings[key]!r}; every replica needs the same model, optimizer and options"
+                f"{settings.get(key)!r}; every replica needs the same model, optimizer and options"
             )
+    raise_on_all_ranks(collectives, error)

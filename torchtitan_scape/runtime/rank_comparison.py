@@ -147,29 +147,32 @@ def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
     other_facts: list[Any] = [own] if rank == other else [None]
     dist.broadcast_object_list(other_facts, src=other, device=device)
     raise ValueError(
-        difference(
+        describe_difference(
             reference_facts[0], reference, other_facts[0], other, [i for i in range(world) if pairs[i] != common]
         )
     )
 
 
-def difference(meant: dict[str, str], rank: int, odd: dict[str, str], other: int, ranks: list[int]) -> str:
+def describe_difference(
+    expected: dict[str, str], rank: int, actual: dict[str, str], other: int, differing: list[int]
+) -> str:
     """Return one line about the differences of rank `other` from rank `rank`.
 
     Args:
-        meant: Facts of `rank`.
+        expected: Facts of `rank`.
         rank: A rank of the majority.
-        odd: Facts of `other`.
+        actual: Facts of `other`.
         other: The first rank that differs.
-        ranks: All ranks that differ from `rank`.
+        differing: All ranks that differ from `rank`.
     """
-    keys = [key for key in {**meant, **odd} if meant.get(key) != odd.get(key)]
+    keys = [key for key in {**expected, **actual} if expected.get(key) != actual.get(key)]
     # If a path differs, so do its files. The path is the first key.
     key = keys[0]
     more = f" ({len(keys) - 1} more differ, {', '.join(keys[1:3])})" if len(keys) > 1 else ""
-    named = ", ".join(map(str, ranks[:MAX_NAMED]))
-    named += f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    named = ", ".join(map(str, differing[:MAX_NAMED]))
+    named += f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+    noun = "rank" if len(differing) == 1 else "ranks"
     return (
-        f"rank {other} has {key} = {odd.get(key, 'none')}, rank {rank} has {meant.get(key, 'none')}{more}; every rank "
-        f"needs the same config, code, data and tokenizer (different: {'rank' if len(ranks) == 1 else 'ranks'} {named})"
+        f"rank {other} has {key} = {actual.get(key, 'none')}, rank {rank} has {expected.get(key, 'none')}{more}; "
+        f"every rank needs the same config, code, data and tokenizer (different: {noun} {named})"
     )
