@@ -101,6 +101,10 @@ class SlurmSet:
     def seconds(self, specs: Sequence[RunSpec]) -> float:
         return sum(self.shares[spec.key] + END for spec in specs)
 
+    def node_hours(self, specs: Sequence[RunSpec]) -> float:
+        """Return the node-hours that the jobs of these runs request."""
+        return sum(self.seconds([spec]) * spec.size / self.per_node for spec in specs) / 3600.0
+
     def write_job(self, name: str, specs: Sequence[RunSpec]) -> Path:
         """Write a job: the machine's own file, once per method. A failed method does not stop the next."""
         machine = ROOT / "scripts" / "slurm" / f"{self.machine}.sbatch"
@@ -201,6 +205,7 @@ class SlurmSet:
         setup = {"launcher": "slurm", "machine": self.machine, "notes": notes}
         self.queue.store.note(SETUP, self.one.name, {}, setup, command_of("scripts.study"))
         missing, begin = self.collect(), time.monotonic()
+        print(f"{self.one.name}: {len(missing)} runs, at most {self.node_hours(missing):.0f} node-hours", flush=True)
         for size in dict.fromkeys(spec.size for spec in missing):
             self.submit(size, [spec for spec in missing if spec.size == size])
         while waiting := [size for size in sorted({spec.size for spec in self.collect()}) if self.alive(size)]:

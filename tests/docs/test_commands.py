@@ -183,8 +183,8 @@ def test_documented_planner_commands_succeed(command: Command, tmp_path: Any, mo
     (tmp_path / "links.json").write_text(json.dumps({"schema": SCHEMA, "memory_bandwidth": 1e12, "levels": stored}))
     with redirect_stdout(io.StringIO()) as output:
         assert main(command.arguments[2:]) == 0
-    # On Frontier's links dense gradients overlap with the backward pass, as the page states.
-    answer = "Compress: yes" if "--network-bandwidth" in command.arguments else "Compress: no"
+    # On 48 nodes of Frontier, quantized updates share the products of Muon, as the page states.
+    answer = "Compress: no" if "dgx-h100" in command.arguments else "Compress: yes"
     answer = "not 1.5 x" if "--shard-axis" in command.arguments else answer
     assert answer in output.getvalue() or "--paper" in command.arguments
 

@@ -3,6 +3,7 @@
 The lists of methods at the top are the planner's policy.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,22 +22,29 @@ from torchtitan_scape.planner.bf16 import Bf16Options
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 
-DENSE = (PlannedRun(DenseOptions(), "AdamS", overlap=True), PlannedRun(DenseOptions(), "AdamW", overlap=True))
-# 13 % of the dense bytes. The loss is nearly that of dense training, and any optimizer is supported.
-CODED = (PlannedRun(QuantizedOptions(code="e2m1", block=128), overlap=True),)
-# 11.6, 2, 1.1 and 0.5 % of the dense bytes, by decreasing density: a lower density costs loss, so that it comes last.
+DENSE = (PlannedRun(DenseOptions(), "Muon", overlap=True),)
+# By increasing loss in the studies of docs/how_to/choose_a_method.md, which is by decreasing bytes: 12.9, 4.9, 2.5 and
+# 1.2 % of the dense ones.
+COMPRESSED = (
+    PlannedRun(QuantizedOptions(code="e2m1", block=128), "Muon", overlap=True),
+    *(PlannedRun(QuantizedUpdateOptions(interval=k), "Muon") for k in (1, 2)),
+    PlannedRun(SpartaOptions(), "Muon"),
+)
+MOST_REPLICAS: dict[type, int] = {SpartaOptions: 4}  # its loss grows with them
+# For little memory, if none of the above fits, by decreasing density. The loss of its optimizer, AdamS, is higher.
 SPARSE = (
     PlannedRun(ScapeOptions(density=0.1)),
     PlannedRun(ScapeOptions(density=0.1, wire="int4")),
     PlannedRun(ScapeOptions(density=0.05, wire="int4")),
     PlannedRun(ScapeOptions(density=0.025, wire="2bit")),
 )
-# Shown but never advised: the trainer does not have the first; the others change the optimizer or the loss.
+# Shown but never advised: the trainer does not have the first; the others have a higher loss.
 COMPARED = (
     PlannedRun(Bf16Options(), overlap=True),
-    PlannedRun(DenseOptions(), "Muon", overlap=True),
-    *(PlannedRun(SpartaOptions(), optimizer) for optimizer in ("AdamW", "Muon")),
-    *(PlannedRun(QuantizedUpdateOptions(interval=k), "Muon") for k in (1, 2, 4)),
+    *(PlannedRun(DenseOptions(), optimizer, overlap=True) for optimizer in ("AdamS", "AdamW")),
+    PlannedRun(QuantizedOptions(code="e2m1", block=128), "AdamW", overlap=True),
+    PlannedRun(QuantizedUpdateOptions(interval=4), "Muon"),
+    PlannedRun(SpartaOptions(), "AdamW"),
 )
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (
@@ -47,7 +55,7 @@ LOWER_MEMORY: tuple[dict[str, Any], ...] = (
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8
 MIN_GAIN = 1.03  # a smaller gain is within the error of the model
-NEAR_FASTEST = 1.05  # the highest density within this factor of the fastest is preferred
+NEAR_FASTEST = 1.10  # of the methods within this factor of the fastest, the first one is advised
 
 
 @dataclass(frozen=True)
@@ -211,15 +219,15 @@ class Advice:
 
     Attributes:
         dense: The fastest dense run that fits.
-        sparse: The best compressed run, SCAPE or quantized gradients.
+        compressed: The compressed run with the lowest loss among the nearly fastest ones.
     """
 
     dense: Candidate
-    sparse: Candidate
+    compressed: Candidate
 
     @property
     def gain(self) -> float:
-        return self.dense.prediction.step / self.sparse.prediction.step
+        return self.dense.prediction.step / self.compressed.prediction.step
 
     @property
     def compress(self) -> bool:
@@ -227,7 +235,7 @@ class Advice:
 
     @property
     def choice(self) -> Candidate:
-        return self.sparse if self.compress else self.dense
+        return self.compressed if self.compress else self.dense
 
 
 def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidate]:
@@ -242,12 +250,20 @@ def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidat
 def advise(case: PlanRequest) -> Advice:
     """Return the best dense and the best compressed run.
 
-    Compressed runs are tried in the order of `CODED` and `SPARSE`; the first within 5 % of the fastest is taken.
+    Of `COMPRESSED`, or of `SPARSE` if none of these fits, the first within 10 % of the fastest is taken.
+
+    Raises:
+        ValueError: Nothing fits.
     """
-    limit = NEAR_FASTEST * best(case, (*CODED, *SPARSE)).prediction.step
-    options = (fastest(case, [method]) for method in (*CODED, *SPARSE))
-    sparse = next(c for c in options if case.fits(c) and c.prediction.step <= limit)
-    return Advice(best(case, DENSE), sparse)
+    found = [fastest(case, [method]) for method in COMPRESSED]
+    fitting = [
+        c for c in found if case.fits(c) and c.layout.replicate <= MOST_REPLICAS.get(type(c.method.options), math.inf)
+    ]
+    if not fitting:
+        best(case, SPARSE)  # raises if none fits
+        fitting = [c for c in (fastest(case, [method]) for method in SPARSE) if case.fits(c)]
+    limit = NEAR_FASTEST * min(c.prediction.step for c in fitting)
+    return Advice(best(case, DENSE), next(c for c in fitting if c.prediction.step <= limit))
 
 
 def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
@@ -256,7 +272,7 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
     The layouts are those of the advice. The search covers a thousandth to a thousand times the present bandwidth. The
     result is 0 if no link is slow enough for a gain, and infinity if none is fast enough to end it.
     """
-    tiers = advice.sparse.layout.hierarchy(advice.sparse.layout.replicate_group(0))
+    tiers = advice.compressed.layout.hierarchy(advice.compressed.layout.replicate_group(0))
     if not tiers:
         return 0.0
     level = tiers[-1].level
@@ -264,8 +280,10 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
 
     def gain(bandwidth: float) -> float:
         changed = replace(case, links=case.links.with_bandwidth(level, bandwidth))
-        dense, sparse = (_predict(changed, c.layout, c.method, c.micro_batch) for c in (advice.dense, advice.sparse))
-        return dense.step / sparse.step
+        dense, compressed = (
+            _predict(changed, c.layout, c.method, c.micro_batch) for c in (advice.dense, advice.compressed)
+        )
+        return dense.step / compressed.step
 
     return bandwidth_of(gain, now, MIN_GAIN)
 
