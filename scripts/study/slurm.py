@@ -205,7 +205,12 @@ class SlurmSet:
         setup = {"launcher": "slurm", "machine": self.machine, "notes": notes}
         self.queue.store.note(SETUP, self.one.name, {}, setup, command_of("scripts.study"))
         missing, begin = self.collect(), time.monotonic()
-        print(f"{self.one.name}: {len(missing)} runs, at most {self.node_hours(missing):.0f} node-hours", flush=True)
+        queued = {size for size in {spec.size for spec in missing} if self.alive(size)}
+        new = [spec for spec in missing if spec.size not in queued]
+        print(
+            f"{self.one.name}: {len(new)} runs to submit, at most {math.ceil(self.node_hours(new))} node-hours",
+            flush=True,
+        )
         for size in dict.fromkeys(spec.size for spec in missing):
             self.submit(size, [spec for spec in missing if spec.size == size])
         while waiting := [size for size in sorted({spec.size for spec in self.collect()}) if self.alive(size)]:

@@ -127,6 +127,9 @@ def freeze(case: str) -> None:
         case "in the optimizer":
             model.layers[0].weight.requires_grad_(False)
             replicate(model, torch.optim.AdamW(model.parameters()), "dense", dist.group.WORLD)
+        case "in the optimizer of one rank":
+            model.layers[0].weight.requires_grad_(dist.get_rank() == 0)
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", dist.group.WORLD)
         case "during the run":
             optimizer = optimizer_of(model, "dense")
             step(model, optimizer, 0)
@@ -142,6 +145,7 @@ def freeze(case: str) -> None:
 
 FROZEN = {
     "in the optimizer": "the optimizer has the frozen parameter 'layers.0.weight', .*; pass \\[p for p in",
+    "in the optimizer of one rank": "the optimizer has the frozen parameter 'layers.0.weight'",
     "during the run": "'layers.0.weight' was frozen after the optimizer was built; build a new one without it",
     "on one rank": "parameters=.*every replica needs the same model",
     "other shapes": "frozen parameters=.*every replica needs the same model",

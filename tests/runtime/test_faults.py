@@ -1,5 +1,6 @@
 """Faults: ranks that die, halt or fail, links that go down, and signals. All ranks end soon with a reason."""
 
+import json
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from scripts.faults.fault_runs import TINY, Launch, differences, free_endpoint, seconds_until_gone
 from tests import server
@@ -34,11 +36,11 @@ def forks() -> dict[str, str]:
 
 
 class Group:
-    """Ranks of tests/runtime/peer.py."""
+    """Ranks of tests/runtime/peer.py, at a free endpoint unless the environment has one."""
 
-    def __init__(self, *behaviours: str) -> None:
+    def __init__(self, *behaviours: str, **more: str) -> None:
         address, port = free_endpoint().split(":")
-        common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours))}
+        common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours)), **more}
         self.ranks, self._outputs = [], []
         for rank, behaviour in enumerate(behaviours):
             read_end, write_end = os.pipe()
@@ -93,6 +95,19 @@ def test_ranks_that_wait_for_a_lost_rank_end_and_name_it() -> None:
     hanging.ends({0: (3, stalled), 2: (3, stalled)})
     working.ends({0: (0, ""), 1: (0, ""), 2: (0, "")})
     assert time.monotonic() - begin < 30.0
+
+
+def test_a_requeued_job_does_not_join_its_last_start() -> None:
+    """The store of that, with its failure, is still at the address for some seconds."""
+    address, port = free_endpoint().split(":")
+    last = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False)
+    last.set("scape/liveness/7-0-0/0/started", "1")
+    last.set("scape/liveness/7-0-0/0/failed", json.dumps({"rank": 0, "code": 2, "text": "of the last start"}))
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    group = Group("work", "work", MASTER_ADDR=address, MASTER_PORT=port, SLURM_RESTART_COUNT="1", **job)
+    time.sleep(8.0)
+    del last
+    group.ends({0: (0, f"MASTER_PORT={port} is in use"), 1: (0, "ready")})
 
 
 # ---------------------------------------------------------------------------------------------------- restarts

@@ -230,11 +230,11 @@ def store_gradient(shard: Shard, flat: Tensor) -> None:
     parameter.grad = values
 
 
-def piece_of(shard: Shard) -> tuple[Any, ...]:
-    """Return what identifies the part of a parameter that a shard holds: equal on ranks with copies of each other."""
+def copies_key(shard: Shard) -> tuple[Any, ...] | None:
+    """Return a key that ranks of a replica with copies of the same entries share; None if there are no copies."""
     parameter = shard.parameter
     if is_slice(parameter):
-        return shard.name, parameter.start
+        return None
     if not isinstance(parameter, DTensor):
         return (shard.name,)
     coordinate = parameter.device_mesh.get_coordinate()

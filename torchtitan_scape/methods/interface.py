@@ -256,8 +256,8 @@ class Method(ABC):
     def gather_state(self) -> None:
         """Make state that replicas divide among themselves, the optimizer's included, current on all. Collective.
 
-        Called before a checkpoint reads `checkpoint_states` and the optimizer's state. What a single replica saves may
-        stay as it is.
+        Called before a checkpoint reads `checkpoint_states` and the optimizer's state. State that its owner alone saves
+        need not be current on other replicas.
         """
 
     def saves_optimizer_state(self, name: str) -> bool:

@@ -23,8 +23,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 
 DENSE = (PlannedRun(DenseOptions(), "Muon", overlap=True),)
-# By increasing loss in the studies of docs/how_to/choose_a_method.md, which is by decreasing bytes: 12.9, 4.9, 2.5 and
-# 1.2 % of the dense ones.
+# By decreasing bytes: 12.9, 4.9, 2.5 and 1.2 % of the dense ones. Losses are in docs/how_to/choose_a_method.md.
 COMPRESSED = (
     PlannedRun(QuantizedOptions(code="e2m1", block=128), "Muon", overlap=True),
     *(PlannedRun(QuantizedUpdateOptions(interval=k), "Muon") for k in (1, 2)),
@@ -55,7 +54,7 @@ LOWER_MEMORY: tuple[dict[str, Any], ...] = (
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8
 MIN_GAIN = 1.03  # a smaller gain is within the error of the model
-NEAR_FASTEST = 1.10  # of the methods within this factor of the fastest, the first one is advised
+NEAR_FASTEST = 1.10  # the first method within this factor of the fastest is advised
 
 
 @dataclass(frozen=True)
@@ -250,20 +249,30 @@ def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidat
 def advise(case: PlanRequest) -> Advice:
     """Return the best dense and the best compressed run.
 
-    Of `COMPRESSED`, or of `SPARSE` if none of these fits, the first within 10 % of the fastest is taken.
+    Compressed runs are those of `COMPRESSED`, or of `SPARSE` if none of these fits, which are faster than the dense one
+    if there is any. Of these the first within 10 % of the fastest is taken.
 
     Raises:
         ValueError: Nothing fits.
     """
-    found = [fastest(case, [method]) for method in COMPRESSED]
-    fitting = [
-        c for c in found if case.fits(c) and c.layout.replicate <= MOST_REPLICAS.get(type(c.method.options), math.inf)
-    ]
+    dense = best(case, DENSE)
+    fitting = _fastest_of_each(case, COMPRESSED)
     if not fitting:
         best(case, SPARSE)  # raises if none fits
-        fitting = [c for c in (fastest(case, [method]) for method in SPARSE) if case.fits(c)]
-    limit = NEAR_FASTEST * min(c.prediction.step for c in fitting)
-    return Advice(best(case, DENSE), next(c for c in fitting if c.prediction.step <= limit))
+        fitting = _fastest_of_each(case, SPARSE)
+    gaining = [c for c in fitting if dense.prediction.step >= MIN_GAIN * c.prediction.step] or fitting
+    limit = NEAR_FASTEST * min(c.prediction.step for c in gaining)
+    return Advice(dense, next(c for c in gaining if c.prediction.step <= limit))
+
+
+def _fastest_of_each(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candidate]:
+    """Return the fastest candidate of each method that fits and does not have too many replicas for it."""
+    found = []
+    for method in methods:
+        most = MOST_REPLICAS.get(type(method.options), math.inf)
+        allowed = [c for c in candidates(case, [method]) if case.fits(c) and c.layout.replicate <= most]
+        found += sorted(allowed, key=lambda c: c.prediction.step)[:1]
+    return found
 
 
 def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:

@@ -102,8 +102,8 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
             f"{dense.method.name}, {advice.gain:.2f} x"
         )
         yield (
-            "It has the lowest loss of the advised methods within 10 % of the fastest, in studies of up to 2.2 M "
-            "parameters (docs/how_to/choose_a_method.md)"
+            "It sends the most of the advised methods within 10 % of the fastest; docs/how_to/choose_a_method.md has "
+            "the losses of all of them"
             if p.method in COMPRESSED
             else "Other methods do not fit. It ended 13 to 32 % above dense Muon (docs/how_to/choose_a_method.md): "
             "compare with dense training on more ranks"

@@ -93,7 +93,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._stashed: list[list[Tensor]] = []
         self._shards = collect_shards(optimizer.param_groups)
         setup_checks.count_copies_once(self._shards, self.collectives)
-        frozen = setup_checks.frozen_parameters(model, self._shards)
+        frozen = setup_checks.frozen_parameters(model, self._shards, self.collectives)
         device = self._shards[0].device
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)

@@ -83,7 +83,7 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
     return ""
 
 
-def _apart_from(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+def _without_shared_memory(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return a saved state with copies of the tensors that are still in use, which a load begins to overwrite."""
     in_use = {values.data_ptr() for values in tree_leaves(_replica_state(optimizer)) if isinstance(values, Tensor)}
     return tree_map_only(Tensor, lambda values: values.clone() if values.data_ptr() in in_use else values, saved)
@@ -101,7 +101,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if error:
             raise ValueError(error)
     assert saved is not None
-    saved = _apart_from(saved, optimizer)
+    saved = _without_shared_memory(saved, optimizer)
     optimizer.prepare_to_load()
     optimizer.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
     if optimizer.weights:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topology.collectives import ReplicaCollectives
 from topology.group_queries import gather_lists
-from torchtitan_scape.core.parameters import Shard, piece_of, stored
+from torchtitan_scape.core.parameters import Shard, copies_key, stored
 from torchtitan_scape.methods.registry import MethodEntry
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 
@@ -121,34 +121,39 @@ def follow_loaded_weights(optimizer: Any) -> None:
 
 
 def count_copies_once(shards: Sequence[Shard], collectives: ReplicaCollectives) -> None:
-    """Set `counted` of the shards: of ranks that hold copies of a part of a parameter, the first one. Collective.
+    """Set `counted` of the shards: of the ranks with copies of the same entries, only the first counts. Collective.
 
-    Tensor parallelism leaves such copies, of norms for example, as DTensors or as plain tensors.
+    Tensor parallelism leaves such copies, of norms for example, as DTensors or as plain tensors. Plain parameters of
+    one name are copies.
     """
     group = collectives.groups.model
     if group is None or collectives.is_fake:
         return
-    own, rank = [piece_of(shard) for shard in shards], collectives.model_rank
+    own, rank = [copies_key(shard) for shard in shards], collectives.model_rank
     first: dict[Any, int] = {}
-    for other, pieces in gather_lists(group, [(rank, own)]):
-        for piece in pieces:
-            first[piece] = min(other, first.get(piece, other))
-    for shard, piece in zip(shards, own, strict=True):
-        shard.counted = first[piece] == rank
+    for other, keys in gather_lists(group, [(rank, own)]):
+        for key in keys:
+            first[key] = min(other, first.get(key, other))
+    for shard, key in zip(shards, own, strict=True):
+        shard.counted = key is None or first[key] == rank
 
 
-def frozen_parameters(model: nn.Module | None, shards: Sequence[Shard]) -> list[tuple[str, Tensor]]:
-    """Return the names and the stored values of the frozen parameters of the model.
+def frozen_parameters(
+    model: nn.Module | None, shards: Sequence[Shard], collectives: ReplicaCollectives
+) -> list[tuple[str, Tensor]]:
+    """Return the names and the stored values of the frozen parameters of the model. Collective.
 
     Raises:
-        ValueError: the optimizer has one of them.
+        ValueError: the optimizer has one of them. Raised on every rank.
     """
-    for shard in shards:
-        if not shard.parameter.requires_grad:
-            raise ValueError(
-                f"the optimizer has the frozen parameter {shard.name!r}, which weight decay and momentum would change; "
-                "pass [p for p in model.parameters() if p.requires_grad]"
-            )
+    frozen = [shard.name for shard in shards if not shard.parameter.requires_grad]
+    error = ""
+    if frozen:
+        error = (
+            f"the optimizer has the frozen parameter {frozen[0]!r}, which weight decay and momentum would change; pass "
+            "[p for p in model.parameters() if p.requires_grad]"
+        )
+    raise_on_all_ranks(collectives, error)
     parameters = model.named_parameters() if model is not None else ()
     return [(name, stored(parameter)) for name, parameter in parameters if not parameter.requires_grad]
 

@@ -36,6 +36,8 @@ stopped on request with a checkpoint, run the same command again."""
 INTERVAL_SECONDS = 1.0
 SILENT_INTERVALS = 5  # Missed heartbeats after which a rank counts as lost, once a failure is suspected.
 REACT_SECONDS = 5.0  # Time for the main thread to end by itself once the failure is known.
+START_SECONDS = 300.0  # Time for rank 0 to serve the store.
+_STARTED = "started"  # Key that rank 0 sets when it serves the store.
 _LEFT = 1 << 40  # Heartbeat count of a rank that has ended normally.
 _SEARCHERS = 3  # Number of ranks that check all heartbeats after a failure; the others wait for their result.
 
@@ -110,8 +112,13 @@ class Liveness:
             return cls(None, int(environment.get("RANK") or 0))
         rank, world, address = int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
         # torchrun's agent hosts a store. Without an agent rank 0 creates it, and init_process_group shares it.
-        hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        hosts = rank == 0 and not has_agent
         store = _store(environment, is_master=True) if hosts else None
+        if store is not None:
+            store.set(_STARTED, "1")
+        elif not has_agent:
+            _wait_for_rank_0(environment)
         return cls(lambda: store or _store(environment), rank, world, f"{address}:{environment['MASTER_PORT']}", hosts)
 
     # ------------------------------------------------------------------------------ main thread
@@ -322,7 +329,27 @@ def _store(environment: Mapping[str, Any], is_master: bool = False, timeout: flo
         multi_tenant=True,
         master_listen_fd=None if own is None else own.detach(),
     )
-    return dist.PrefixStore(f"scape/liveness/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # A requeued job has the address and port of its last start, and the store of that may still be there.
+    start = "-".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+    return dist.PrefixStore(f"scape/liveness/{start}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _wait_for_rank_0(environment: Mapping[str, str]) -> None:
+    """Wait until rank 0 of this start serves the store.
+
+    Raises:
+        SystemExit: It does not within `START_SECONDS`.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(RuntimeError):  # Nothing listens, or the server ended.
+            if _store(environment, timeout=left).check([_STARTED]):
+                return
+        time.sleep(0.5)
+    where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    raise SystemExit(
+        f"error: rank 0 of this job does not answer at {where} (MASTER_ADDR, MASTER_PORT) after {START_SECONDS:.0f} s"
+    )
 
 
 def report_failure_of(rank: int, process: int, outcome: str, address: str, port: int) -> None:

@@ -310,11 +310,17 @@ def listen_when_free(host: str, port: int) -> socket.socket | None:
     Raises:
         SystemExit: The port remained in use for `PORT_SECONDS`.
     """
-    deadline = time.monotonic() + PORT_SECONDS
+    deadline, waits = time.monotonic() + PORT_SECONDS, False
     while True:
         own, in_use = _try_to_listen(host, port, nodes=2)
         if not in_use:
             return own
+        if not waits:
+            print(
+                f"MASTER_PORT={port} is in use on {socket.gethostname()}; waiting up to {PORT_SECONDS:.0f} s",
+                flush=True,
+            )
+            waits = True
         if time.monotonic() >= deadline:
             raise SystemExit(
                 f"error: MASTER_PORT={port} has been in use on {socket.gethostname()} for {PORT_SECONDS:.0f} s; "

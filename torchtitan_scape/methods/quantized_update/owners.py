@@ -1,4 +1,4 @@
-"""The owners of the entries of all parameters, and how the state that only they have reaches others."""
+"""The owners of the entries of all parameters, and the broadcast of their state."""
 
 from collections.abc import Sequence
 
