@@ -105,7 +105,7 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
             "It sends the most of the advised methods within 10 % of the fastest; docs/how_to/choose_a_method.md has "
             "the losses of all of them"
             if p.method in COMPRESSED
-            else "Other methods do not fit. It ended 13 to 32 % above dense Muon (docs/how_to/choose_a_method.md): "
+            else "Other methods do not fit. It ended 11 to 32 % above dense Muon (docs/how_to/choose_a_method.md): "
             "compare with dense training on more ranks"
         )
     else:
