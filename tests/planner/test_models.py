@@ -21,7 +21,7 @@ def test_the_answer_for_a_7b_model_given_by_numbers(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     for part in (
         "Llama of 32 layers, width 4096, feed-forward 11680, 32 heads, 7.00 G parameters",
-        "Compress: no.",
+        "Compress: yes. quantized_update ",
         "replicate 48 x shard 8",
         "data_parallel_shard_degree = 8",
     ):
