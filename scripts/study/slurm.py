@@ -144,10 +144,7 @@ class SlurmSet:
         ]
 
     def submit(self, size: int, specs: Sequence[RunSpec]) -> None:
-        """Submit the jobs of a size, unless one is in the queue."""
-        if self.alive(size):
-            print(f"[{size} ranks] job {', '.join(self.numbers(size))} is in the queue")
-            return
+        """Submit the jobs of a size."""
         numbers: list[str] = []
         jobs = self.jobs(specs)
         for i, part in enumerate(jobs):
@@ -205,14 +202,17 @@ class SlurmSet:
         setup = {"launcher": "slurm", "machine": self.machine, "notes": notes}
         self.queue.store.note(SETUP, self.one.name, {}, setup, command_of("scripts.study"))
         missing, begin = self.collect(), time.monotonic()
-        queued = {size for size in {spec.size for spec in missing} if self.alive(size)}
-        new = [spec for spec in missing if spec.size not in queued]
-        print(
-            f"{self.one.name}: {len(new)} runs to submit, at most {math.ceil(self.node_hours(new))} node-hours",
-            flush=True,
-        )
+        new: dict[int, list[RunSpec]] = {}
         for size in dict.fromkeys(spec.size for spec in missing):
-            self.submit(size, [spec for spec in missing if spec.size == size])
+            if self.alive(size):
+                print(f"[{size} ranks] job {', '.join(self.numbers(size))} is in the queue")
+            else:
+                new[size] = [spec for spec in missing if spec.size == size]
+        runs = [spec for specs in new.values() for spec in specs]
+        hours = math.ceil(self.node_hours(runs))
+        print(f"{self.one.name}: {len(runs)} runs to submit, at most {hours} node-hours", flush=True)
+        for size, specs in new.items():
+            self.submit(size, specs)
         while waiting := [size for size in sorted({spec.size for spec in self.collect()}) if self.alive(size)]:
             minutes = (time.monotonic() - begin) / 60
             print(f"{minutes:.0f} min: {len(self.missing())} runs missing; {waiting} ranks queued", flush=True)

@@ -38,19 +38,21 @@ class RandomState(Stateful):
             torch.get_device_module(self._device).set_rng_state(loaded[f"{self._name}.device"], self._device)
 
 
-def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str:
+def sizes_line(optimizers: ReplicaOptimizer, residual: str) -> str | None:
     """Return the size of a checkpoint, and its size with other values of `residual`, as one line for the log.
 
-    Kinds of state below a thousandth of the parameters are not named. Collective.
+    Kinds of state below a thousandth of the parameters are not named. None if the value changes nothing. Collective.
     """
     stages, _ = optimizers.collectives.gather_from_stages(sum(shard.entries for shard in optimizers.shards()))
     model = 4 * sum(stages)
     found = {choice: {"parameters": model} | sizes(optimizers, choice) for choice in RESIDUALS}
-    totals = {choice: size_text(sum(kinds.values())) for choice, kinds in found.items()}
+    totals = {choice: sum(kinds.values()) for choice, kinds in found.items()}
+    if len(set(totals.values())) == 1:
+        return None
     large = {kind: size for kind, size in found[residual].items() if 1000 * size > model}
     return (
-        f'A checkpoint takes {totals[residual]} with residual = "{residual}" '
+        f'A checkpoint takes {size_text(totals[residual])} with residual = "{residual}" '
         f"({', '.join(f'{name} {size_text(size)}' for name, size in large.items())}); it would take "
-        + ", ".join(f'{totals[choice]} with "{choice}"' for choice in RESIDUALS if choice != residual)
+        + ", ".join(f'{size_text(totals[choice])} with "{choice}"' for choice in RESIDUALS if choice != residual)
         + f", and dense AdamW's {size_text(3 * model)}"
     )

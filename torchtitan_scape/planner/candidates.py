@@ -218,7 +218,7 @@ class Advice:
 
     Attributes:
         dense: The fastest dense run that fits.
-        compressed: The compressed run with the lowest loss among the nearly fastest ones.
+        compressed: The compressed run with the most bytes among the nearly fastest ones, see `advise`.
     """
 
     dense: Candidate
@@ -249,17 +249,15 @@ def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidat
 def advise(case: PlanRequest) -> Advice:
     """Return the best dense and the best compressed run.
 
-    Compressed runs are those of `COMPRESSED`, or of `SPARSE` if none of these fits, which are faster than the dense one
-    if there is any. Of these the first within 10 % of the fastest is taken.
+    Compressed runs are those of `COMPRESSED`, or of `SPARSE` if none of these fits. If some gain `MIN_GAIN` over the
+    dense one, only these count. The first within 10 % of the fastest is taken.
 
     Raises:
         ValueError: Nothing fits.
     """
     dense = best(case, DENSE)
-    fitting = _fastest_of_each(case, COMPRESSED)
-    if not fitting:
-        best(case, SPARSE)  # raises if none fits
-        fitting = _fastest_of_each(case, SPARSE)
+    # `best` raises if nothing fits.
+    fitting = _fastest_of_each(case, COMPRESSED) or _fastest_of_each(case, SPARSE) or [best(case, SPARSE)]
     gaining = [c for c in fitting if dense.prediction.step >= MIN_GAIN * c.prediction.step] or fitting
     limit = NEAR_FASTEST * min(c.prediction.step for c in gaining)
     return Advice(dense, next(c for c in gaining if c.prediction.step <= limit))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtitan_scape.core.parameters import stored
+from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
 
@@ -97,9 +98,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
     """
     saved = state_dict.get("replica")
-    for error in optimizer.collectives.gather_objects(_mismatch(optimizer, saved)):
-        if error:
-            raise ValueError(error)
+    raise_on_all_ranks(optimizer.collectives, _mismatch(optimizer, saved))
     assert saved is not None
     saved = _without_shared_memory(saved, optimizer)
     optimizer.prepare_to_load()

@@ -32,7 +32,7 @@ from torchtitan_scape.checkpoint.reader import (
     load_into,
 )
 from torchtitan_scape.checkpoint.slices import SlicePlanner
-from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters, sizes
+from torchtitan_scape.checkpoint.state import load_counters
 from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.titan.components import (
@@ -87,8 +87,8 @@ class ReplicaCheckpointer(CheckpointManager):
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
         self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, layout, record.values["residual"])
         self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, layout)
-        if len({sum(sizes(self._optimizers, choice).values()) for choice in RESIDUALS}) > 1:
-            logger.info(sizes_line(self._optimizers, record.values["residual"]))
+        if line := sizes_line(self._optimizers, record.values["residual"]):
+            logger.info(line)
 
     # ------------------------------------------------------------------------------------------- saving
 
