@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
-from kernels.codec.formats import BLOCK
-from kernels.common.dry_run import in_dry_run
-from kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.formats import BLOCK
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.scape.passes import ScapePasses
 
 BACKENDS = ("auto", "triton", "torch")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,10 +59,10 @@ def choose_backend(backend: str, device: torch.device, dtypes: Iterable[torch.dt
 def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
     """Return the passes of a SCAPE step on "triton" or "torch". Arguments and options are those of `ScapePasses`."""
     if backend == "triton":
-        from kernels.scape.triton_updates import triton_passes
+        from torchtitan_scape.kernels.scape.triton_updates import triton_passes
 
         return triton_passes(*arguments, **options)
-    from kernels.scape.torch_updates import torch_passes
+    from torchtitan_scape.kernels.scape.torch_updates import torch_passes
 
     return torch_passes(*arguments, **options)
 
@@ -70,10 +70,10 @@ def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
 def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor]], Tensor]:
     """Return a function that checks flat gradients, see `dense.reference.finite`."""
     if backend == "triton":
-        from kernels.dense.triton_passes import Finite
+        from torchtitan_scape.kernels.dense.triton_passes import Finite
 
         return Finite(limit)
-    from kernels.dense.reference import finite
+    from torchtitan_scape.kernels.dense.reference import finite
 
     return partial(finite, limit=limit)
 
@@ -81,7 +81,7 @@ def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor
 def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
     """Return a function that multiplies tensors, in place, by a factor on their device, FP32 ()."""
     if backend == "triton":
-        from kernels.dense.triton_passes import Scaling
+        from torchtitan_scape.kernels.dense.triton_passes import Scaling
 
         return Scaling()
     return torch._foreach_mul_
@@ -90,10 +90,10 @@ def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
 def adams_step(backend: str) -> Any:
     """Return an object whose `step` is a dense AdamS step; see `TorchAdams`."""
     if backend == "triton":
-        from kernels.dense.triton_passes import TritonAdams
+        from torchtitan_scape.kernels.dense.triton_passes import TritonAdams
 
         return TritonAdams()
-    from kernels.dense.torch_passes import TorchAdams
+    from torchtitan_scape.kernels.dense.torch_passes import TorchAdams
 
     return TorchAdams()
 
@@ -101,10 +101,10 @@ def adams_step(backend: str) -> Any:
 def frozen_adam_step(backend: str) -> Any:
     """Return an object whose `step` is one of AdamW with a frozen variance; see `TorchFrozenAdam`."""
     if backend == "triton":
-        from kernels.dense.triton_passes import TritonFrozenAdam
+        from torchtitan_scape.kernels.dense.triton_passes import TritonFrozenAdam
 
         return TritonFrozenAdam()
-    from kernels.dense.torch_passes import TorchFrozenAdam
+    from torchtitan_scape.kernels.dense.torch_passes import TorchFrozenAdam
 
     return TorchFrozenAdam()
 
@@ -120,29 +120,31 @@ def exchange_passes(backend: str, dtypes: Iterable[torch.dtype]) -> Any:
     That is the case on "torch", and for tensors of other dtypes than `TRITON_DTYPES`.
     """
     fits = backend == "triton" and set(dtypes) <= set(TRITON_DTYPES)
-    return importlib.import_module("kernels.exchange.triton_passes") if fits else None
+    return importlib.import_module(".exchange.triton_passes", __package__) if fits else None
 
 
 def masked_payload(backend: str) -> Any:
     """Return the module `kernels.exchange.triton_masked` on "triton", else None: the payload is then a copy."""
-    return importlib.import_module("kernels.exchange.triton_masked") if backend == "triton" else None
+    return importlib.import_module(".exchange.triton_masked", __package__) if backend == "triton" else None
 
 
 def outer_step(backend: str) -> Any:
     """Return the function `kernels.exchange.triton_outer.step` on "triton", else None."""
-    return importlib.import_module("kernels.exchange.triton_outer").step if backend == "triton" else None
+    return importlib.import_module(".exchange.triton_outer", __package__).step if backend == "triton" else None
 
 
 def topk_passes(backend: str) -> Any:
     """Return the module with the functions of `kernels.topk.reference` on "torch" or "triton"."""
-    return importlib.import_module(f"kernels.topk.{'triton_passes' if backend == 'triton' else 'reference'}")
+    return importlib.import_module(f".topk.{'triton_passes' if backend == 'triton' else 'reference'}", __package__)
 
 
 def cosine_passes(backend: str) -> Any:
     """Return the module with the functions of `kernels.topk.cosine` on "torch" or "triton"."""
-    return importlib.import_module(f"kernels.topk.{'triton_cosine' if backend == 'triton' else 'cosine'}")
+    return importlib.import_module(f".topk.{'triton_cosine' if backend == 'triton' else 'cosine'}", __package__)
 
 
 def tagc_passes(backend: str) -> Any:
     """Return the module with the functions of `kernels.tagc.reference` on "torch" or "triton"."""
-    return importlib.import_module(f"kernels.tagc.{'triton_passes' if backend == 'triton' else 'reference'}")
+    return importlib.import_module(
+        f"torchtitan_scape.kernels.tagc.{'triton_passes' if backend == 'triton' else 'reference'}"
+    )

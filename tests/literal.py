@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.codec.formats import FORMATS
-from kernels.codec.reference import decode, encode
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.codec.reference import decode, encode
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from topology.in_process import InProcessCollectives, SimulatedReplicas
+from torchtitan_scape.topology.in_process import InProcessCollectives, SimulatedReplicas
 
 ThreadCollectives = InProcessCollectives
 
@@ -16,7 +16,7 @@ def run_replicas(replicas: int, work: Callable[[InProcessCollectives], Any], chu
     """
     simulated = SimulatedReplicas(replicas) if replicas > 1 else None
     if simulated is None:
-        from topology.process_groups import ProcessGroupCollectives
+        from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
         return [work(ProcessGroupCollectives(None))]  # type: ignore[arg-type]
     for endpoint in simulated.endpoints:

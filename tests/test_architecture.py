@@ -12,13 +12,7 @@ from torchtitan_scape.methods.registry import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("torchtitan_scape", "kernels", "topology", "scripts")
-# Packages and folders of the product that the modules of a package or folder may import.
-ARROWS = {
-    "kernels": ("kernels",),
-    "topology": ("topology",),
-    "torchtitan_scape": ("torchtitan_scape", "kernels", "topology"),
-    "scripts": PRODUCT,
-}
+LINKED = ("kernels", "topology")  # folders of the repository that are packages of torchtitan_scape
 # Folders of torchtitan_scape and the other packages, lowest first. A folder imports only folders to its left.
 ORDER = (
     *(("kernels", "topology"), ("core",), ("titan",), ("optimizers",), ("methods",), ("sharding",), ("replica",)),
@@ -31,7 +25,9 @@ QUOTE_METHODS = {"torchtitan_scape.config.job_config", "torchtitan_scape.shardin
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    package, *names = path.relative_to(ROOT).with_suffix("").parts
+    first = f"torchtitan_scape.{package}" if package in LINKED else package
+    return ".".join((first, *names)).removesuffix(".__init__")
 
 
 FILES = {module_of(path): path for root in PRODUCT for path in sorted((ROOT / root).rglob("*.py"))}
@@ -121,20 +117,30 @@ def lines(pattern: str, files: dict[str, Path]) -> Iterator[str]:
                 yield f"{module}:{number}: {line.strip()}"
 
 
-def test_packages_import_in_one_direction() -> None:
+def test_kernels_and_topology_import_neither_each_other_nor_the_rest() -> None:
     wrong = [
         f"{module} -> {other}"
         for module, others in graph(lambda imports: imports.all).items()
         for other in others
-        if other.partition(".")[0] not in ARROWS[module.partition(".")[0]]
+        if folder(module) in LINKED and folder(other) != folder(module)
     ]
     assert not wrong
+
+
+def test_linked_folders_are_packages_of_torchtitan_scape_only() -> None:
+    """Without `__init__.py`, a folder of a clone on sys.path does not hide an installed package of the same name."""
+    for name in LINKED:
+        link = ROOT / "torchtitan_scape" / name
+        assert link.is_symlink() and link.resolve() == ROOT / name
+        assert not (ROOT / name / "__init__.py").exists()
+    imported = {name for path in FILES.values() for name in imports_of(path).all}
+    assert [name for name in imported if name.split(".")[0] in LINKED] == []
 
 
 def test_kernels_topology_core_and_methods_do_not_import_torchtitan() -> None:
     wrong = []
     for module, path in FILES.items():
-        if module.startswith(("kernels", "topology", "torchtitan_scape.core", "torchtitan_scape.methods")):
+        if folder(module) in (*LINKED, "core", "methods"):
             imports = imports_of(path)
             known = [name for name in imports.all if f"{name}.".startswith("torchtitan.")]
             wrong += [f"{module} -> {name}" for name in known]
@@ -208,7 +214,7 @@ def test_titan_is_the_only_folder_that_imports_torchtitan() -> None:
 
 def test_one_module_depends_on_the_release_of_torch() -> None:
     """Others may show the version, but do not compare it, and use no function that only some releases have."""
-    own = {"topology.torch_version"}
+    own = {"torchtitan_scape.topology.torch_version"}
     others = {name: path for name, path in FILES.items() if name not in own}
     compared = r"TorchVersion|release_of\(|hasattr\((torch|dist|module)\b|_fsdp_param_group|reduce_scatter_unused"
     assert list(lines(compared, others)) == []

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.dense.reference import finite
-from topology.in_process import SimulatedReplicas
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.kernels.dense.reference import finite
 from torchtitan_scape.replica.guard import FiniteGuard
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 
 def test_simulated_replicas_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.scape.reference import mask_indices
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
 from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
 from torchtitan_scape.core.parameters import local
+from torchtitan_scape.kernels.scape.reference import mask_indices
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]

@@ -5,9 +5,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from topology.links import Stage, all_gather_stages, all_reduce_stages, pair_mean_stages, reduce_scatter_stages
-from topology.partition import ALIGNED
-from topology.ring_bytes import Levels, LevelSize
+from torchtitan_scape.topology.links import (
+    Stage,
+    all_gather_stages,
+    all_reduce_stages,
+    pair_mean_stages,
+    reduce_scatter_stages,
+)
+from torchtitan_scape.topology.partition import ALIGNED
+from torchtitan_scape.topology.ring_bytes import Levels, LevelSize
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from topology.codecs import Codec
-from topology.comm_stream import Handle
-from topology.partition import ALIGNED, chunk_limit
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.partition import ALIGNED, chunk_limit
 
 Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 

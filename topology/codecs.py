@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from topology.partition import ALIGNED
+from torchtitan_scape.topology.partition import ALIGNED
 
 
 class Codec(Protocol):

@@ -19,18 +19,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology import calls
-from topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
-from topology.codecs import Codec, entries_together, message_size
-from topology.comm_stream import Handle
-from topology.group_queries import gather_lists, gather_scalars, levels_of, size_and_rank, successor_level
-from topology.groups import ReplicaGroups
-from topology.owner_exchange import OwnerExchange
-from topology.pairs import partners
-from topology.partition import ALIGNED, CHUNK_ENTRIES, chunk_limit
-from topology.rank_group import RankGroup, replica_index
-from topology.ring_bytes import gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
-from topology.traffic import REPLICATE, SHARD, TrafficLedger
+from torchtitan_scape.topology import calls
+from torchtitan_scape.topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
+from torchtitan_scape.topology.codecs import Codec, entries_together, message_size
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.group_queries import (
+    gather_lists,
+    gather_scalars,
+    levels_of,
+    size_and_rank,
+    successor_level,
+)
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.owner_exchange import OwnerExchange
+from torchtitan_scape.topology.pairs import partners
+from torchtitan_scape.topology.partition import ALIGNED, CHUNK_ENTRIES, chunk_limit
+from torchtitan_scape.topology.rank_group import RankGroup, replica_index
+from torchtitan_scape.topology.ring_bytes import gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
+from torchtitan_scape.topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 
 class ReplicaCollectives(OwnerExchange):

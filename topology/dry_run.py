@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives
-from topology.comm_stream import Handle
-from topology.group_queries import gather_lists
-from topology.groups import ReplicaGroups
-from topology.rank_group import RankGroup
-from topology.traffic import REPLICATE
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.traffic import REPLICATE
 
 
 class DryRunCollectives(ReplicaCollectives):

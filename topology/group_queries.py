@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.groups import ReplicaGroups
-from topology.rank_group import RankGroup
-from topology.torch_version import all_gather_into
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.torch_version import all_gather_into
 
 
 def gather_scalars(value: Tensor, group: ProcessGroup) -> Tensor:

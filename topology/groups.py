@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from topology.layout import Layout, Tier
-from topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import Layout, Tier
+from torchtitan_scape.topology.rank_group import RankGroup
 
 # Multi-stage exchanges that may be in flight at once: one uses the network while the next one is inside the node.
 COMM_STREAMS = 2

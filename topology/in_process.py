@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives
-from topology.comm_stream import Handle
-from topology.dry_run import DryRunCollectives
-from topology.group_queries import gather_lists
-from topology.groups import ReplicaGroups
-from topology.pairs import partners
-from topology.rank_group import RankGroup
-from topology.stages import divide_
-from topology.traffic import REPLICATE
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.pairs import partners
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.stages import divide_
+from torchtitan_scape.topology.traffic import REPLICATE
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from topology.machines import Level, Machine
+from torchtitan_scape.topology.machines import Level, Machine
 
 # TorchTitan's order of mesh axes, outermost first; a rank is the row-major index.
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor")

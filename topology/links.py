@@ -12,9 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from topology.machines import Machine
-from topology.pairs import paired_share
-from topology.ring_bytes import LevelSize, MessageBytes, gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
+from torchtitan_scape.topology.machines import Machine
+from torchtitan_scape.topology.pairs import paired_share
+from torchtitan_scape.topology.ring_bytes import (
+    LevelSize,
+    MessageBytes,
+    gather_bytes,
+    pair_bytes,
+    reduce_bytes,
+    scatter_bytes,
+)
 
 SCHEMA = "topology.preflight/1"
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from topology.codecs import Codec, entries_together, message_bytes
-from topology.comm_stream import Handle
-from topology.rank_group import RankGroup
-from topology.ring_bytes import gather_bytes
+from torchtitan_scape.topology.codecs import Codec, entries_together, message_bytes
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.ring_bytes import gather_bytes
 
 
 class OwnerExchange(ABC):

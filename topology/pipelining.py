@@ -1,7 +1,7 @@
 """Packing and exchange of a payload in chunks: predicted time and best chunk size. Plain arithmetic: no torch."""
 
-from topology.links import Links, Tiers, all_reduce_stages, stage_seconds
-from topology.ring_bytes import MessageBytes
+from torchtitan_scape.topology.links import Links, Tiers, all_reduce_stages, stage_seconds
+from torchtitan_scape.topology.ring_bytes import MessageBytes
 
 MAX_CHUNKS = 8
 # Each further chunk costs one latency. Below this share of its transfer time the latency is within a link's noise.

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives
-from topology.comm_stream import CommStream, Handle
-from topology.dry_run import DryRunCollectives
-from topology.group_queries import gather_lists, gather_scalars
-from topology.groups import ReplicaGroups
-from topology.rank_group import RankGroup
-from topology.stages import (
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import CommStream, Handle
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.group_queries import gather_lists, gather_scalars
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.stages import (
     all_gather_,
     all_reduce_,
     all_reduce_encoded,
@@ -32,8 +32,8 @@ from topology.stages import (
     reduce_scatter_encoded,
     reduce_to_owners,
 )
-from topology.torch_version import all_gather_into, reduce_scatter_into
-from topology.traffic import REPLICATE
+from torchtitan_scape.topology.torch_version import all_gather_into, reduce_scatter_into
+from torchtitan_scape.topology.traffic import REPLICATE
 
 
 class ProcessGroupCollectives(ReplicaCollectives):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from topology.layout import Layout
+from torchtitan_scape.topology.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

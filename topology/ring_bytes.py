@@ -9,7 +9,7 @@ ring or tree algorithm of optimal volume sends the same number of bytes.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from topology.rank_group import RankGroup
+from torchtitan_scape.topology.rank_group import RankGroup
 
 
 class LevelSize(NamedTuple):

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
-from topology.partition import ALIGNED
-from topology.rank_group import RankGroup
-from topology.torch_version import all_gather_into
-from topology.traffic import SHARD, TrafficLedger
+from torchtitan_scape.topology.partition import ALIGNED
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.torch_version import all_gather_into
+from torchtitan_scape.topology.traffic import SHARD, TrafficLedger
 
 
 class ShardLedger:

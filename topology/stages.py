@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.codecs import Codec
-from topology.rank_group import RankGroup, replica_index
-from topology.torch_version import all_gather_into, reduce_scatter_into
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.rank_group import RankGroup, replica_index
+from torchtitan_scape.topology.torch_version import all_gather_into, reduce_scatter_into
 
 Levels = Sequence[RankGroup]
 

@@ -6,7 +6,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, STOCHASTIC, message_bytes
+from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, STOCHASTIC, message_bytes
 
 _PASSES = {"torch": "reference", "triton": "triton_passes"}
 
@@ -38,7 +38,7 @@ class BlockCode:
             raise ValueError(f"there is no backend {backend!r}; a block code has {', '.join(map(repr, _PASSES))}")
         self.name, self.block_size, self.scale = name, block, scale
         # Imported here, because Triton may not be installed on a machine without a GPU.
-        self._passes = import_module(f"kernels.codec.{_PASSES[backend]}")
+        self._passes = import_module(f".{_PASSES[backend]}", __package__)
 
     @property
     def block_bytes(self) -> int:

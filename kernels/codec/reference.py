@@ -15,11 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.codec.formats import FORMATS, Format, message_bytes
-from kernels.codec.rounding import hadamard_ as hadamard_
-from kernels.codec.rounding import row_keys, uniform, uniform_by_row
-from kernels.common.launching import to_device
-from kernels.common.ordered import add_in_order_, divisor_of
+from torchtitan_scape.kernels.codec.formats import FORMATS, Format, message_bytes
+from torchtitan_scape.kernels.codec.rounding import hadamard_ as hadamard_
+from torchtitan_scape.kernels.codec.rounding import row_keys, uniform, uniform_by_row
+from torchtitan_scape.kernels.common.launching import to_device
+from torchtitan_scape.kernels.common.ordered import add_in_order_, divisor_of
 
 # Blocks with a smaller largest magnitude are decoded as (signed) zeros: the inverse of their scale would overflow.
 MIN_SCALE = 2.0**-100

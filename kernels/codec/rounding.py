@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.codec.formats import HADAMARD_SIZE
-from kernels.common.launching import to_device
+from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE
+from torchtitan_scape.kernels.common.launching import to_device
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _INCREMENTS = 0x9E3779B9, 0xBB67AE85

@@ -6,7 +6,7 @@ See `triton_kernels.py`.
 import triton
 import triton.language as tl
 
-from kernels.codec.triton_kernels import encode_tile, inside_of, scales_at, tile_of, values_of
+from torchtitan_scape.kernels.codec.triton_kernels import encode_tile, inside_of, scales_at, tile_of, values_of
 
 
 @triton.jit

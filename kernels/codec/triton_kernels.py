@@ -15,8 +15,8 @@ import struct
 import triton
 import triton.language as tl
 
-from kernels.codec.formats import FORMATS
-from kernels.codec.reference import MIN_SCALE, SPLIT
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.codec.reference import MIN_SCALE, SPLIT
 
 _MIN_SCALE_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MIN_SCALE))[0])
 _SPLIT = tl.constexpr(SPLIT)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.codec import triton_decode, triton_kernels
-from kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
-from kernels.codec.rounding import row_keys
-from kernels.codec.triton_hadamard import hadamard_kernel
-from kernels.common import launching
-from kernels.common.launching import aligned
+from torchtitan_scape.kernels.codec import triton_decode, triton_kernels
+from torchtitan_scape.kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
+from torchtitan_scape.kernels.codec.rounding import row_keys
+from torchtitan_scape.kernels.codec.triton_hadamard import hadamard_kernel
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import aligned
 
 _TILE = 2048  # entries of a tile; at least one block
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
 
 PORTABLE = 1  # for all devices: the current device may differ from the tensors' device
 ALIGNED = 16  # FP32 entries, so that every tensor begins at a multiple of 64 bytes

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.dry_run import in_dry_run
-from kernels.common.host_memory import register
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.common.host_memory import register
 
 # [first, end) of tensor indices
 TensorRange = tuple[int, int]

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kernels.common.host_memory import check_host_memory
-from kernels.common.offload import TensorRange, TripleBuffer, walk
+from torchtitan_scape.kernels.common.host_memory import check_host_memory
+from torchtitan_scape.kernels.common.offload import TensorRange, TripleBuffer, walk
 
 # ((start, end) of every tensor in a flat buffer, ascending; size of the buffer).
 StateAllocation = tuple[Sequence[tuple[int, int]], int]

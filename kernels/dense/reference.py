@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.common.gating import decay_, gated, known_false
+from torchtitan_scape.kernels.common.gating import decay_, gated, known_false
 
 
 def finite(gradients: list[Tensor], limit: float = math.inf) -> Tensor:

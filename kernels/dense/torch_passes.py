@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from kernels.common.flat import Flat
-from kernels.common.rates import Rates
-from kernels.dense.reference import adams_update_, frozen_adam_update_
+from torchtitan_scape.kernels.common.flat import Flat
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.dense.reference import adams_update_, frozen_adam_update_
 
 
 class TorchAdams:

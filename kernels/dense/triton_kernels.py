@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.common.triton_common import (
+from torchtitan_scape.kernels.common.triton_common import (
     BETA1,
     BETA2,
     DECAY,

@@ -8,8 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import (
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import (
     DeviceTable,
     LatestResult,
     TileSchedule,
@@ -19,9 +19,9 @@ from kernels.common.launching import (
     as_flag,
     to_device,
 )
-from kernels.common.rates import Rates
-from kernels.common.triton_common import RATES, WIDTH, table_row
-from kernels.dense import triton_kernels
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_row
+from torchtitan_scape.kernels.dense import triton_kernels
 
 # Entries per tile and per warp.
 _TILE, _WARP = 4096, 512

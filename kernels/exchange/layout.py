@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.codes import BlockCode
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ bytes). Values are bitwise those of the PyTorch operators of the methods.
 import triton
 import triton.language as tl
 
-from kernels.codec.triton_decode import decoded, joined
-from kernels.codec.triton_kernels import codes_of, scales_of, store_codes, values_of
+from torchtitan_scape.kernels.codec.triton_decode import decoded, joined
+from torchtitan_scape.kernels.codec.triton_kernels import codes_of, scales_of, store_codes, values_of
 
 # Columns of the table, int64.
 FIRST = tl.constexpr(0)  # address

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.common import launching
-from kernels.common.launching import DeviceTable, TileSchedule, aligned, as_flag
-from kernels.common.triton_common import (
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import DeviceTable, TileSchedule, aligned, as_flag
+from torchtitan_scape.kernels.common.triton_common import (
     FIRST_BLOCK,
     GRADIENT,
     PARAMETER,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import launching
+from torchtitan_scape.kernels.common import launching
 
 _TILE = 4096
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.codec.formats import FORMATS
-from kernels.codec.triton_passes import message_parts
-from kernels.common import launching
-from kernels.common.launching import DeviceTable, LatestResult, addresses, aligned, as_flag, to_device
-from kernels.dense.triton_passes import DTYPES
-from kernels.exchange import triton_kernels
-from kernels.exchange.layout import BlockSlices, SentMessages
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.codec.triton_passes import message_parts
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import DeviceTable, LatestResult, addresses, aligned, as_flag, to_device
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES
+from torchtitan_scape.kernels.exchange import triton_kernels
+from torchtitan_scape.kernels.exchange.layout import BlockSlices, SentMessages
 
 _TILE = 2048  # entries of a tile; at least one block
 _WARPS = 4

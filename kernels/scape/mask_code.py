@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.scape.blocks import offset_code
-from kernels.scape.reference import pack_bits, set_positions, unpack_bits
+from torchtitan_scape.kernels.scape.blocks import offset_code
+from torchtitan_scape.kernels.scape.reference import pack_bits, set_positions, unpack_bits
 
 
 def encode_offsets(offsets: Tensor, block_size: int) -> Tensor:

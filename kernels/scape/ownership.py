@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kernels.common.wire import ALIGNED
-from kernels.scape.blocks import BlockLayout
+from torchtitan_scape.kernels.common.wire import ALIGNED
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
 
 # FP32 entries to which slices of a buffer are aligned.
 _ALIGNED = ALIGNED // 4

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.common.storage import Storage
-from kernels.scape.blocks import Mask
-from kernels.scape.step import BufferedPayload, InPlacePayload, PassInputs, PayloadChunk, PayloadPlan
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from kernels.scape.visits import Staleness, VisitRates
+from torchtitan_scape.kernels.common.storage import Storage
+from torchtitan_scape.kernels.scape.blocks import Mask
+from torchtitan_scape.kernels.scape.step import BufferedPayload, InPlacePayload, PassInputs, PayloadChunk, PayloadPlan
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.scape.visits import Staleness, VisitRates
 
 
 class Updates(Protocol):

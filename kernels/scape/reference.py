@@ -14,9 +14,9 @@ suffices, and SCAPE needs no more state than AdamS.
 import torch
 from torch import Tensor
 
-from kernels.common.gating import decay_, gated, known_false
-from kernels.common.ordered import divisor_of
-from kernels.scape.visits import MIN_VISIT_RATE
+from torchtitan_scape.kernels.common.gating import decay_, gated, known_false
+from torchtitan_scape.kernels.common.ordered import divisor_of
+from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE
 
 # --------------------------------------------------------------------------------------------- mask codec
 

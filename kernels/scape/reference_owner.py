@@ -11,8 +11,8 @@ Functions process one owned slice of one tensor, n entries. Letters are those of
 import torch
 from torch import Tensor
 
-from kernels.common.gating import gated, known_false
-from kernels.scape.reference import unpack_bits
+from torchtitan_scape.kernels.common.gating import gated, known_false
+from torchtitan_scape.kernels.scape.reference import unpack_bits
 
 
 def common_part(common: Tensor, previous: Tensor | None, beta1: float) -> Tensor:

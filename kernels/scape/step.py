@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kernels.common.rates import Rates
-from kernels.scape.blocks import Mask
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.scape.blocks import Mask
 
 
 @dataclass(frozen=True)

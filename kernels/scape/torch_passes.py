@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.scape import reference
-from kernels.scape.blocks import Mask, entries_per_block, offset_bytes
-from kernels.scape.mask_code import decode_offsets, encode_offsets
-from kernels.scape.passes import ScapePasses
-from kernels.scape.step import PassInputs
+from torchtitan_scape.kernels.scape import reference
+from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
+from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.step import PassInputs
 
 # Blocks that are selected or encoded at a time; limits the size of temporaries.
 _ROWS = 4096

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.flat import Flat
-from kernels.common.gating import decay_, known_false
-from kernels.scape import reference, reference_owner
-from kernels.scape.step import PayloadChunk, PayloadPlan
-from kernels.scape.torch_passes import TorchPasses
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from kernels.scape.visits import VisitRates
+from torchtitan_scape.kernels.common.flat import Flat
+from torchtitan_scape.kernels.common.gating import decay_, known_false
+from torchtitan_scape.kernels.scape import reference, reference_owner
+from torchtitan_scape.kernels.scape.step import PayloadChunk, PayloadPlan
+from torchtitan_scape.kernels.scape.torch_passes import TorchPasses
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.scape.visits import VisitRates
 
 
 def torch_passes(

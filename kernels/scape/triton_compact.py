@@ -22,7 +22,7 @@ the parameter (8 bytes). Masks are extra, and for each entry of the payload 14 b
 import triton
 import triton.language as tl
 
-from kernels.common.triton_common import (
+from torchtitan_scape.kernels.common.triton_common import (
     BETA1,
     BETA2,
     DECAY,
@@ -45,8 +45,8 @@ from kernels.common.triton_common import (
     spread_units,
     tile_of,
 )
-from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled, visit_rates
-from kernels.scape.triton_select import select_in_blocks, store_bitmap, store_offsets, to_bytes
+from torchtitan_scape.kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled, visit_rates
+from torchtitan_scape.kernels.scape.triton_select import select_in_blocks, store_bitmap, store_offsets, to_bytes
 
 
 @triton.jit

@@ -9,7 +9,7 @@ In all kernels `used` are the bits of A, `held` those of P, and `was_held` is tr
 import triton
 import triton.language as tl
 
-from kernels.common.triton_common import (
+from torchtitan_scape.kernels.common.triton_common import (
     BETA1,
     BETA2,
     COMMON,
@@ -42,7 +42,7 @@ from kernels.common.triton_common import (
     spread,
     tile_of,
 )
-from kernels.scape.triton_select import select_in_blocks, store_bitmap, store_offsets, to_bytes
+from torchtitan_scape.kernels.scape.triton_select import select_in_blocks, store_bitmap, store_offsets, to_bytes
 
 
 @triton.jit

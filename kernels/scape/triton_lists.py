@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import TileSchedule
-from kernels.scape import triton_compact
-from kernels.scape.blocks import BlockLayout, entries_per_block
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import TileSchedule
+from torchtitan_scape.kernels.scape import triton_compact
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, entries_per_block
 
 
 class MaskLists:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.common.triton_common import (
+from torchtitan_scape.kernels.common.triton_common import (
     FIRST_BLOCK,
     GRADIENT,
     cell,

@@ -7,7 +7,7 @@ the owner's row of the payload, otherwise in the gradients' storage, at the posi
 import triton
 import triton.language as tl
 
-from kernels.common.triton_common import (
+from torchtitan_scape.kernels.common.triton_common import (
     BETA1,
     BETA2,
     COMMON,
@@ -34,7 +34,7 @@ from kernels.common.triton_common import (
     spread,
     tile_of,
 )
-from kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled, visit_rates
+from torchtitan_scape.kernels.scape.triton_kernels import masks_of_tile, mean_of_tensor, scaled, visit_rates
 
 
 @triton.jit

@@ -9,16 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.common import launching
-from kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, addresses, aligned, as_flag
-from kernels.common.rates import Rates
-from kernels.common.triton_common import RATES, WIDTH, table_row
-from kernels.dense.triton_passes import DTYPES, set_rates
-from kernels.scape import triton_kernels, triton_masks
-from kernels.scape.blocks import entries_per_block, offset_code
-from kernels.scape.passes import ScapePasses, Updates
-from kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import (
+    DeviceTable,
+    Range,
+    TileSchedule,
+    Writable,
+    addresses,
+    aligned,
+    as_flag,
+)
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_row
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES, set_rates
+from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
+from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_code
+from torchtitan_scape.kernels.scape.passes import ScapePasses, Updates
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
 # Entries per tile and per warp. Those of packing and updating in `triton_compact` were the fastest of five on an H200,
 # in the sum over three densities. Selection is fastest with one warp per block: its reductions synchronize warps.

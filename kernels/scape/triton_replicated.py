@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import Range, TileSchedule, aligned, as_flag
-from kernels.dense.triton_passes import DTYPES
-from kernels.scape import triton_compact, triton_kernels
-from kernels.scape.blocks import Mask, entries_per_block
-from kernels.scape.step import PayloadChunk
-from kernels.scape.triton_lists import MaskLists
-from kernels.scape.triton_passes import TritonPasses
-from kernels.scape.triton_updates_base import UpdatesBase
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import Range, TileSchedule, aligned, as_flag
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES
+from torchtitan_scape.kernels.scape import triton_compact, triton_kernels
+from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block
+from torchtitan_scape.kernels.scape.step import PayloadChunk
+from torchtitan_scape.kernels.scape.triton_lists import MaskLists
+from torchtitan_scape.kernels.scape.triton_passes import TritonPasses
+from torchtitan_scape.kernels.scape.triton_updates_base import UpdatesBase
 
 
 class TritonReplicated(UpdatesBase):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.common.triton_common import count_bits, lowest
+from torchtitan_scape.kernels.common.triton_common import count_bits, lowest
 
 
 @triton.jit

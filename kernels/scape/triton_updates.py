@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.launching import aligned, as_flag, to_device
-from kernels.dense.triton_passes import DTYPES
-from kernels.scape import triton_owner
-from kernels.scape.step import PayloadChunk, PayloadPlan
-from kernels.scape.triton_passes import TritonPasses
-from kernels.scape.triton_replicated import TritonReplicated
-from kernels.scape.triton_updates_base import UpdatesBase
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.common.launching import aligned, as_flag, to_device
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES
+from torchtitan_scape.kernels.scape import triton_owner
+from torchtitan_scape.kernels.scape.step import PayloadChunk, PayloadPlan
+from torchtitan_scape.kernels.scape.triton_passes import TritonPasses
+from torchtitan_scape.kernels.scape.triton_replicated import TritonReplicated
+from torchtitan_scape.kernels.scape.triton_updates_base import UpdatesBase
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 
 
 def triton_passes(

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.common.launching import Range, TileSchedule, as_flag
-from kernels.dense.triton_passes import DTYPES
-from kernels.scape.triton_passes import TritonPasses
-from kernels.scape.triton_visits import EnteringCount
-from kernels.scape.visits import MIN_VISIT_RATE, VisitRates
+from torchtitan_scape.kernels.common.launching import Range, TileSchedule, as_flag
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES
+from torchtitan_scape.kernels.scape.triton_passes import TritonPasses
+from torchtitan_scape.kernels.scape.triton_visits import EnteringCount
+from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE, VisitRates
 
 
 class UpdatesBase:

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import to_device
-from kernels.scape import reference, triton_masks
-from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.visits import VisitRates
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import to_device
+from torchtitan_scape.kernels.scape import reference, triton_masks
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte. A row has 8 columns per byte, so a
 # high tile has fewer sums to add.

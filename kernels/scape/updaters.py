@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.common.dry_run import in_dry_run
-from kernels.common.launching import DeviceTable, to_device
-from kernels.common.storage import StateAllocation
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.ownership import Ownership
-from kernels.scape.step import BufferedPayload, PassInputs, PayloadChunk, PayloadPlan
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.common.launching import DeviceTable, to_device
+from torchtitan_scape.kernels.common.storage import StateAllocation
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
+from torchtitan_scape.kernels.scape.ownership import Ownership
+from torchtitan_scape.kernels.scape.step import BufferedPayload, PassInputs, PayloadChunk, PayloadPlan
 
 # Scales below this limit are renormalized, long before the scaled weights leave the range of BF16.
 MIN_WEIGHT_SCALE = 2.0**-16

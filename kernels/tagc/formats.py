@@ -6,8 +6,8 @@ the selections of S ranks has at most S times as many entries, so that all sizes
 
 import math
 
-from kernels.common.wire import ALIGNED, padded_bytes
-from kernels.scape.blocks import entries_per_block, offset_bytes
+from torchtitan_scape.kernels.common.wire import ALIGNED, padded_bytes
+from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 BLOCK = 1024
 BITMAP = BLOCK // 8  # bytes of the bitmap of a block

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.common.launching import to_device
-from kernels.scape.reference import pack_bits, unpack_bits
+from torchtitan_scape.kernels.common.launching import to_device
+from torchtitan_scape.kernels.scape.reference import pack_bits, unpack_bits
 
 # Thresholds of the selection "table", from the published code.
 THRESHOLDS = (1e-20, 1e-15, 1e-10, 1e-8, *(m * 10.0**e for e in range(-7, 0) for m in (1.0, 2.0, 5.0)))

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.common.dry_run import in_dry_run
-from kernels.common.ordered import add_in_order_
-from kernels.common.wire import padded_bytes
-from kernels.scape.blocks import offset_bytes
-from kernels.scape.mask_code import decode_offsets, encode_offsets
-from kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, select_rows, unpack_bits
-from kernels.tagc.formats import BITMAP, BLOCK
-from kernels.tagc.index import union_of_bitmaps
-from kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.common.ordered import add_in_order_
+from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.scape.blocks import offset_bytes
+from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
+from torchtitan_scape.kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, select_rows, unpack_bits
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK
+from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
+from torchtitan_scape.kernels.tagc.sketch import Sketch
 
 ROUNDS = 64  # maximum rounds of peeling
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.tagc.formats import sketch_rows
+from torchtitan_scape.kernels.tagc.formats import sketch_rows
 
 HASHES = 3
 ATTEMPTS = 16  # maximum attempts to find a unique set of rows for a block; with many blocks some sets are shared

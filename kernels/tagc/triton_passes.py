@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import as_flag
-from kernels.common.wire import padded_bytes
-from kernels.scape import triton_masks
-from kernels.scape.blocks import offset_bytes, offset_code
-from kernels.scape.reference import mask_indices, pack_bits
-from kernels.tagc import triton_kernels
-from kernels.tagc.formats import BITMAP, BLOCK
-from kernels.tagc.index import union_of_bitmaps
-from kernels.tagc.reference import ROUNDS, estimates, states_of
-from kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import as_flag
+from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.scape import triton_masks
+from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code
+from torchtitan_scape.kernels.scape.reference import mask_indices, pack_bits
+from torchtitan_scape.kernels.tagc import triton_kernels
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK
+from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
+from torchtitan_scape.kernels.tagc.reference import ROUNDS, estimates, states_of
+from torchtitan_scape.kernels.tagc.sketch import Sketch
 
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
 _WARPS = 8  # 512 entries each

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.scape.reference import select_rows
-from kernels.topk.layout import TileGrid
-from kernels.topk.reference import from_blocks, to_blocks
+from torchtitan_scape.kernels.scape.reference import select_rows
+from torchtitan_scape.kernels.topk.layout import TileGrid
+from torchtitan_scape.kernels.topk.reference import from_blocks, to_blocks
 
 
 @dataclass(frozen=True)

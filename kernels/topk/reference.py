@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.codec.formats import FORMATS
-from kernels.codec.reference import unpack
-from kernels.common.ordered import divisor_of
-from kernels.scape.mask_code import decode_offsets
-from kernels.scape.mask_code import encode_offsets as encode_offsets
-from kernels.scape.reference import select_rows, unpack_bits
-from kernels.topk.layout import Received, TileGrid
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.codec.reference import unpack
+from torchtitan_scape.kernels.common.ordered import divisor_of
+from torchtitan_scape.kernels.scape.mask_code import decode_offsets
+from torchtitan_scape.kernels.scape.mask_code import encode_offsets as encode_offsets
+from torchtitan_scape.kernels.scape.reference import select_rows, unpack_bits
+from torchtitan_scape.kernels.topk.layout import Received, TileGrid
 
 # --------------------------------------------------------------------------------------------- tiles
 

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import as_flag
-from kernels.scape.triton_select import select_in_blocks
-from kernels.topk import cosine
-from kernels.topk.cosine import Basis
-from kernels.topk.layout import TileGrid
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import as_flag
+from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
+from torchtitan_scape.kernels.topk import cosine
+from torchtitan_scape.kernels.topk.cosine import Basis
+from torchtitan_scape.kernels.topk.layout import TileGrid
 
 _LARGEST = 64  # side of a tile; larger ones use PyTorch
 

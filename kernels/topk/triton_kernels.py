@@ -12,7 +12,7 @@ of senders.
 import triton
 import triton.language as tl
 
-from kernels.scape.triton_select import select_in_blocks
+from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
 
 FLOAT, TWO_BITS, ONE_BIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common import launching
-from kernels.common.launching import as_flag
-from kernels.scape.blocks import offset_code
-from kernels.scape.triton_masks import encode_offsets_kernel
-from kernels.topk import reference, triton_kernels
-from kernels.topk.layout import Received, TileGrid
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import as_flag
+from torchtitan_scape.kernels.scape.blocks import offset_code
+from torchtitan_scape.kernels.scape.triton_masks import encode_offsets_kernel
+from torchtitan_scape.kernels.topk import reference, triton_kernels
+from torchtitan_scape.kernels.topk.layout import Received, TileGrid
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program

@@ -21,7 +21,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import (
+from scripts.benchmarks.assembly import amd_report, identity, nvidia_report, regressions
+from scripts.common import RESULTS, markdown, read, run_command, write
+from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.kernels.backends import (
     TRITON_DTYPES,
     block_code,
     cosine_passes,
@@ -31,23 +34,20 @@ from kernels import (
     tagc_passes,
     topk_passes,
 )
-from kernels.codec.formats import FORMATS, STOCHASTIC
-from kernels.common import launching
-from kernels.common.rates import Rates
-from kernels.dense.triton_passes import Finite, Scaling, TritonAdams, TritonFrozenAdam
-from kernels.exchange.layout import BlockSlices
-from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.ownership import Ownership
-from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import PassInputs, PayloadPlan
-from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from kernels.scape.visits import Staleness
-from kernels.tagc.sketch import Sketch
-from kernels.topk.cosine import Basis
-from scripts.benchmarks.assembly import amd_report, identity, nvidia_report, regressions
-from scripts.common import RESULTS, markdown, read, run_command, write
-from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.kernels.codec.formats import FORMATS, STOCHASTIC
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.dense.triton_passes import Finite, Scaling, TritonAdams, TritonFrozenAdam
+from torchtitan_scape.kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.ownership import Ownership
+from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
+from torchtitan_scape.kernels.scape.triton_updates import triton_passes
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.scape.visits import Staleness
+from torchtitan_scape.kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.topk.cosine import Basis
 from torchtitan_scape.methods.topk.blocks import BlockGrid
 from torchtitan_scape.methods.topk.messages import TopkMessages
 

@@ -24,18 +24,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kernels.common import storage
 from scripts.benchmarks.harness import Benchmark, in_new_process, main
 from scripts.common import markdown, names
-from topology.torch_version import fsdp_parameter_group
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
+from torchtitan_scape.kernels.common import storage
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.torch_version import fsdp_parameter_group
 
 # ---------------------------------------------------------------------------------------- optimizer states
 

@@ -24,21 +24,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.common import launching
 from scripts.benchmarks.harness import Benchmark, main
 from scripts.common import markdown, names, numbers
-from topology import process_groups, stages
-from topology.comm_stream import Handle
-from topology.groups import ReplicaGroups
-from topology.process_groups import ProcessGroupCollectives
-from topology.rank_group import RankGroup
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import LocalModel, get_workload
+from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.topology import process_groups, stages
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.rank_group import RankGroup
 
 META = torch.device("meta")
 # Options without a warm-up, by method. Local methods exchange in the step that is counted.
@@ -200,11 +200,11 @@ def as_one_rank(counter: StepCounter) -> Iterator[None]:
 @contextmanager
 def triton_everywhere() -> Iterator[None]:
     """Choose the Triton backend for tensors that are not on a GPU. Launches must be replaced."""
-    import kernels.codec.triton_passes
-    import kernels.dense.triton_passes
-    import kernels.exchange.triton_passes
-    import kernels.scape.triton_updates
-    import kernels.tagc.triton_passes  # noqa: F401  # compiled functions, not those of the interpreter
+    import torchtitan_scape.kernels.codec.triton_passes
+    import torchtitan_scape.kernels.dense.triton_passes
+    import torchtitan_scape.kernels.exchange.triton_passes
+    import torchtitan_scape.kernels.scape.triton_updates
+    import torchtitan_scape.kernels.tagc.triton_passes  # noqa: F401  # compiled functions, not those of the interpreter
 
     with environment(TRITON_INTERPRET="1"):
         yield

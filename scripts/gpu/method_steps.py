@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from kernels.common import launching
-from kernels.dense.triton_kernels import scale_kernel
-from kernels.dense.triton_passes import FlatTensors
 from scripts.common import RunError, write
 from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
 from scripts.gpu.timing import Clock, clock_of, waits_of
 from torchtitan_scape import AdamS, replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape, count_entries
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.dense.triton_kernels import scale_kernel
+from torchtitan_scape.kernels.dense.triton_passes import FlatTensors
 from torchtitan_scape.methods.registry import METHODS
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds

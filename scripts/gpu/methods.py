@@ -24,17 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from kernels import choose_backend
 from scripts.common import RunError, read, write
 from scripts.faults.fault_runs import free_endpoint
 from scripts.gpu.ranks import own_host, start
 from scripts.gpu.timing import waits_of
-from topology.groups import ReplicaGroups, build_groups, build_level_groups
-from topology.layout import Layout, plan_layout
-from topology.machines import get_machine
-from topology.traffic import TrafficLedger
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import local
+from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -45,6 +41,10 @@ from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+from torchtitan_scape.topology.groups import ReplicaGroups, build_groups, build_level_groups
+from torchtitan_scape.topology.layout import Layout, plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 RANKS = 4
 LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exchanges go level by level

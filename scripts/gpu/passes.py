@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import block_code
-from kernels.codec.formats import FORMATS
-from kernels.common.launching import TileSchedule
-from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import PassInputs
 from scripts.common import write
 from scripts.gpu.timing import Clock, clock_of
-from topology.codecs import Codec
-from topology.comm_stream import Handle
-from topology.dry_run import DryRunCollectives
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import flat_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape, count_entries
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.common.launching import TileSchedule
+from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.step import PassInputs
 from torchtitan_scape.methods.interface import StepInfo
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.dry_run import DryRunCollectives
 
 REPLICAS, REPEATS = 8, 20
 CODE_REPLICAS, CODE_ENTRIES = 16, 2**26

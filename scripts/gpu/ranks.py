@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels import block_code
 from scripts.common import ALONE, RunError, write
 from scripts.faults.fault_runs import TINY, Launch, free_endpoint, seconds_until_gone, start_process
 from scripts.gpu.machine import patience
 from scripts.gpu.processes import python
 from scripts.gpu.timing import find_device
-from topology.groups import ReplicaGroups
-from topology.process_groups import ProcessGroupCollectives
-from topology.rank_group import RankGroup
-from topology.stages import (
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.stages import (
     all_gather_,
     all_reduce_,
     all_reduce_encoded,

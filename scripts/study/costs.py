@@ -9,17 +9,17 @@ import functools
 import statistics
 from typing import Any
 
-from kernels.codec.formats import FORMATS
-from kernels.scape.blocks import density_at
-from topology.layout import plan_layout
-from topology.links import Links
-from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, predict
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import get_machine
 
 WORKLOAD, MODEL = "llama_1_8b", "Llama-1.8B"
 SEQUENCES, MICRO_BATCH = 16, 4  # per rank and step; at a time

@@ -25,11 +25,11 @@ from scripts.study.queue import Queue
 from scripts.study.special_tables import PLANNED
 from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
-from topology.links import Links
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.planner.step import last_backward, predict_step
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.ring_bytes import LevelSize
 from torchtitan_scape.trainer.layout import parameter_shapes
 
 MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"

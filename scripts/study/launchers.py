@@ -17,12 +17,12 @@ from scripts.common import ALONE, Curve, command_of, losses
 from scripts.study.costs import planned_run
 from scripts.study.grid import CURVE_POINTS, BudgetSet, RunSpec, largest_divisor
 from scripts.study.store import SETUP, Store
-from topology.layout import plan_layout
-from topology.links import Links
-from topology.machines import Machine, get_machine
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.models.registry import recipe_workload
 from torchtitan_scape.planner.step import Assumptions, predict
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import Machine, get_machine
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ARRAYS = "observations.npz"

@@ -18,10 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from topology.calls import CollectiveCall
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import StepInfo
+from torchtitan_scape.topology.calls import CollectiveCall
 
 Parallelize = Callable[..., nn.Module]
 

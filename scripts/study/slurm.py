@@ -28,15 +28,15 @@ from scripts.study.peers import PEERS
 from scripts.study.queue import Queue
 from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
-from topology.layout import Layout
-from topology.links import Links
-from topology.machines import Machine, get_machine
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.patching import environment
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import Machine, get_machine
 from torchtitan_scape.trainer.layout import checked_layout
 from torchtitan_scape.trainer.specs import register
 

@@ -34,15 +34,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from scripts.common import write
 from scripts.study.peers import PEERS, without_fsdp
-from topology import shard_collectives
-from topology.comm_stream import Handle
-from topology.dry_run import DryRunCollectives
-from topology.rank_group import RankGroup
-from topology.torch_version import all_gather_into
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
+from torchtitan_scape.topology import shard_collectives
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.torch_version import all_gather_into
 from torchtitan_scape.trainer import command, optimizers, specs
 from torchtitan_scape.trainer.metrics import LEVELS
 from torchtitan_scape.trainer.trainer import ScapeTrainer

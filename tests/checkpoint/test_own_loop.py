@@ -265,9 +265,9 @@ def build_sharded(kind: str, method: str) -> tuple[Any, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    from topology.groups import ReplicaGroups
-    from topology.in_process import SimulatedReplicas
     from torchtitan_scape import replicate
+    from torchtitan_scape.topology.groups import ReplicaGroups
+    from torchtitan_scape.topology.in_process import SimulatedReplicas
 
     model, replicas = make_model(), None
     if kind == "tensor":

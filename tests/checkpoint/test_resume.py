@@ -19,9 +19,9 @@ from tests.training import LAYOUTS, METHODS, train
 
 def pending(trainer: Any) -> dict[str, torch.Tensor]:
     """Return b1 * first moment + mean of residuals by parameter, unsharded, FP64, read from the steps' buffers."""
-    from kernels.scape import reference
-    from kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.core.parameters import local
+    from torchtitan_scape.kernels.scape import reference
+    from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
 
     optimizers = trainer.replica_optimizer
     found = {}

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests import server
-from topology.links import SCHEMA, Links
-from topology.machines import get_machine
 from torchtitan_scape.config.checks import check_config, import_custom, remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.parsing import parse
@@ -18,6 +16,8 @@ from torchtitan_scape.config.recipes import load
 from torchtitan_scape.models.stages import stage_modules
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.report.forecast import Forecast
+from torchtitan_scape.topology.links import SCHEMA, Links
+from torchtitan_scape.topology.machines import get_machine
 from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.specs import register
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kernels.scape.reference import unpack_bits
 from tests.marks import slow
 from tests.methods.scape.test_offload import kept, run
 from tests.replicas import ThreadCollectives, run_replicas
@@ -24,6 +23,7 @@ from torchtitan_scape.core.consistency import (
     fingerprints,
 )
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.methods.dense.method import Dense, DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.scape.shared import replicated_by_scape

@@ -7,10 +7,10 @@ from scripts.benchmarks.step_operators import StepCounter
 from tests.methods.cases import Case
 from tests.methods.steps import make
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core import tensors
 from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.methods import base
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 
 def test_a_sum_of_squares_needs_no_copy_of_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

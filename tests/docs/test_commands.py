@@ -32,11 +32,11 @@ from tests import server
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, parse_command, read
 from tests.methods import test_contract
 from tests.pool import Pool
-from topology.links import SCHEMA, Links
-from topology.machines import get_machine
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.methods.registry import METHODS, MethodEntry
+from torchtitan_scape.topology.links import SCHEMA, Links
+from torchtitan_scape.topology.machines import get_machine
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]

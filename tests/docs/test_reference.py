@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import blocks, read
-from topology.layout import Layout
-from topology.machines import get_machine
 from torchtitan_scape.config.reference import page, sections
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.cost import share_of_dense
@@ -24,6 +22,8 @@ from torchtitan_scape.sharding.cost import flat_rows, shard_bytes, shard_memory
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.machines import get_machine
 
 METHODS_PAGE = "docs/reference/methods/index.md"
 SHARDING_PAGE = "docs/reference/sharding.md"

@@ -20,11 +20,6 @@ from torch import Tensor, nn
 if os.environ.get("SCAPE_GPU_TESTS") not in (("1", "smoke") if torch.cuda.is_available() else ("smoke",)):
     pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
 
-from kernels.codec.codes import BlockCode
-from kernels.codec.formats import FORMATS
-from kernels.scape import reference
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.triton_passes import PACK_TILE, SELECT_TILE, TILE, UPDATE_TILE
 from tests.kernels.checks import (
     Case,
     check_rotate,
@@ -36,10 +31,15 @@ from tests.kernels.dense_checks import check_adams, check_finite, check_frozen_a
 from tests.kernels.exchange_checks import adam, quantized, quantized_update, radius, sparta
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
-from topology.collectives import ReplicaCollectives
-from topology.in_process import SimulatedReplicas
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.scape import reference
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
+from torchtitan_scape.kernels.scape.triton_passes import PACK_TILE, SELECT_TILE, TILE, UPDATE_TILE
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 SMOKE, DEVICE = os.environ["SCAPE_GPU_TESTS"] == "smoke", "cuda" if torch.cuda.is_available() else "cpu"
 BASE = Case((300_000, 5, 70_001, 1024), (33, 4096), 1024, replicas=3, device=DEVICE, columns=(2400, 5, 1, 8), keeps=0.5)

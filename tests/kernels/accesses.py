@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from kernels.common import launching
 from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.kernels.common import launching
 
 
 class AccessError(AssertionError):

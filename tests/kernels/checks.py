@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.rates import Rates
-from kernels.scape import reference
-from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.ownership import Ownership
-from kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
-from kernels.scape.step import PassInputs, PayloadPlan
-from kernels.scape.torch_updates import torch_passes
-from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from kernels.scape.visits import MIN_VISIT_RATE, Staleness
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.scape import reference
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.ownership import Ownership
+from torchtitan_scape.kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
+from torchtitan_scape.kernels.scape.torch_updates import torch_passes
+from torchtitan_scape.kernels.scape.triton_updates import triton_passes
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE, Staleness
 
 Make = Callable[..., ScapePasses]
 ULP = 2.0**-22  # error bound of a division on a GPU, two units in the last place; more than four roundings to nearest

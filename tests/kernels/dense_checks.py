@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kernels.common.rates import Rates
-from kernels.dense.reference import finite
 from tests.kernels.checks import ULP, Case
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.dense.reference import finite
 
 
 def rates_of(tensors: int) -> list[Rates]:
@@ -23,8 +23,8 @@ def assert_near(ours: list[Tensor], theirs: list[Tensor], before: list[Tensor]) 
 
 def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
     """Compare dense AdamS of both backends."""
-    from kernels.dense.torch_passes import TorchAdams
-    from kernels.dense.triton_passes import TritonAdams
+    from torchtitan_scape.kernels.dense.torch_passes import TorchAdams
+    from torchtitan_scape.kernels.dense.triton_passes import TritonAdams
 
     case, results = Case(tuple(sizes), device=device), []
     for backend in (TorchAdams(), TritonAdams()):
@@ -40,8 +40,8 @@ def check_adams(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, de
 
 def check_frozen_adam(sizes: list[int], offset: int, dtype: torch.dtype, seed: int, device: str) -> None:
     """Compare Adam with a frozen variance of both backends; FP32 moments bitwise. Some entries have no variance."""
-    from kernels.dense.torch_passes import TorchFrozenAdam
-    from kernels.dense.triton_passes import TritonFrozenAdam
+    from torchtitan_scape.kernels.dense.torch_passes import TorchFrozenAdam
+    from torchtitan_scape.kernels.dense.triton_passes import TritonFrozenAdam
 
     case, rates = Case(tuple(sizes), device=device), rates_of(len(sizes))
     counts = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64)
@@ -70,7 +70,7 @@ def check_frozen_adam(sizes: list[int], offset: int, dtype: torch.dtype, seed: i
 def check_finite(
     sizes: list[int], bad: dict[int, tuple[int, float]], dtype: torch.dtype, offset: int, device: str
 ) -> None:
-    from kernels.dense.triton_passes import Finite, Scaling
+    from torchtitan_scape.kernels.dense.triton_passes import Finite, Scaling
 
     gradients = Case(tuple(sizes), device=device).draw(dtype, 0, (), offset)
     for tensor, (entry, value) in bad.items():

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from topology.in_process import SimulatedReplicas
-from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape import AdamS, Muon
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
@@ -22,6 +20,8 @@ from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.sparta.method import Sparta
 from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.topology.in_process import SimulatedReplicas
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 # Several tiles, a short last block, less than a block, nothing, one entry.
 SHAPES = [(20, 130), (129,), (4, 5), (0, 4), (1,)]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kernels.scape.blocks import BlockLayout, density_at, entries_per_block
 from tests.toy import make_scape
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, density_at, entries_per_block
 
 
 @given(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import block_code
-from kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.exchange.layout import BlockSlices
 
 
 def slices(replica: int, errors: list[torch.Tensor], errors_elsewhere: bool | None) -> BlockSlices:

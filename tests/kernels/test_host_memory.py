@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from kernels.common import host_memory
-from kernels.common.host_memory import _free_in_cgroups, host_tensors, register
+from torchtitan_scape.kernels.common import host_memory
+from torchtitan_scape.kernels.common.host_memory import _free_in_cgroups, host_tensors, register
 
 
 class Runtime:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import block_code
-from kernels.common.launching import DeviceTable, LatestResult, TileSchedule
-from kernels.common.rates import Rates
-from kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, SIZE, STATE
-from kernels.dense import triton_passes
-from kernels.dense.triton_passes import FlatTensors
-from kernels.exchange import triton_passes as exchange
-from kernels.exchange.layout import BlockSlices
-from kernels.exchange.triton_kernels import FIRST, OWNER_ERROR, SECOND, STEP
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.common.launching import DeviceTable, LatestResult, TileSchedule
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, SIZE, STATE
+from torchtitan_scape.kernels.dense import triton_passes
+from torchtitan_scape.kernels.dense.triton_passes import FlatTensors
+from torchtitan_scape.kernels.exchange import triton_passes as exchange
+from torchtitan_scape.kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.exchange.triton_kernels import FIRST, OWNER_ERROR, SECOND, STEP
 
 CPU = torch.device("cpu")
 

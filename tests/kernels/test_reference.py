@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.dense.reference import finite
-from kernels.scape import reference
+from torchtitan_scape.kernels.dense.reference import finite
+from torchtitan_scape.kernels.scape import reference
 
 
 @given(st.lists(st.booleans(), min_size=0, max_size=70))

@@ -18,28 +18,28 @@ import triton.language as tl
 from torch import Tensor
 from torch.torch_version import TorchVersion as Version
 
-from kernels import choose_backend
-from kernels.codec import triton_decode, triton_hadamard
-from kernels.codec import triton_kernels as codec_kernels
-from kernels.common import launching
-from kernels.common.rates import Rates
-from kernels.dense import triton_kernels as dense_kernels
-from kernels.exchange import triton_kernels as exchange_kernels
-from kernels.exchange import triton_masked, triton_outer
-from kernels.scape import triton_compact, triton_kernels, triton_masks, triton_owner, triton_select
-from kernels.scape.blocks import BlockLayout, Mask, density_at
-from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.step import PassInputs, PayloadPlan
-from kernels.scape.triton_updates import triton_passes
-from kernels.scape.updaters import ReplicatedUpdate
-from kernels.tagc import triton_kernels as tagc_kernels
-from kernels.topk import triton_cosine
-from kernels.topk import triton_kernels as topk_kernels
 from scripts.benchmarks import compile_kernels
 from scripts.benchmarks.assembly import SPILL_LIMITS, regressions
 from tests import server
 from tests.marks import slow
 from torchtitan_scape import AdamS, Scape
+from torchtitan_scape.kernels.backends import choose_backend
+from torchtitan_scape.kernels.codec import triton_decode, triton_hadamard
+from torchtitan_scape.kernels.codec import triton_kernels as codec_kernels
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.dense import triton_kernels as dense_kernels
+from torchtitan_scape.kernels.exchange import triton_kernels as exchange_kernels
+from torchtitan_scape.kernels.exchange import triton_masked, triton_outer
+from torchtitan_scape.kernels.scape import triton_compact, triton_kernels, triton_masks, triton_owner, triton_select
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, density_at
+from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
+from torchtitan_scape.kernels.scape.triton_updates import triton_passes
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate
+from torchtitan_scape.kernels.tagc import triton_kernels as tagc_kernels
+from torchtitan_scape.kernels.topk import triton_cosine
+from torchtitan_scape.kernels.topk import triton_kernels as topk_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from tests.methods.cases import CHUNK_ENTRIES, SHAPES, STEPS, WITHOUT, Case
 from tests.replicas import run_replicas as run_with_chunks
-from topology.collectives import ReplicaCollectives
-from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards, store_gradient
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.simulation import mean_of_rows
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 run_replicas = functools.partial(run_with_chunks, chunk_entries=CHUNK_ENTRIES)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from tests.methods import test_local_updates as local
 from tests.methods.test_local_updates import SHAPES, far, final, flushed, flushed_alone, start, trained
 from tests.pool import Pool
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.co2.method import ClippedMomentum, staleness_gap
 from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 # A bound that limits some entries of the momentum and not others, see `test_equals_the_reference_algorithm`.
 CO2 = {"inner_steps": 6, "outer_lr": 0.8, "outer_momentum": 0.5, "momentum_clip": 0.1}

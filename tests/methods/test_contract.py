@@ -33,18 +33,18 @@ from tests.methods.steps import (
 )
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.pool import Pool, attempts
-from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives
-from topology.comm_stream import Handle
-from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups
-from topology.links import Stage, all_gather_stages, all_reduce_stages, bytes_by_level
-from topology.rank_group import RankGroup
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.links import Stage, all_gather_stages, all_reduce_stages, bytes_by_level
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 @pytest.fixture(params=CASES, ids=str)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.scape.blocks import offset_code
-from kernels.topk.cosine import Basis
 from tests.marks import slow
 from tests.methods import test_local_updates as local
 from tests.methods.cases import Case
@@ -17,10 +15,10 @@ from tests.methods.steps import close, mean, play
 from tests.methods.test_local_updates import DECAY, LR, SHAPES, far, final
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.kernels.scape.blocks import offset_code
+from torchtitan_scape.kernels.topk.cosine import Basis
 from torchtitan_scape.methods.demo.method import Demo
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
@@ -28,6 +26,8 @@ from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 OPTIONS: dict[str, Any] = {"chunk": 8, "k": 5, "beta": 0.95}
 

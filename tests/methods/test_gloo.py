@@ -17,14 +17,14 @@ from torch.distributed.tensor import Shard as Cut
 from tests.marks import covering, slow
 from tests.pool import Pool
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
-from topology.groups import build_groups
-from topology.layout import plan_layout
-from topology.machines import get_machine
-from topology.partition import CHUNK_ENTRIES
-from topology.process_groups import collectives_of
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.parameters import collect_shards, local
+from torchtitan_scape.topology.groups import build_groups
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.partition import CHUNK_ENTRIES
+from torchtitan_scape.topology.process_groups import collectives_of
 
 STEPS = 8
 

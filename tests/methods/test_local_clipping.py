@@ -10,8 +10,8 @@ import torch
 from tests.methods.cases import Case
 from tests.methods.steps import gradients, make
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.methods.interface import StepInfo
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 
 @pytest.mark.parametrize("observed", [False, True], ids=["", "observed"])

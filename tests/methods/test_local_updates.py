@@ -125,13 +125,13 @@ class Literal:
 def build(
     method: str, options: dict[str, Any], simulated: int, inner: str = "AdamW", max_norm: float = MAX_NORM
 ) -> Any:
-    from topology.in_process import OneReplica, SimulatedReplicas
-    from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.methods.registry import METHODS
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.optimizers.muon import Muon
     from torchtitan_scape.optimizers.signsgd import SignSGD
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+    from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
     class Model(nn.Module):
         def named_parameters(self, *args: Any, **more: Any) -> Any:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.methods.test_local_updates import SHAPES, Literal, build, far, final, parameters, start, step, trained
 from tests.pool import Pool
-from topology.pairs import partners
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.noloco.options import NolocoOptions
+from torchtitan_scape.topology.pairs import partners
 
 NOLOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.5, "averaging_rate": 0.9}
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
-from topology.partition import chunks_of
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.method import OnebitAdam
 from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.partition import chunks_of
 
 # The last parameter is shorter than a block. One row of the first has no gradient until the variance is frozen.
 SHAPES = [(9, 32), (64,), (3, 32), (20,)]

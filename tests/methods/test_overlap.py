@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.marks import slow
 from tests.pool import Pool
-from topology.groups import build_groups
-from topology.in_process import OneReplica
-from topology.layout import plan_layout
-from topology.machines import get_machine
-from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.topology.groups import build_groups
+from torchtitan_scape.topology.in_process import OneReplica
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 STEPS, NAN_AT, UNUSED_AT, FAILS_AT = 6, 1, (2, 3), 4
 

@@ -14,12 +14,12 @@ from tests.methods.cases import SHAPES, STEPS, Case
 from tests.methods.steps import gradients, make, play
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
-from topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalize
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 FACTORED = (0, 4)  # indices in SHAPES; the factors of the others would not be smaller
 

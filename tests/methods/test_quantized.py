@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, build_groups
-from topology.layout import plan_layout
-from topology.links import bytes_by_level
-from topology.machines import get_machine
-from topology.process_groups import ProcessGroupCollectives
-from topology.rank_group import RankGroup
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.groups import ReplicaGroups, build_groups
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import bytes_by_level
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
 CHUNK, STEPS = 128, 30

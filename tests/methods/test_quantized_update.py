@@ -16,10 +16,6 @@ from tests.methods.test_whitening import gradients, ill_conditioned
 from tests.pool import Pool
 from tests.replicas import run_replicas as run_with_chunks
 from tests.topology.test_stages import collectives as on_levels
-from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
-from topology.in_process import SimulatedReplicas
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.methods.cost import share_of_dense
@@ -30,6 +26,10 @@ from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.in_process import SimulatedReplicas
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 APPLIED = torch.tensor(True)
 OPTIONS: dict[str, Any] = {"block": 32, "whiten_every": 3}

@@ -13,13 +13,13 @@ from tests.methods.cases import Case
 from tests.methods.steps import gradients, kept, make, play, update
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 # Three blocks, the last one short; less than a block; one entry; none; one without a gradient; uncompressed parameters.
 SHAPES = [(40, 60), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
@@ -122,9 +122,9 @@ def train(
     replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...] = (), method: str = "radius"
 ) -> dict[str, Any]:
     """Train the optimizer on random gradients, with all replicas in this process or one replica per rank."""
-    from topology.in_process import OneReplica, SimulatedReplicas
-    from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+    from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
     model, entry = nn.ParameterList(drawn(0)), METHODS[method]
     rates: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}

@@ -11,8 +11,6 @@ from tests.methods import test_topk as topk
 from tests.methods.test_local_updates import SHAPES, far, final
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.dense.options import DenseOptions
@@ -20,6 +18,8 @@ from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.sparseloco.method import Sparseloco
 from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
 

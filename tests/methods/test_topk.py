@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels import block_code
-from kernels.scape.blocks import offset_code
-from kernels.topk.reference import from_blocks, to_blocks, valid_mask
 from tests.methods.cases import SHAPES, STEPS, Case
 from tests.methods.steps import gradients, make, play
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.scape.blocks import offset_code
+from torchtitan_scape.kernels.topk.reference import from_blocks, to_blocks, valid_mask
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
 from torchtitan_scape.methods.topk.messages import TopkMessages, encode_two_bits
 from torchtitan_scape.methods.topk.method import Topk
 from torchtitan_scape.methods.topk.options import TopkOptions
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 # No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and slices of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from tests.methods.test_quantized_update import NAMED, make, run_replicas, start_of, steps, weights
 from tests.methods.test_whitening import gradients
-from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.cost import share_of_dense
@@ -21,6 +19,8 @@ from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOpt
 from torchtitan_scape.methods.update import one_for_several_steps
 from torchtitan_scape.planner.candidates import fastest, make_case
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
 
 INTERVAL = 3
 

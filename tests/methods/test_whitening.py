@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.replicas import run_replicas as run_with_chunks
-from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel, get_workload
@@ -24,6 +22,8 @@ from torchtitan_scape.methods.quantized.whitening import FLOOR, MatrixBasis, cos
 from torchtitan_scape.optimizers.cost import muon_flops
 from torchtitan_scape.optimizers.muon import orthogonalized
 from torchtitan_scape.planner.step import BF16_PER
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
 
 # A square, a wide and a tall matrix of a block; the others have no basis.
 SHAPES = {

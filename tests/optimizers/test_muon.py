@@ -20,9 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.methods import test_local_updates as local
 from tests.methods.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES, far, trained
 from tests.pool import Pool
-from topology.layout import plan_layout
-from topology.links import Links
-from topology.machines import get_machine
 from torchtitan_scape.core.workloads import Workload, get_workload, local_shapes
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -36,6 +33,9 @@ from torchtitan_scape.optimizers.muon import Muon, orthogonalized
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, divides_matrices, predict
 from torchtitan_scape.sharding.cost import gather_stages, gathered_matrices
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import get_machine
 
 HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
 RATES: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)

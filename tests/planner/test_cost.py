@@ -7,12 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.layout import plan_layout
-from topology.links import Link, Links, stage_seconds
-from topology.machines import MACHINES, get_machine
-from topology.partition import chunk_sizes
-from topology.pipelining import best_chunk_bytes, best_chunks, pipeline_seconds
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
@@ -20,6 +14,12 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.fit import fit_paper, headline, least_squares, on_gh200, paper_points
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict, predict_step
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Link, Links, stage_seconds
+from torchtitan_scape.topology.machines import MACHINES, get_machine
+from torchtitan_scape.topology.partition import chunk_sizes
+from torchtitan_scape.topology.pipelining import best_chunk_bytes, best_chunks, pipeline_seconds
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from topology.layout import plan_layout
-from topology.links import Links
-from topology.machines import get_machine
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -19,6 +16,9 @@ from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.plan import main
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import get_machine
 
 MODEL = get_workload("llama_1_8b")
 N, LOCAL = MODEL.parameters, MODEL.local(1)

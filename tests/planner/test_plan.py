@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from topology.links import Links
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
@@ -35,6 +34,7 @@ from torchtitan_scape.planner.candidates import (
 from torchtitan_scape.planner.plan import main, report
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.topology.links import Links
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 SLOW = ("--network-bandwidth", "1.25")  # one tenth of the nominal bandwidth

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from topology.layout import plan_layout
-from topology.links import SCHEMA, Links
-from topology.machines import get_machine
 from torchtitan_scape.planner.preflight import _tiers, fit_link, main, measure
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import SCHEMA, Links
+from torchtitan_scape.topology.machines import get_machine
 
 
 def points(latency: float, bandwidth: float, size: int = 4) -> list[dict]:

@@ -9,11 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.codec.formats import FORMATS, message_bytes
-from kernels.scape.blocks import BlockLayout
-from topology.calls import CollectiveCall
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, get_workload, local_shapes
+from torchtitan_scape.kernels.codec.formats import FORMATS, message_bytes
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -30,6 +28,8 @@ from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.methods.wire import EncodedSize, dtype_bytes, encoded_size
 from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 SHAPES = ((4096, 1024), (1024, 512), (1000,))
 MODEL = LocalModel.of_shapes(SHAPES)

@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernels import finite_check
 from tests.pool import Pool
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.kernels.backends import finite_check
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
 
 
 def whole_send_after_a_skipped_step(name: str) -> list[float]:
     """Return the residual norm before the request, after its skipped step, and after the next step."""
-    from topology.in_process import OneReplica
-    from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+    from torchtitan_scape.topology.in_process import OneReplica
+    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
     torch.manual_seed(0)
     model, entry = nn.Linear(40, 30), METHODS[name]

@@ -29,10 +29,10 @@ from tests.replica.own_loop import (
     train,
     weights,
 )
-from topology.in_process import SimulatedReplicas
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.replicate import replicate
 from torchtitan_scape.replica.scape import Scape
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 # ---------------------------------------------------------------------------------------- one process
 

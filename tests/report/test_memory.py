@@ -16,9 +16,9 @@ from torchtitan_scape.report.memory import MemoryReport
 
 def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the predicted bytes by kind, and those of the tensors of a trainer before its first step."""
-    from kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import stored
+    from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))

@@ -55,7 +55,7 @@ def test_another_config_value_is_named(one: str, other: str, message: str, pool2
     assert message in text and "every rank needs the same" in text
 
 
-@pytest.mark.parametrize("key", ["code: the sources of kernels", "code: torch"])
+@pytest.mark.parametrize("key", ["code: the sources of torchtitan_scape", "code: torch"])
 def test_another_version_is_named(key: str, pool2: Pool) -> None:
     assert f"rank 1 has {key} = patched, rank 0 has" in refused(pool2, [[]], key)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import slow
-from topology.torch_version import OLDEST
+from torchtitan_scape.topology.torch_version import OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_PATH", "LOADEDMODULES")

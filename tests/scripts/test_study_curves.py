@@ -17,8 +17,8 @@ from scripts.study.report import write_report
 from scripts.study.slurm import OFFLINE, step_seconds
 from scripts.study.store import Store
 from scripts.study.sweep_tables import step_times
-from topology.machines import get_machine
 from torchtitan_scape.observe.record import Frequency, Record, read_frequencies
+from torchtitan_scape.topology.machines import get_machine
 
 STEPS = range(1, 31)
 

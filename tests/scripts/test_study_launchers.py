@@ -23,14 +23,14 @@ from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
 from tests.scripts.slurm.jobs import allocation, stand_ins
-from topology.links import Link, Links, scalar_stages, stage_seconds
-from topology.machines import get_machine
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.topology.links import Link, Links, scalar_stages, stage_seconds
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from scripts import version_table
 from tests.docs.pages import ROOT
-from topology.torch_version import NEWEST, OLDEST, release_of
+from torchtitan_scape.topology.torch_version import NEWEST, OLDEST, release_of
 
 JUNIT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" errors="1" failures="1" skipped="2" tests="10"
  time="90.0"><testcase classname="tests.kernels.test_triton" name="test_a[0]"><failure message="m"/></testcase>

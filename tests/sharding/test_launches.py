@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import block_code
-from kernels.tagc.sketch import Sketch
 from scripts.benchmarks.step_operators import StepCounter, as_one_rank, triton_everywhere
-from topology import shard_collectives
-from topology.rank_group import RankGroup
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.tagc.sketch import Sketch
 from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, WeightsVersion, entries
 from torchtitan_scape.sharding.levels_gather import SecondaryAllGather
 from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
@@ -24,6 +22,8 @@ from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
+from torchtitan_scape.topology import shard_collectives
+from torchtitan_scape.topology.rank_group import RankGroup
 
 MOST, META = 40, torch.device("meta")
 RANKS = (2, 4, 64)

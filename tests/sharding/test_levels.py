@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
-from topology.groups import build_level_groups
-from topology.layout import plan_layout
-from topology.machines import get_machine
-from topology.traffic import TrafficLedger
 from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.topology.groups import build_level_groups
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 RANKS, MICRO_BATCHES, WIDTH = 4, 2, 24
 DEGREES, STEPS = [(2, 4), (2, 2), (1, 2)], 4

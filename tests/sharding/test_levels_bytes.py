@@ -11,11 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
-from topology.groups import build_level_groups
-from topology.layout import plan_layout
-from topology.links import Links, stage_seconds
-from topology.machines import get_machine
-from topology.traffic import TrafficLedger
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -25,6 +20,11 @@ from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.topology.groups import build_level_groups
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Links, stage_seconds
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 ENTRIES = 64 * 128  # Entries of a matrix whose slices are whole blocks.
 MICRO_BATCHES = 2

@@ -9,12 +9,12 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.layout import plan_layout
-from topology.machines import get_machine
 from torchtitan_scape.checkpoint.safe_load import SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices, SlicePlanner, boxes_of
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
 
 Entry = tuple[int, int] | None  # (tensor, entry of its part of the row); None for padding
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tests.pool import Pool
 from tests.sharding.toy import Run, layout_of, make, train, weights
-from topology.groups import build_shard_groups
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
-from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, entries
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+from torchtitan_scape.topology.groups import build_shard_groups
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
+from torchtitan_scape.topology.traffic import SHARD, TrafficLedger
 
 RANKS, STEPS = 3, 3
 # A row of two compressed parameters, one of them with a short block, and two uncompressed ones: attention, a norm.

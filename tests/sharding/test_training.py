@@ -12,10 +12,10 @@ import torch
 from tests.marks import slow
 from tests.pool import Pool
 from tests.training import METHODS, TWELVE, train
-from topology.layout import plan_layout
-from topology.machines import get_machine
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
 
 INT8 = ["--sharding.weights=int8", "--sharding.gradients=int8"]
 # Two nodes of two ranks, a replica over all of them.

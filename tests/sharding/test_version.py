@@ -12,11 +12,11 @@ from torchtitan_scape.methods.registry import METHODS
 
 
 def versions() -> None:
-    from topology.in_process import OneReplica
-    from topology.process_groups import ProcessGroupCollectives
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.replica import checks
     from torchtitan_scape.replica import optimizer as container
+    from torchtitan_scape.topology.in_process import OneReplica
+    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
     model, entry = nn.Linear(4, 3), METHODS["dense"]
     optimizers = container.ReplicaOptimizer(

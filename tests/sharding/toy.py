@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from topology.layout import Layout, plan_layout
-from topology.machines import get_machine
-from topology.torch_version import fsdp_parameter_group
-from topology.traffic import SHARD, TrafficLedger
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.base import Sharding, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.topology.layout import Layout, plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.torch_version import fsdp_parameter_group
+from torchtitan_scape.topology.traffic import SHARD, TrafficLedger
 
 # Row counts that no number of ranks divides. `gate` is a matrix of one row, so all but one rank have an empty shard.
 ROWS, WIDTH = 13, 40

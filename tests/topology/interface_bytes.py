@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernels.common.offload import TripleBuffer
 from tests.toy import make_scape
-from topology import group_queries, process_groups, stages
+from torchtitan_scape.kernels.common.offload import TripleBuffer
+from torchtitan_scape.topology import group_queries, process_groups, stages
 
 STEPS, SHAPE = 6, (2048, 512)
 NO_NAMESPACE = 77  # exit code without root and user namespaces

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from topology.codecs import Bfloat16
+from torchtitan_scape.topology.codecs import Bfloat16
 
 # Values that cancel, overflow or underflow, and whose sum depends on the order.
 ODD = (1e30, -1e30, 1.0, 2.0**-20, 3.4e38, 1e-42, -0.0, float("inf"), float("nan"))

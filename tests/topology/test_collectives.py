@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from topology.groups import build_groups
-from topology.layout import plan_layout
-from topology.machines import get_machine
-from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.groups import build_groups
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 SIZES = (7, 0, 1, 30, 4, 16)
 

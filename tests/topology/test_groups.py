@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from topology import groups
-from topology.comm_stream import CommStream
-from topology.groups import build_groups, build_tier_groups, most_groups
-from topology.layout import Layout, Tier, plan_layout
-from topology.machines import get_machine
-from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology import groups
+from torchtitan_scape.topology.comm_stream import CommStream
+from torchtitan_scape.topology.groups import build_groups, build_tier_groups, most_groups
+from torchtitan_scape.topology.layout import Layout, Tier, plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 MINUTE = timedelta(seconds=60)
 # (ranks per node, replicate, shard, hierarchical, staged, in flight, process groups per rank)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
-from topology.machines import MACHINES, detect_machine, get_machine
+from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
+from torchtitan_scape.topology.machines import MACHINES, detect_machine, get_machine
 
 # TorchTitan's dense mesh is ("pp", "dp_replicate", "fsdp", "tp"), with fsdp = shard x context, context inner.
 MESH = ("pipeline", "replicate", "shard", "context", "tensor")

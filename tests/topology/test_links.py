@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.codec.codes import BlockCode
-from topology.codecs import Bfloat16
-from topology.layout import Layout, plan_layout
-from topology.links import (
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.topology.codecs import Bfloat16
+from torchtitan_scape.topology.layout import Layout, plan_layout
+from torchtitan_scape.topology.links import (
     Link,
     Links,
     Stage,
@@ -20,9 +20,9 @@ from topology.links import (
     reduce_scatter_stages,
     stage_seconds,
 )
-from topology.machines import Level, Machine
-from topology.rank_group import RankGroup
-from topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
+from torchtitan_scape.topology.machines import Level, Machine
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
 # Message sizes of codecs; None for FP32.
 CODED: list[MessageBytes | None] = [None, Bfloat16().message_bytes, BlockCode("int4", 32).message_bytes]

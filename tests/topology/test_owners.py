@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.collectives import ReplicaCollectives
-from topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 OWNERS = (0, 2)
 

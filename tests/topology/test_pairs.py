@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from topology.calls import CollectiveCall
-from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups, build_groups
-from topology.layout import Layout, plan_layout
-from topology.machines import get_machine
-from topology.pairs import paired_share, partners
-from topology.process_groups import ProcessGroupCollectives
-from topology.rank_group import RankGroup
-from topology.ring_bytes import LevelSize
-from topology.stages import pair_mean_
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.groups import ReplicaGroups, build_groups
+from torchtitan_scape.topology.layout import Layout, plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.pairs import paired_share, partners
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.stages import pair_mean_
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16])

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.partition import chunk_limit, chunk_sizes, chunks_of
 from torchtitan_scape.methods.wire import encoded_size
+from torchtitan_scape.topology.partition import chunk_limit, chunk_sizes, chunks_of
 
 
 @given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 200), st.sampled_from([1, 32]))

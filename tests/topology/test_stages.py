@@ -10,19 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-import topology.process_groups
-from kernels.codec.codes import BlockCode
 from tests.pool import Pool
-from topology import stages
-from topology.codecs import Bfloat16, Codec
-from topology.collectives import ReplicaCollectives
-from topology.dry_run import DryRunCollectives
-from topology.groups import build_groups
-from topology.in_process import SimulatedReplicas
-from topology.layout import plan_layout
-from topology.machines import get_machine
-from topology.process_groups import ProcessGroupCollectives
-from topology.traffic import TrafficLedger
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.topology import process_groups, stages
+from torchtitan_scape.topology.codecs import Bfloat16, Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.groups import build_groups
+from torchtitan_scape.topology.in_process import SimulatedReplicas
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 # A machine with three levels.
 THREE = get_machine("frontier")
@@ -74,7 +73,7 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
         patch.object(dist, "all_reduce", spied(dist.all_reduce, 0)),
         patch.object(dist, "all_to_all_single", spied(dist.all_to_all_single, 1)),
         patch.object(stages, "all_gather_into", gather),
-        patch.object(topology.process_groups, "all_gather_into", gather),
+        patch.object(process_groups, "all_gather_into", gather),
     ]
     for spy in spies:
         spy.start()

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from topology import torch_version
-from topology.torch_version import release_of, too_old, untested
 from torchtitan_scape import train
+from torchtitan_scape.topology import torch_version
+from torchtitan_scape.topology.torch_version import release_of, too_old, untested
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_supported_releases(version: str, release: tuple[int, int], old: bool, n
 
 
 def test_an_old_release_is_refused_at_import() -> None:
-    spec = importlib.util.find_spec("topology.torch_version")
+    spec = importlib.util.find_spec("torchtitan_scape.topology.torch_version")
     assert spec is not None and spec.loader is not None
     with patch.object(torch, "__version__", "2.9.0"), pytest.raises(ImportError, match=r"torch 2\.9\.0 is installed"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -9,12 +9,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from topology.group_queries import gather_lists
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import mean_of_rows, rows_of
+from torchtitan_scape.topology.group_queries import gather_lists
 
 # Values of `[checkpoint] residual`.
 RESIDUALS = ("exact", "mean", "drop")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, make_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from topology.machines import MACHINES
 from torchtitan_scape.config.model_sizes import Model
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.type_checks import check_section
@@ -20,6 +19,7 @@ from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
 from torchtitan_scape.titan.config import Optimizer as TitanOptimizer
 from torchtitan_scape.titan.config import Training as TitanTraining
 from torchtitan_scape.titan.config import Validation as TitanValidation
+from torchtitan_scape.topology.machines import MACHINES
 
 
 @dataclass

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.scape.reference import unpack_bits
-from topology.collectives import ReplicaCollectives
+from torchtitan_scape.kernels.scape.reference import unpack_bits
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from topology.machines import MACHINES
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.topology.machines import MACHINES
 
 _VISIBLE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "ROCm", "ROCR_VISIBLE_DEVICES": "ROCm"}
 _NODES = {"kfd": "ROCm", "nvidia[0-9]*": "CUDA"}  # below /dev; integrated GPUs of AMD have a kfd too

@@ -257,8 +257,9 @@ def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise ValueError(
-            "the parameters are DTensors on more than one mesh axis; pass replicas=topology.groups.ReplicaGroups "
-            "with the group of the ranks that hold one replica together"
+            "the parameters are DTensors on more than one mesh axis; pass "
+            "replicas=torchtitan_scape.topology.groups.ReplicaGroups with the group of the ranks that hold one "
+            "replica together"
         )
     return mesh.get_group() if mesh.size() > 1 else None
 

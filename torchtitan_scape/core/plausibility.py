@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 LARGEST = 2.0**20  # absolute value that no parameter of a trained model reaches
 _FACTOR = 10.0  # distance to the shared weights, relative to the tensor's largest entry

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kernels.scape.reference import pack_bits
+from torchtitan_scape.kernels.scape.reference import pack_bits
 
 K = TypeVar("K", bound=Hashable)
 PART = 1 << 22  # entries that are converted to FP64 at once

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.launching import to_device
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader
 from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
+from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.titan.components import IGNORE_INDEX
 from torchtitan_scape.titan.data import BaseDataLoader
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from topology.chunks import double_buffered, in_place
-from topology.codecs import Codec
-from topology.comm_stream import Handle
-from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.topology.chunks import double_buffered, in_place
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.partition import Chunk, Slice, chunks_of
 
 
 class ChunkInFlight(NamedTuple):

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size, replicas_of
-from topology.partition import CHUNK_ENTRIES, chunk_limit, chunk_sizes
-from topology.ring_bytes import LevelSize, MessageBytes
 from torchtitan_scape.core.workloads import LocalModel, Shapes
 from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size, replicas_of
+from torchtitan_scape.topology.partition import CHUNK_ENTRIES, chunk_limit, chunk_sizes
+from torchtitan_scape.topology.ring_bytes import LevelSize, MessageBytes
 
 
 class GradientCost:

@@ -16,16 +16,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels import choose_backend, scaling
-from kernels.scape.reference import unpack_bits
-from topology.calls import CollectiveCall, level_sizes
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import Observer
 from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits, sum_of_squares
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.kernels.backends import choose_backend, scaling
+from torchtitan_scape.kernels.scape.reference import unpack_bits
+from torchtitan_scape.topology.calls import CollectiveCall, level_sizes
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 # The kind of state that contains the weights of replicas that differ.
 REPLICA_WEIGHTS = "replica_weights"
@@ -158,7 +158,7 @@ class Method(ABC):
     Create all state in `__init__`, and change it in place. The mathematics belongs in functions on local tensors.
 
     Attributes:
-        multiply_gradients: multiplies tensors, in place, by a factor on their device; see `kernels.scaling`.
+        multiply_gradients: multiplies tensors, in place, by a factor on their device; see `kernels.backends.scaling`.
 
     Class attributes:
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.

@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kernels import TRITON_DTYPES, choose_backend, outer_step
-from kernels.common.host_memory import host_tensors
 from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.kernels.backends import TRITON_DTYPES, choose_backend, outer_step
+from torchtitan_scape.kernels.common.host_memory import host_tensors
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.local_options import LocalOptions

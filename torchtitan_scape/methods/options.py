@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
-from topology.calls import CollectiveCall
-from topology.layout import Layout
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.workloads import LocalModel, Shapes
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 class MethodCost(Protocol):

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 
 def norm_over_model(
@@ -40,7 +40,7 @@ def clip(
 
     Args:
         norm: FP32 (), of the gradients times `scale`.
-        multiply: Multiplies tensors by a factor, see `kernels.scaling`.
+        multiply: Multiplies tensors by a factor, see `kernels.backends.scaling`.
 
     Returns:
         The factor of the clipping, FP32 ().

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kernels.codec.formats import BLOCK, FORMATS, message_bytes
-from topology.ring_bytes import MessageBytes
+from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, message_bytes
+from torchtitan_scape.topology.ring_bytes import MessageBytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 

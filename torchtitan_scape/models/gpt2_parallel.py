@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from topology.torch_version import distinguish_embeddings
 from torchtitan_scape.titan.config import TORCH_DTYPE_MAP, ActivationCheckpoint, JobConfig
 from torchtitan_scape.titan.distributed import (
     ParallelDims,
@@ -31,6 +30,7 @@ from torchtitan_scape.titan.distributed import (
 )
 from torchtitan_scape.titan.models import SAVED_OPERATIONS as SAVED
 from torchtitan_scape.titan.models import apply_compile, disable_fsdp_gradient_division
+from torchtitan_scape.topology.torch_version import distinguish_embeddings
 
 # Operations of linear layers without and with bias; TorchTitan handles only the first.
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

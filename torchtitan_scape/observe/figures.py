@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.scape.reference import select_largest
+from torchtitan_scape.kernels.scape.reference import select_largest
 
 LINEAR = 4096  # Bins over [-2^e, 2^e). Histograms of different e can be merged by joining 2, 4, ... bins.
 PER_OCTAVE = 4  # Bins per unit of log2 |x|.

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kernels import adams_step, choose_backend
-from kernels.common.rates import Rates
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, local
 from torchtitan_scape.core.tensors import add_to_each_
+from torchtitan_scape.kernels.backends import adams_step, choose_backend
+from torchtitan_scape.kernels.common.rates import Rates
 
 
 class AdamS(Optimizer):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from topology.layout import Layout
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.muon import Muon, is_hidden
 from torchtitan_scape.optimizers.signsgd import SignSGD
+from torchtitan_scape.topology.layout import Layout
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from topology.calls import CollectiveCall, padded_size
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.topology.calls import CollectiveCall, padded_size
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 @dataclass

@@ -10,9 +10,6 @@ from itertools import combinations
 
 import numpy as np
 
-from topology.layout import plan_layout
-from topology.links import Links
-from topology.machines import get_machine
 from torchtitan_scape.core.workloads import WORKLOADS
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -20,6 +17,9 @@ from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.planner.bf16 import Bf16Options
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import get_machine
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.
 EFFECTIVE_BANDWIDTH = 3.5e9

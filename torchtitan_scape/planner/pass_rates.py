@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from topology.links import Links
-from topology.machines import Device
 from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import Device
 
 STORED = Path(__file__).resolve().parents[2] / "results" / "gpu"
 AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kernels out"

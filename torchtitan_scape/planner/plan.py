@@ -23,8 +23,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from topology.links import Links
-from topology.machines import get_machine
 from torchtitan_scape.core.command import Parser
 from torchtitan_scape.core.workloads import WORKLOADS, Workload
 from torchtitan_scape.planner.candidates import (
@@ -47,6 +45,8 @@ from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.shard_axis import ShardAxisVariant, forms, lines
 from torchtitan_scape.planner.step import Assumptions
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import get_machine
 
 DEFAULT = "llama_1_8b"
 NUMBERS = ("parameters", "layers", "width", "heads", "kv_heads", "vocab")

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from topology.groups import build_tier_groups
-from topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
-from topology.links import SCHEMA
-from topology.machines import detect_machine, get_machine
 from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.planner.fit import least_squares
+from torchtitan_scape.topology.groups import build_tier_groups
+from torchtitan_scape.topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
+from torchtitan_scape.topology.links import SCHEMA
+from torchtitan_scape.topology.machines import detect_machine, get_machine
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
 REPEATS = 7

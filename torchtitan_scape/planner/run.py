@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topology.calls import CollectiveCall
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload, count_entries
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 @dataclass(frozen=True)

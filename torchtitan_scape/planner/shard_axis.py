@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topology.layout import Layout, plan_layout
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
@@ -12,6 +11,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Prediction, predict
 from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
+from torchtitan_scape.topology.layout import Layout, plan_layout
 
 WANTED = 1.5  # the report explains a smaller gain
 DENSE = PlannedRun(DenseOptions(), overlap=True)

@@ -8,11 +8,6 @@ collectives, and the options of each method what is sent. Units: seconds and byt
 import math
 from dataclasses import dataclass, field, replace
 
-from topology.layout import Layout
-from topology.links import Links, Tiers, all_reduce_stages, bytes_by_level, scalar_stages, stage_seconds
-from topology.machines import MEMORY_EFFICIENCY
-from topology.pipelining import best_chunks, pipeline_seconds
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload
 from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.run import PlannedRun
@@ -25,6 +20,18 @@ from torchtitan_scape.sharding.cost import (
     shard_stages,
 )
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import (
+    Links,
+    Tiers,
+    all_reduce_stages,
+    bytes_by_level,
+    scalar_stages,
+    stage_seconds,
+)
+from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
+from torchtitan_scape.topology.pipelining import best_chunks, pipeline_seconds
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 # Rate of matrix products in BF16, by runtime, divided by those in TF32, or FP32 where there is none, and in FP32. An
 # H100 has 989, 495 and 67 TFLOP/s, an MI250X 383 and 96.

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from topology.dry_run import DryRunCollectives
 from torchtitan_scape.core.consistency import check_replicas_equal
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.core.plausibility import check_plausible
+from torchtitan_scape.topology.dry_run import DryRunCollectives
 
 
 def check_parameters(optimizer: Any, step: int) -> None:

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from topology.collectives import ReplicaCollectives
-from topology.groups import ReplicaGroups
-from topology.process_groups import collectives_of
 from torchtitan_scape.core.parameters import Shard, model_group_of
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.process_groups import collectives_of
 
 RealReplicas: TypeAlias = ProcessGroup | DeviceMesh | ReplicaGroups | ReplicaCollectives | None
 

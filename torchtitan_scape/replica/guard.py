@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import choose_backend, finite_check
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.kernels.backends import choose_backend, finite_check
 
 logger = logging.getLogger(__name__)
 

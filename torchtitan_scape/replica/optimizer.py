@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from topology.collectives import ReplicaCollectives
-from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
@@ -28,6 +26,8 @@ from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, 
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
 
 Replicas = OneReplica | SimulatedReplicas
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from topology.in_process import OneReplica, SimulatedReplicas
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
@@ -15,6 +14,7 @@ from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import refuse_wrappers
 from torchtitan_scape.replica.simulation import Named
+from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
 
 MethodChoice: TypeAlias = MethodOptions | str | dict[str, Any]
 ReplicaChoice: TypeAlias = RealReplicas | SimulatedReplicas

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from topology.in_process import OneReplica
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.scape.method import ScapeMethod
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.topology.in_process import OneReplica
 
 
 class Scape(ReplicaOptimizer):
@@ -23,7 +23,8 @@ class Scape(ReplicaOptimizer):
             `betas` or `eps`; plain tensors or DTensors.
         options: see `ScapeOptions`.
         replicas: the ranks that hold the same parameters: a ProcessGroup, a one-dimensional DeviceMesh,
-            `topology.groups.ReplicaGroups`, `ReplicaCollectives`, or None for one replica on all ranks of the job.
+            `torchtitan_scape.topology.groups.ReplicaGroups`, `ReplicaCollectives`, or None for one replica on all ranks
+            of the job.
         max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
         reduction: "mean" to average the replicas' gradients, "sum" to add them (the loss is divided by the global
             number of tokens).

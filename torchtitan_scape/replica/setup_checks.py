@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from topology.collectives import ReplicaCollectives
-from topology.group_queries import gather_lists
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
 from torchtitan_scape.methods.registry import MethodEntry
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.group_queries import gather_lists
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard, collect_shards, local, stored
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]

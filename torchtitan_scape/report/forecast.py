@@ -4,8 +4,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from topology.layout import Layout, simulated_layout
-from topology.links import Links
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
 from torchtitan_scape.methods.dense.options import DenseOptions
@@ -16,6 +14,8 @@ from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.titan import device
+from torchtitan_scape.topology.layout import Layout, simulated_layout
+from torchtitan_scape.topology.links import Links
 
 logger = logging.getLogger(__name__)
 

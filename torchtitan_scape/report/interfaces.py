@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from topology.interfaces import RankBytes, compare, read_interfaces
-from topology.layout import Layout
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.topology.interfaces import RankBytes, compare, read_interfaces
+from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
 

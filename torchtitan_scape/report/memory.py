@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from topology.groups import most_groups
-from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig, group_options
 from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.models.registry import workload_of
@@ -13,6 +11,8 @@ from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
 from torchtitan_scape.report.stage_memory import stage_memory
 from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
+from torchtitan_scape.topology.groups import most_groups
+from torchtitan_scape.topology.layout import Layout
 
 # Kinds that depend on the model's shape and on recomputation, and can only be estimated.
 ESTIMATED = ("working copy", "activations", "shard messages", "chunks in flight")

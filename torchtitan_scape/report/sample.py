@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
 

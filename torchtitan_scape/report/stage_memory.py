@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.workloads import LocalModel, Workload
 from torchtitan_scape.models.stages import micro_batches, stage_modules
 from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.layout import Layout
 
 
 def stage_memory(

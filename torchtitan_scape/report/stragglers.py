@@ -10,7 +10,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 # Share of a step below which differences between waits are ignored.
 MIN_SHARE = 0.05

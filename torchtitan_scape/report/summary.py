@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from topology.layout import Layout
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
@@ -20,6 +19,7 @@ from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.cost import matrix_stages, mean_gathers, shard_bytes
+from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
 

@@ -18,17 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import kernels
-import topology
 import torchtitan_scape
-from topology.torch_version import all_gather_into
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.indexed import paths_of
 from torchtitan_scape.data.splits import NAME, blend_of
+from torchtitan_scape.topology.torch_version import all_gather_into
 
-PACKAGES = (torchtitan_scape, kernels, topology)
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
 # Corpora whose text is part of a package.
 CORPORA = (
@@ -44,19 +41,18 @@ MAX_NAMED = 5  # Differing ranks listed in the error.
 
 @functools.cache
 def code_versions() -> dict[str, str]:
-    """Return hashes of this project's packages, and the versions of its dependencies."""
+    """Return a hash of this package, and the versions of its dependencies."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in DISTRIBUTIONS:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "none"
-    for package in PACKAGES:
-        root = Path(str(package.__file__)).parent
-        digest = hashlib.sha256()
-        for path in sorted(root.rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-        versions[f"the sources of {package.__name__}"] = digest.hexdigest()[:16]
+    root, digest = Path(torchtitan_scape.__file__).parent, hashlib.sha256()
+    folders = (Path(folder) for folder, _, _ in os.walk(root, followlinks=True))
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    versions["the sources of torchtitan_scape"] = digest.hexdigest()[:16]
     return {f"code: {key}": value for key, value in versions.items()}
 
 

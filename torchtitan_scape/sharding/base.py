@@ -22,14 +22,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from kernels.common.ordered import add_in_order_
-from topology.groups import LevelGroups, ShardGroups
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
-from topology.torch_version import all_gather_into, fsdp_parameter_group, keep_unused_gradients, reduce_scatter_into
-from topology.traffic import TrafficLedger
 from torchtitan_scape.core.parameters import plain_name
+from torchtitan_scape.kernels.common.ordered import add_in_order_
 from torchtitan_scape.sharding.unsent import ResidualStore
+from torchtitan_scape.topology.groups import LevelGroups, ShardGroups
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
+from torchtitan_scape.topology.torch_version import (
+    all_gather_into,
+    fsdp_parameter_group,
+    keep_unused_gradients,
+    reduce_scatter_into,
+)
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 # Kinds of bytes in the ledger.
 WEIGHTS, GRADIENTS, UPDATE, INDEX = KINDS = ("weights", "gradients", "update", "index")

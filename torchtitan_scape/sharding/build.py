@@ -5,13 +5,9 @@ from datetime import timedelta
 import torch
 import torch.nn as nn
 
-from kernels import block_code
-from kernels.codec.codes import BlockCode
-from topology.groups import ShardGroups, build_shard_groups
-from topology.layout import Layout
-from topology.shard_collectives import ShardLedger
-from topology.traffic import TrafficLedger
 from torchtitan_scape.core.parameters import local
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import (
     AllGatherHook,
     CountedAllGather,
@@ -27,6 +23,10 @@ from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.unsent import ShardResiduals
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
+from torchtitan_scape.topology.groups import ShardGroups, build_shard_groups
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.shard_collectives import ShardLedger
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 
 def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> ShardGroups:

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kernels.codec.formats import FORMATS
-from topology.layout import Layout
-from topology.links import Stage, all_gather_stages
 from torchtitan_scape.core.workloads import Shape, Shapes, Workload
+from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Stage, all_gather_stages
 
 _ALIGNED = 16
 _SCALE = 4  # bytes

@@ -16,8 +16,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
-from topology.rank_group import RankGroup
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
 from torchtitan_scape.core.parameters import SliceParameter, stored
@@ -25,6 +23,8 @@ from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
 from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
 from torchtitan_scape.sharding.levels_update import WeightAllGather
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.rank_group import RankGroup
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

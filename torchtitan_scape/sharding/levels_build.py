@@ -5,15 +5,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from kernels import block_code
-from kernels.codec.codes import BlockCode
-from topology.groups import LevelGroups, ReplicaGroups
-from topology.layout import Layout
-from topology.process_groups import collectives_of
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
-from topology.traffic import TrafficLedger
 from torchtitan_scape.core.parameters import plain_name
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import (
     AllGatherHook,
     CountedAllGather,
@@ -31,6 +25,12 @@ from torchtitan_scape.sharding.levels_update import WeightAllGather
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather
+from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.process_groups import collectives_of
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
+from torchtitan_scape.topology.traffic import TrafficLedger
 
 _DTYPES = {"int8": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

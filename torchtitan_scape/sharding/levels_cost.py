@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topology.layout import Layout
-from topology.links import Stage
 from torchtitan_scape.core.workloads import Shape
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Stage
 
 
 @dataclass(frozen=True)

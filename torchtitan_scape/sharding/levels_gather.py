@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.common.wire import padded_bytes
-from topology import shard_collectives
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
+from torchtitan_scape.kernels.common.wire import padded_bytes
 from torchtitan_scape.sharding.base import WEIGHTS, Allocates, ShardedParamGroup, WeightsCache, WeightsVersion
 from torchtitan_scape.sharding.messages import RowCodec
+from torchtitan_scape.topology import shard_collectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 
 class SecondaryAllGather(Allocates):

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels.codec.codes import BlockCode
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import GRADIENTS, Allocates, ShardedParamGroup, TrainPosition
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_messages import SliceCodec
 from torchtitan_scape.sharding.messages import RowCodec, hop
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 
 class SliceReduceScatter(Allocates):

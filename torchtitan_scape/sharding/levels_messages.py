@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import ParameterSlice
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.messages import Parts, RowCodec

@@ -7,8 +7,8 @@ No `from __future__ import annotations` in a file with a section: TorchTitan rec
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from topology.layout import Layout
 from torchtitan_scape.core.options import Options
+from torchtitan_scape.topology.layout import Layout
 
 STEP_BLOCK = 256  # Entries that share a scale in the messages sent once per step.
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
-from topology import shard_collectives
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
 from torchtitan_scape.sharding.levels_messages import SliceCodec
+from torchtitan_scape.topology import shard_collectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 
 class WeightAllGather:

@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
-from kernels.common.wire import padded_bytes
-from topology import shard_collectives
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.common.wire import padded_bytes
 from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
+from torchtitan_scape.topology import shard_collectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 CPU_ENTRIES = 1 << 22  # decoded together on a CPU: many short rows, or one long row
 

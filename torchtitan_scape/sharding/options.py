@@ -7,12 +7,12 @@ No `from __future__ import annotations` in a file with a section: TorchTitan rec
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from topology.layout import Layout
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.sharding.cost import ShardPlan
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK, LevelsOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
+from torchtitan_scape.topology.layout import Layout
 
 CODES = {"dense": (), "int8": ("int8",), "int4": ("int4",), "int8+int4": ("int8", "int4")}
 BLOCKS = (32, 64, 128, 256, 512, 1024)

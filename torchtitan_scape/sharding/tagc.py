@@ -16,23 +16,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from kernels import tagc_passes
-from kernels.common.wire import padded_bytes
-from kernels.scape.reference import unpack_bits
-from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
-from kernels.tagc.index import (
+from torchtitan_scape.kernels.backends import tagc_passes
+from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.scape.reference import unpack_bits
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
+from torchtitan_scape.kernels.tagc.index import (
     from_nibbles,
     select_above,
     sum_bytes,
     to_nibbles,
     union_of_bitmaps,
 )
-from kernels.tagc.sketch import Sketch
-from topology import shard_collectives
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
+from torchtitan_scape.kernels.tagc.sketch import Sketch
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
+from torchtitan_scape.topology import shard_collectives
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 TURNS = 4  # Sketches used in rotation: entries that one cannot recover are recovered by the next.
 

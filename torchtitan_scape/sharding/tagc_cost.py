@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes, sketch_rows
 from torchtitan_scape.core.workloads import Shape
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes, sketch_rows
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ No `from __future__ import annotations` in a file with a section: TorchTitan rec
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from kernels.scape.blocks import entries_per_block
-from kernels.tagc.formats import BLOCK, sends_offsets
 from torchtitan_scape.core.options import LAYOUT, Options
+from torchtitan_scape.kernels.scape.blocks import entries_per_block
+from torchtitan_scape.kernels.tagc.formats import BLOCK, sends_offsets
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
 
 MAX_LOAD = 0.6  # Share of a sketch's cells that the union may fill; peeling fails above 0.818 in large sketches.

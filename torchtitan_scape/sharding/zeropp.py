@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from topology.rank_group import RankGroup
-from topology.shard_collectives import ShardLedger
 from torchtitan_scape.sharding.base import (
     GRADIENTS,
     WEIGHTS,
@@ -31,6 +29,8 @@ from torchtitan_scape.sharding.base import (
     WeightsVersion,
 )
 from torchtitan_scape.sharding.messages import RowCodec, gather_between_nodes, gather_within_node, sum_over
+from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 
 class QuantizedAllGather(Allocates):

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kernels.common.host_memory import free_host_memory
+from torchtitan_scape.kernels.common.host_memory import free_host_memory
 from torchtitan_scape.titan.patches import device_lookup
 
 

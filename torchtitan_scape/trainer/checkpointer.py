@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from topology.torch_version import STAGER_SAVES_ONCE
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import call_on_rank_0, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
@@ -44,6 +43,7 @@ from torchtitan_scape.titan.components import (
     CheckpointManager,
     LRSchedulersContainer,
 )
+from torchtitan_scape.topology.torch_version import STAGER_SAVES_ONCE
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from topology.torch_version import untested
 from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.device_check import check_device
@@ -20,6 +19,7 @@ from torchtitan_scape.runtime.folder_lock import FolderLock
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.titan import DEVICE_TYPE, device
 from torchtitan_scape.titan.trainer import init_logger
+from torchtitan_scape.topology.torch_version import untested
 from torchtitan_scape.trainer.layout import is_dry_run
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 

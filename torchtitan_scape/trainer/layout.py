@@ -2,9 +2,6 @@
 
 import os
 
-from topology.layout import Layout, plan_layout, ranks_per_node_from_environment
-from topology.links import Links, with_measured_links
-from topology.machines import detect_machine, get_machine
 from torchtitan_scape.config.checks import check_config, import_custom
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.library_checks import check_library_keys
@@ -12,6 +9,9 @@ from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.sharding.levels_build import check_levels
 from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.distributed import device_module
+from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
+from torchtitan_scape.topology.links import Links, with_measured_links
+from torchtitan_scape.topology.machines import detect_machine, get_machine
 from torchtitan_scape.trainer.specs import whole_model
 
 

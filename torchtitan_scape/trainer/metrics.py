@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import duration_text, sent_text, shards_text
 from torchtitan_scape.report.stragglers import delay_text, gather_waits, slowest_rank
 from torchtitan_scape.sharding.base import KINDS
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
+from torchtitan_scape.topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.pipeline import from_last_stage
 

@@ -10,17 +10,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from kernels import choose_backend
-from topology.dry_run import DryRunCollectives
-from topology.groups import ReplicaGroups
-from topology.in_process import OneReplica, SimulatedReplicas
-from topology.layout import Layout, simulated_layout
-from topology.links import Links
-from topology.process_groups import collectives_of
-from topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
 from torchtitan_scape.config.job_config import JobConfig, Optimizer, options_of
 from torchtitan_scape.core.parameters import local
+from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
@@ -34,6 +27,13 @@ from torchtitan_scape.sharding.levels import holder_of
 from torchtitan_scape.sharding.levels_build import build_levels
 from torchtitan_scape.titan.components import OptimizersContainer
 from torchtitan_scape.titan.distributed import ParallelDims
+from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+from torchtitan_scape.topology.layout import Layout, simulated_layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.process_groups import collectives_of
+from torchtitan_scape.topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
 
 logger = logging.getLogger(__name__)

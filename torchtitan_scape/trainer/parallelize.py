@@ -8,9 +8,9 @@ from typing import cast
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from topology.groups import LevelGroups, ReplicaGroups, ShardGroups
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.titan.distributed import ParallelDims
+from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups, ShardGroups
 
 
 @dataclass

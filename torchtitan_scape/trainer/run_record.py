@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 
-from topology.layout import Layout
 from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.trainer.schedule import schedule_text
 
 

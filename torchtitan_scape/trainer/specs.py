@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from topology.torch_version import FLEX_ON_PARTS
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.read_ahead import ReadAheadLoader
@@ -29,6 +28,7 @@ from torchtitan_scape.titan.models import (
 )
 from torchtitan_scape.titan.pipelining import LossFunction
 from torchtitan_scape.titan.tokenizer import build_tokenizer
+from torchtitan_scape.topology.torch_version import FLEX_ON_PARTS
 from torchtitan_scape.trainer.metrics import build_metrics_processor
 from torchtitan_scape.trainer.optimizers import build_optimizers
 from torchtitan_scape.trainer.parallelize import parallelize

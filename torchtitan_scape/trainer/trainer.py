@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from topology.groups import build_groups, build_level_groups
-from topology.layout import Layout
-from topology.torch_version import permute_copies
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import remarks
@@ -41,6 +38,9 @@ from torchtitan_scape.titan import DEVICE_TYPE, patches
 from torchtitan_scape.titan.data import DataloaderExhaustedError
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
 from torchtitan_scape.titan.trainer import Trainer
+from torchtitan_scape.topology.groups import build_groups, build_level_groups
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.torch_version import permute_copies
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 from torchtitan_scape.trainer.health import Health
 from torchtitan_scape.trainer.layout import checked_layout, is_dry_run

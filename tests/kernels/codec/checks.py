@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.codes import BlockCode
 
 NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import block_code
-from kernels.codec.codes import BlockCode
-from kernels.codec.formats import FORMATS, message_bytes
-from kernels.codec.reference import MIN_SCALE, SPLIT
 from tests.kernels.codec.checks import INF, LARGEST, NAN, blocks_of, ordinary, rows_of, same
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.formats import FORMATS, message_bytes
+from torchtitan_scape.kernels.codec.reference import MIN_SCALE, SPLIT
 
 SCALES = [torch.bfloat16, torch.float32]
 LEVELS = [name for name, form in FORMATS.items() if form.largest is not None]

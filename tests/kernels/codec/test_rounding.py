@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.codec.codes import BlockCode
-from kernels.codec.rounding import philox
 from tests.kernels.codec.checks import NAN, blocks_of
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.rounding import philox
 
 
 def test_philox_is_the_published_one() -> None:

@@ -11,9 +11,9 @@ import triton.language as tl
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from kernels.common import launching
 from tests.kernels.checks import Case, check_rotate, check_step
 from tests.kernels.exchange_checks import quantized, radius, sparta
+from torchtitan_scape.kernels.common import launching
 
 
 @triton.jit

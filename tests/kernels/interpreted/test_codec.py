@@ -9,9 +9,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from kernels.codec.formats import FORMATS
 from tests.kernels.codec.checks import check_follows, check_rounding_follows
 from tests.marks import covering
+from torchtitan_scape.kernels.codec.formats import FORMATS
 
 # NumPy warns about sums of the largest numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")

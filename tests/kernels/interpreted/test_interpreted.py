@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from kernels.scape.passes import pack_all, squares_all, update_all
-from kernels.scape.torch_updates import torch_passes
-from kernels.scape.triton_updates import triton_passes
 from tests.kernels.checks import (
     Case,
     check_entering,
@@ -28,6 +25,9 @@ from tests.kernels.checks import (
 )
 from tests.kernels.dense_checks import check_adams, check_finite, check_frozen_adam
 from tests.marks import ALL_EXAMPLES, covering, slow
+from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.torch_updates import torch_passes
+from torchtitan_scape.kernels.scape.triton_updates import triton_passes
 
 # Ties are common; including signed zeros, denormals, infinities and the largest number.
 VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))

@@ -11,7 +11,6 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from kernels.common import launching
 from tests.marks import ALL_EXAMPLES, slow
 from tests.methods import test_replaced_storage
 from tests.methods.scape import test_simulated
@@ -19,6 +18,7 @@ from tests.methods.scape.test_observed import Seen
 from tests.replicas import run_replicas
 from tests.toy import draw, flat, gradient, make_scape, train
 from torchtitan_scape import Scape
+from torchtitan_scape.kernels.common import launching
 
 # A program takes a third of a second in the interpreter.
 SHAPES: list[tuple[int, ...]] = [(7, 9), (20, 20), (7,)]

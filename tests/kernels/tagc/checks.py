@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels import tagc_passes
-from kernels.tagc import reference, triton_passes
-from kernels.tagc.formats import BLOCK
-from kernels.tagc.index import union_of_bitmaps
-from kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.backends import tagc_passes
+from torchtitan_scape.kernels.tagc import reference, triton_passes
+from torchtitan_scape.kernels.tagc.formats import BLOCK
+from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
+from torchtitan_scape.kernels.tagc.sketch import Sketch
 
 
 def values(n: int, seed: int, ties: bool = False) -> Tensor:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.scape.reference import pack_bits, unpack_bits
-from kernels.tagc import formats, reference
-from kernels.tagc.formats import BLOCK
-from kernels.tagc.index import (
+from tests.kernels.tagc.checks import values
+from torchtitan_scape.kernels.scape.reference import pack_bits, unpack_bits
+from torchtitan_scape.kernels.tagc import formats, reference
+from torchtitan_scape.kernels.tagc.formats import BLOCK
+from torchtitan_scape.kernels.tagc.index import (
     THRESHOLDS,
     from_nibbles,
     select_above,
@@ -17,8 +18,7 @@ from kernels.tagc.index import (
     to_nibbles,
     union_of_bitmaps,
 )
-from kernels.tagc.sketch import Sketch, murmur3
-from tests.kernels.tagc.checks import values
+from torchtitan_scape.kernels.tagc.sketch import Sketch, murmur3
 
 
 def bools(bits: Tensor, n: int) -> list[bool]:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels import cosine_passes, topk_passes
-from kernels.topk.cosine import Basis
+from torchtitan_scape.kernels.backends import cosine_passes, topk_passes
+from torchtitan_scape.kernels.topk.cosine import Basis
 from torchtitan_scape.methods.topk.blocks import BlockGrid
 from torchtitan_scape.methods.topk.messages import TopkMessages, valid_offsets
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.scape.updaters import ShardedUpdate
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape
+from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.replica.guard import FiniteGuard
 
 CASES: list[tuple[int, dict[str, Any]]] = [

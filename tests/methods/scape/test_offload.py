@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer, walk
 from tests.marks import covering, slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
 from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
 from torchtitan_scape.core.parameters import stored
+from torchtitan_scape.kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer, walk
 
 SHAPES = [(33, 5), (20, 15), *SPARSE, (15, 20), *[(12, 20)] * 3, *DENSE]
 
@@ -226,7 +226,7 @@ def test_a_failed_step_leaves_no_pending_copies() -> None:
 
 
 def test_too_little_host_memory_is_refused() -> None:
-    with patch("kernels.common.host_memory.free_host_memory", lambda: 1000):
+    with patch("torchtitan_scape.kernels.common.host_memory.free_host_memory", lambda: 1000):
         for options in ({}, {"update": "sharded"}):
             with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
                 make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def test_a_small_scale_is_moved_into_the_stored_numbers() -> None:
         return history, optimizer.method.passes.updater.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
-    with patch("kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
+    with patch("torchtitan_scape.kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
         (plain, small), _ = run_replicas(2, work)
     assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
     for a, b in zip(folded, plain, strict=True):

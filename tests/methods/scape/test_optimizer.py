@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kernels.scape.step import PassInputs
-from kernels.scape.torch_passes import TorchPasses
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, positions, train
 from torchtitan_scape import NonFiniteGradientError, Scape
+from torchtitan_scape.kernels.scape.step import PassInputs
+from torchtitan_scape.kernels.scape.torch_passes import TorchPasses
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 
@@ -109,7 +109,7 @@ def test_masks_of_many_blocks_are_selected_and_decoded_in_slices(
 ) -> None:
     """More blocks than one pass handles; encoded offsets at density 0.1, a bitmap at 0.3."""
     whole = run_replicas(3, lambda c: train(c, 6, density=density))
-    monkeypatch.setattr("kernels.scape.torch_passes._ROWS", 8)
+    monkeypatch.setattr("torchtitan_scape.kernels.scape.torch_passes._ROWS", 8)
     parts = run_replicas(3, lambda c: train(c, 6, density=density))
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(flat(a[-1]), flat(b[-1]))
@@ -254,7 +254,7 @@ def test_construction_broadcasts_the_weights_of_replica_0() -> None:
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_a_single_replica_does_not_encode(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends nothing, so that there is no quantization error and no memory for it."""
-    monkeypatch.setattr("kernels.codec.codes.BlockCode.encode", None)
+    monkeypatch.setattr("torchtitan_scape.kernels.codec.codes.BlockCode.encode", None)
     options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 3, "update": update}
     seen: list[Scape] = []
     values = {"values": "int4"} if update == "sharded" else {}

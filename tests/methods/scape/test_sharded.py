@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kernels.codec.formats import FORMATS
-from kernels.scape.ownership import assign_owners
-from kernels.scape.reference import unpack_bits
 from tests.marks import covering
 from tests.methods.scape.test_literal import GRID
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions, resume, train
 from torchtitan_scape import Scape
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.scape.ownership import assign_owners
+from torchtitan_scape.kernels.scape.reference import unpack_bits
 
 ROUNDED = [
     {"wire": "bfloat16"},

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from topology.layout import ranks_per_node_from_environment
+from torchtitan_scape.topology.layout import ranks_per_node_from_environment
 
 rank = os.environ["RANK"]
 if failing := os.environ.get("FAIL"):

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import choose_backend, cosine_passes
-from kernels.topk.cosine import Basis
+from torchtitan_scape.kernels.backends import choose_backend, cosine_passes
+from torchtitan_scape.kernels.topk.cosine import Basis
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from topology.comm_stream import Handle
-from topology.partition import Chunk
-from topology.stages import divide_
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.partition import Chunk
+from torchtitan_scape.topology.stages import divide_
 
 
 class Dense(ChunkedMethod):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from topology.calls import CollectiveCall
-from topology.partition import chunk_limit, chunks_of
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.partition import chunk_limit, chunks_of
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 _COPIES = 16.0  # bytes to copy an FP32 entry to a chunk and back
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from topology.chunks import ConcatSource
 from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.noloco.options import NolocoOptions
+from torchtitan_scape.topology.chunks import ConcatSource
 
 
 class Noloco(LocalMethod):

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import choose_backend, frozen_adam_step
-from kernels.common.rates import Rates
-from topology.comm_stream import Handle
-from topology.partition import Chunk
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
+from torchtitan_scape.kernels.backends import choose_backend, frozen_adam_step
+from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.update import clip, norm_over_model
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.partition import Chunk
 
 
 class OnebitAdam(Quantized):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from topology.calls import CollectiveCall
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedCost, QuantizedOptions
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 WARMUP = 0.15  # share of the run
 UPDATES_OF_A_NEW_VARIANCE = 100  # at least, after a checkpoint without one

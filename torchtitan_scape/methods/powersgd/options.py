@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from topology.calls import CollectiveCall, padded_size
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.topology.calls import CollectiveCall, padded_size
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 @dataclass

@@ -11,17 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend, exchange_passes
-from kernels.exchange.layout import BlockSlices
-from topology.comm_stream import Handle
-from topology.partition import Chunk
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
+from torchtitan_scape.kernels.exchange.layout import BlockSlices
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight, fill_last_block
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
 from torchtitan_scape.optimizers.muon import is_hidden
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.partition import Chunk
 
 
 class Quantized(ChunkedMethod):

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from kernels.codec.formats import FORMATS
-from topology.calls import CollectiveCall
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, layer_of
+from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 ITERATIONS = 14  # of the inverse root of second moments, see `whitening.roots`
 ROTATED_TOGETHER = 256  # entries at most that the cosine transform mixes

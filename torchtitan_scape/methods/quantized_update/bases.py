@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized.whitening import Side, WhiteningBases
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 MOMENT_DTYPE = torch.bfloat16
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.codec.codes import BlockCode
-from kernels.exchange.layout import BlockSlices
-from topology.codecs import Codec
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.exchange.layout import BlockSlices
 from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.quantized_update.layout import Column
+from torchtitan_scape.topology.codecs import Codec
 
 
 def rows_of(
@@ -64,7 +64,7 @@ class ColumnMessages:
     """The passes of an exchange in one direction.
 
     Args:
-        passes: `kernels.exchange_passes`.
+        passes: `kernels.backends.exchange_passes`.
         code: Code of the messages.
     """
 

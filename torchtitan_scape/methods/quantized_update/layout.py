@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from topology.partition import Slice
+from torchtitan_scape.topology.partition import Slice
 
 Row = list[Slice]  # the slices of a replica, in order; `at` is a position in its row
 

@@ -15,14 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend, exchange_passes
-from topology.calls import CollectiveCall
-from topology.chunks import Exchange, double_buffered
-from topology.codecs import Codec
-from topology.partition import Slice
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, local, store_gradient, stored
 from torchtitan_scape.core.tensors import add_to_each_, masked_copy_
+from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
 from torchtitan_scape.methods.quantized_update.columns import ColumnMessages, add_rows, decoded_rows, rows_of
@@ -32,6 +28,10 @@ from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import clip, one_for_several_steps, update
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon, is_hidden
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.chunks import Exchange, double_buffered
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.partition import Slice
 
 ELEMENTWISE = ("Adam", "AdamS", "AdamW", "SGD", "SignSGD")  # optimizers that may update a part of a tensor
 

@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from topology.calls import CollectiveCall, replicas_of
-from topology.partition import chunk_limit
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, Shapes
 from torchtitan_scape.methods.cost import GradientCost, scaled
@@ -21,6 +18,9 @@ from torchtitan_scape.methods.quantized.options import (
 )
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
 from torchtitan_scape.methods.wire import EncodedSize, encoded_bytes
+from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
+from torchtitan_scape.topology.partition import chunk_limit
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 MOMENT_BYTES = 2  # of an entry of the second moments in a message: BF16

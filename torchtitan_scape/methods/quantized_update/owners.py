@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from topology.collectives import ReplicaCollectives
-from topology.partition import Slice
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.partition import Slice
 
 
 class Owners:

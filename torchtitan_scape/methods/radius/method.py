@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import choose_backend, masked_payload
-from kernels.scape.blocks import entries_per_block
-from kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
-from topology.chunks import AddingSource, ConcatSource, JoinedSource
 from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
+from torchtitan_scape.kernels.backends import choose_backend, masked_payload
+from torchtitan_scape.kernels.scape.blocks import entries_per_block
+from torchtitan_scape.kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.options import BLOCK, RadiusOptions, mask_counts
+from torchtitan_scape.topology.chunks import AddingSource, ConcatSource, JoinedSource
 
 
 class Radius(GradientMethod):

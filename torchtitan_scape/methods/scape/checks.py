@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Sequence
 
-from kernels.scape.blocks import BlockLayout
 from torchtitan_scape.core.bf16_weights import ScaledTensor
 from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
 logger = logging.getLogger(__name__)

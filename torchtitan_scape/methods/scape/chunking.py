@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from topology.layout import Layout
-from topology.links import Links
-from topology.machines import MEMORY_EFFICIENCY
-from topology.pipelining import best_chunk_bytes
 from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.methods.wire import encoded_size
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
+from torchtitan_scape.topology.pipelining import best_chunk_bytes
 
 
 def best_chunk(

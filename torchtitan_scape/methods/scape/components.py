@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kernels import choose_backend
-from kernels.common.launching import LatestResult
-from kernels.common.rates import Rates
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.parameters import Shard, StoredTensors, local, split
+from torchtitan_scape.kernels.backends import choose_backend
+from torchtitan_scape.kernels.common.launching import LatestResult
+from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.methods.interface import Method, MethodContext
 from torchtitan_scape.methods.scape.checks import (
     backend_for,

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kernels.codec.formats import BLOCK as CODED_BLOCK
-from kernels.codec.formats import FORMATS
-from topology.calls import CollectiveCall, padded_size
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
+from torchtitan_scape.kernels.codec.formats import BLOCK as CODED_BLOCK
+from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.methods.scape.payload import (
     block_layout,
     dense_sizes,
@@ -20,6 +18,8 @@ from torchtitan_scape.methods.scape.payload import (
     sector_bytes,
 )
 from torchtitan_scape.methods.wire import dtype_bytes, encoded_size
+from torchtitan_scape.topology.calls import CollectiveCall, padded_size
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 BFLOAT16_BLOCK = 8  # entries; the size of the codec's messages is a multiple of 16 bytes
 

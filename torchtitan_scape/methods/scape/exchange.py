@@ -9,14 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.scape.passes import ScapePasses
-from kernels.scape.step import PayloadChunk
-from kernels.scape.updaters import ShardedUpdate
-from topology.chunks import ConcatSource, RowSource, Source, SourceSlice, all_gather_chunked, reduce_scatter_chunked
-from topology.codecs import Codec
-from topology.collectives import ReplicaCollectives
-from topology.comm_stream import Handle
-from topology.partition import ALIGNED
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.step import PayloadChunk
+from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
+from torchtitan_scape.topology.chunks import (
+    ConcatSource,
+    RowSource,
+    Source,
+    SourceSlice,
+    all_gather_chunked,
+    reduce_scatter_chunked,
+)
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.partition import ALIGNED
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ buffer is free to receive it. The next step waits for it before it first uses th
 import torch
 from torch import Tensor
 
-from kernels.scape.blocks import Mask
-from kernels.scape.passes import ScapePasses
-from topology.collectives import ReplicaCollectives
-from topology.comm_stream import Handle
+from torchtitan_scape.kernels.scape.blocks import Mask
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import Handle
 
 
 class DelayedMasks:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.rates import Rates
-from kernels.scape.blocks import density_at
-from kernels.scape.step import PassInputs, PayloadChunk
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.scape.blocks import density_at
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
 from torchtitan_scape.methods.interface import State, StepInfo
 from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.exchange import PayloadInFlight

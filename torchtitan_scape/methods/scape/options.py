@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from topology.layout import Layout
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import share_of_dense
@@ -14,6 +13,7 @@ from torchtitan_scape.methods.scape.budget import fit_to_budget
 from torchtitan_scape.methods.scape.chunking import best_chunk
 from torchtitan_scape.methods.scape.cost import ScapeCost
 from torchtitan_scape.methods.wire import short_name
+from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
 

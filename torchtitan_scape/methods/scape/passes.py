@@ -4,22 +4,22 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import block_code, scape_passes
-from kernels.codec.formats import FORMATS
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.ownership import OwnedSlice, Ownership
-from kernels.scape.passes import ScapePasses
-from kernels.scape.step import PayloadPlan
-from kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from kernels.scape.visits import Staleness
-from topology.codecs import Bfloat16, Codec
-from topology.collectives import ReplicaCollectives
-from topology.partition import chunk_limit
 from torchtitan_scape.core.bf16_weights import share_scale
 from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.kernels.backends import block_code, scape_passes
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
+from torchtitan_scape.kernels.scape.ownership import OwnedSlice, Ownership
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.step import PayloadPlan
+from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.scape.visits import Staleness
 from torchtitan_scape.methods.scape.exchange import ReplicatedExchange, ShardedExchange, WireCodecs
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import payload_entries
+from torchtitan_scape.topology.codecs import Bfloat16, Codec
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.partition import chunk_limit
 
 # The tensors of the passes: (index of the shard, the slice of it or None for all of it).
 PassSlices = list[tuple[int, OwnedSlice | None]]

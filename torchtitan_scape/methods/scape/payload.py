@@ -5,9 +5,9 @@
 
 import math
 
-from kernels.scape.blocks import BlockLayout
-from kernels.scape.ownership import Ownership
 from torchtitan_scape.core.workloads import Shapes
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
+from torchtitan_scape.kernels.scape.ownership import Ownership
 from torchtitan_scape.methods.wire import encoded_size
 
 SECTOR = 32  # bytes that a GPU's memory moves at least

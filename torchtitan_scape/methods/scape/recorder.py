@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels.scape import reference, reference_owner
-from kernels.scape.passes import ScapePasses
-from kernels.scape.step import PayloadChunk
-from kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.core.observer import Observer
+from torchtitan_scape.kernels.scape import reference, reference_owner
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.step import PayloadChunk
+from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.exchange import source_of
 

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import stored
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.methods.scape.components import ScapeComponents
 from torchtitan_scape.methods.scape.state import StateByParameter
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.scape import reference
-from kernels.scape.blocks import BlockLayout, Mask
-from kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.core.parameters import local, stored
+from torchtitan_scape.kernels.scape import reference
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.scape.components import ScapeComponents
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.scape import reference
 from torchtitan_scape.core.tensors import sum_of_squares
+from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.methods.scape.components import ScapeComponents
 
 

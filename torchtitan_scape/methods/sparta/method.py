@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import block_code, choose_backend, exchange_passes
-from kernels.codec.codes import BlockCode
-from kernels.exchange.layout import BlockSlices
-from topology.chunks import Exchange, double_buffered
-from topology.codecs import Codec
-from topology.partition import Chunk, Slice, chunks_of
 from torchtitan_scape.core.parameters import StoredTensors, stored
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.exchange.layout import BlockSlices
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.sparta.options import (
@@ -33,6 +30,9 @@ from torchtitan_scape.methods.sparta.options import (
 )
 from torchtitan_scape.methods.sparta.round_steps import RoundSteps
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.topology.chunks import Exchange, double_buffered
+from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.partition import Chunk, Slice, chunks_of
 
 
 class _GroupChunk(NamedTuple):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from topology.calls import CollectiveCall, replicas_of
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
+from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 BLOCK = 128  # entries that are exchanged together and share a scale
 # With more replicas the owner's error is a separate state, one bit is unbiased, and rounds may be orthogonalized.

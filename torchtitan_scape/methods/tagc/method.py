@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import choose_backend, tagc_passes
-from kernels.scape.blocks import entries_per_block
-from kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
 from torchtitan_scape.core.parameters import split
+from torchtitan_scape.kernels.backends import choose_backend, tagc_passes
+from torchtitan_scape.kernels.scape.blocks import entries_per_block
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.tagc.options import TagcOptions

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.codec.formats import BLOCK, message_bytes
-from kernels.common.wire import padded_bytes
-from kernels.scape.blocks import entries_per_block, offset_bytes
 from torchtitan_scape.core.workloads import Shape
+from torchtitan_scape.kernels.codec.formats import BLOCK, message_bytes
+from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 TILE = 64  # side of a tile; a tensor of one dimension is divided into slices of up to TILE * TILE entries
 MEANS = 4  # FP32 reconstruction values per tensor of the two-bit code

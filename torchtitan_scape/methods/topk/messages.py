@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import block_code, topk_passes
-from kernels.codec.formats import FORMATS
-from kernels.codec.reference import pack
-from kernels.topk.layout import Received
-from kernels.topk.reference import offsets_of, values_of
 from torchtitan_scape.core.tensors import indices_by_key, packed_bits
+from torchtitan_scape.kernels.backends import block_code, topk_passes
+from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.codec.reference import pack
+from torchtitan_scape.kernels.topk.layout import Received
+from torchtitan_scape.kernels.topk.reference import offsets_of, values_of
 from torchtitan_scape.methods.topk.blocks import MEANS, BlockGrid, topk_message_bytes, topk_value_bytes
 
 LEVELS = MEANS  # reconstruction values of the two-bit code

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import choose_backend, topk_passes
-from kernels.scape.blocks import density_at
 from torchtitan_scape.core.parameters import split
+from torchtitan_scape.kernels.backends import choose_backend, topk_passes
+from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from topology.calls import CollectiveCall
-from topology.ring_bytes import LevelSize
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
+from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 # Memory traffic in bytes per parameter: add the gradient to the residual 12, select 4, write the mean and the number of
 # senders 6; the means of the codes with one or two bits take several more passes over the selected entries.
