@@ -5,7 +5,7 @@
 # An installed torch is never replaced: .venv uses that of the Python it is made from. Without one, the release that CI
 # tests is installed, but not on a machine with ROCm, for which the package index has no build.
 #
-# Usage: source scripts/environment.sh [extra]     extra: an optional dependency group, such as "test"
+# Usage: source scripts/environment.sh EXTRA     EXTRA: the dependencies to install, "trainer" or "test"
 
 # Returns whether Python $1 has a supported torch. The bound is that of topology/torch_version.py.
 has_torch() {
@@ -28,12 +28,12 @@ install_environment() {
     if [ "$PYTHON" = "$PWD/.venv/bin/python" ]; then make=false; fi
     if has_torch "$PYTHON"; then
         if ! "$PYTHON" -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)" 2>/dev/null; then
-            extra="triton${extra:+,$extra}" # a CPU build; the others install their own
+            extra="triton,$extra" # a CPU build; the others install their own
         fi
         options=(--system-site-packages)
         if "$make" && "$PYTHON" -c "import sys; sys.exit(sys.prefix == sys.base_prefix)"; then
             echo "error: $PYTHON has torch, but not torchtitan or triton; run:" \
-                "$PYTHON -m pip install -e '.${extra:+[$extra]}'" >&2
+                "$PYTHON -m pip install -e '.[$extra]'" >&2
             return 1
         fi
     elif has_rocm; then
@@ -41,7 +41,7 @@ install_environment() {
             "docs/getting_started/install.md; to use the CPU, set CUDA_VISIBLE_DEVICES to an empty value" >&2
         return 1
     else
-        extra="torch${extra:+,$extra}"
+        extra="torch,$extra"
     fi
     if "$make"; then
         echo "$PYTHON cannot import torchtitan: creating .venv and installing into it (a few minutes)"
@@ -51,14 +51,14 @@ install_environment() {
         }
         PYTHON="$PWD/.venv/bin/python"
     fi
-    "$PYTHON" -m pip install --quiet --editable ".${extra:+[$extra]}" || {
+    "$PYTHON" -m pip install --quiet --editable ".[$extra]" || {
         echo "error: the installation into .venv failed; remove .venv and try again" >&2
         return 1
     }
 }
 
 ensure_environment() {
-    local extra="${1:-}" probe
+    local extra="$1" probe
     # Only look for the packages: importing torchtitan takes seconds and requires that the device was selected.
     probe="import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ('torch', 'torchtitan', 'triton')))"
     PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"

@@ -4,6 +4,7 @@
 public names are imported on first use, without TorchTitan, so that the planner runs where torch is not installed.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torchtitan_scape.replica.replicate import replicate
     from torchtitan_scape.replica.scape import Scape
 
+__version__ = "0.2.0"
 __all__ = [
     "AdamS",
     "Co2Options",
@@ -94,3 +96,9 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+if sys.argv[:1] == ["-m"]:  # Python looks up a module of this package, to run it as a command
+    from torchtitan_scape.core.extras import end_in_one_line
+
+    sys.excepthook = end_in_one_line

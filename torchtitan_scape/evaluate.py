@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.core.files import parse_json, write_whole
 from torchtitan_scape.huggingface.loading import DifferentError
 
@@ -156,7 +157,7 @@ def _names(options: argparse.Namespace) -> list[str]:
         if not folder.is_dir():
             raise ValueError(f"--include-path {folder} is no folder")
     if not all(find_spec(name) for name in ("lm_eval", "transformers", "accelerate")):
-        raise ValueError("the lm-evaluation-harness is not installed: python -m pip install -e '.[eval]'")
+        raise ValueError(f"the lm-evaluation-harness is not installed: {install_command('eval')}")
     return names
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.extras import install_command
 
 FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 
@@ -66,7 +67,7 @@ def _check_quantization(config: JobConfig) -> None:
         for wrong, text in (
             (grouped, "is for MoE layers, which Llama and GPT-2 do not have; remove it"),
             (len(names) > 1, f"and {len(names) - 1} more quantization: select one of quantize.linear.*"),
-            (find_spec("torchao") is None, "needs torchao: python -m pip install -e '.[float8]', or remove it"),
+            (find_spec("torchao") is None, f"needs torchao: {install_command('float8')}, or remove it"),
             (
                 name == FLOAT8 and emulates and not fp8 and compiled,
                 "with quantize.linear.float8.emulate and a compiled model; set --compile.no-enable",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unicodedata import category
 
+from torchtitan_scape.core.files import packaged
 from torchtitan_scape.core.type_checks import short
 
 MAX_BYTES = 1 << 20  # of a file
@@ -47,7 +48,8 @@ def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Rec
     Tables are merged key by key; a list replaces an earlier one. A file that is named twice is merged twice.
 
     Args:
-        given: comma-separated paths, relative to the working directory. Paths in `extends` are relative to their file.
+        given: comma-separated paths, relative to the working directory, see `packaged`. Paths in `extends` are relative
+            to their file.
         check: called with the table of every file; the file's name is added to a ValueError that it raises.
 
     Raises:
@@ -56,7 +58,7 @@ def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Rec
     """
     recipe = Recipe()
     for path in split_names(given):
-        _add(recipe, (path,), check)
+        _add(recipe, (packaged(path),), check)
     return recipe
 
 

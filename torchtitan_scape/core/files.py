@@ -6,6 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def packaged(path: str) -> str:
+    """Return the path, or, if nothing is there, that of the file in this package.
+
+    Recipes name their files as in a clone: "train_configs/embedded.toml", "torchtitan_scape/data/tokenizer". Outside of
+    a clone, these are files of the package.
+    """
+    name = os.path.normpath(path)
+    inside = PACKAGE / name.removeprefix(f"{PACKAGE.name}/")
+    is_own = name.startswith((f"{PACKAGE.name}/", "train_configs/"))
+    return str(inside) if is_own and not os.path.exists(path) and inside.exists() else path
+
 
 def parse_json(content: str | bytes) -> Any:
     """Parse JSON.

@@ -22,7 +22,7 @@ import numpy as np
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line, parser_of
-from torchtitan_scape.core.files import parse_json, write_whole
+from torchtitan_scape.core.files import packaged, parse_json, write_whole
 from torchtitan_scape.data.datasets import DATASETS
 from torchtitan_scape.data.indexed import damage, dtype_for
 from torchtitan_scape.data.local import TextPath
@@ -42,12 +42,16 @@ _OPTIONS = {
 _LOCK_SECONDS = 10.0  # Time for the workers of a killed process to end.
 
 
+def _folder(path: str) -> Path:
+    return Path(packaged(path))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("torchtitan_scape.data.prepare", __doc__)
     parser.add_argument("--dataset", help="name of a dataset, as training.dataset; reads its text, or that of --path")
     parser.add_argument("--path", help="local text: a file or a folder, as training.dataset_path")
     parser.add_argument("--text-column", default="text", help="column of --path with the text (text)")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, as model.hf_assets_path")
+    parser.add_argument("--tokenizer", type=_folder, help="folder of the tokenizer, as model.hf_assets_path")
     parser.add_argument("--output", type=Path, required=True, help="folder of the prepared data")
     parser.add_argument("--workers", type=int, help="processes (default: one per core); no effect on the result")
     parser.add_argument(

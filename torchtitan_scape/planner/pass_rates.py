@@ -12,7 +12,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import Device
 
-STORED = Path(__file__).resolve().parents[2] / "results" / "gpu"
+STORED = Path(__file__).with_name("measured")  # a link to results/gpu
 AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kernels out"
 
 

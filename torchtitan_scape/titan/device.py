@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.kernels.common.host_memory import free_host_memory
 from torchtitan_scape.titan.patches import device_lookup
 
@@ -73,9 +74,7 @@ def _check_version() -> None:
     except PackageNotFoundError:
         return  # a source checkout without metadata
     if not found.startswith("0.2.2"):
-        raise ImportError(
-            f"torchtitan {found} is installed, but this project needs 0.2.2: pip install torchtitan==0.2.2"
-        )
+        raise ImportError(f"torchtitan {found} is installed, but the trainer needs 0.2.2: {install_command('trainer')}")
 
 
 def _end_without_cache(error: OSError) -> NoReturn:

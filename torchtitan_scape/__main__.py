@@ -1,0 +1,54 @@
+"""The command `torchtitan-scape`."""
+
+import argparse
+import platform
+import runpy
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from torchtitan_scape import __version__
+from torchtitan_scape.core.extras import PROJECT, end_in_one_line
+
+# Module and purpose of every command. `torchtitan-scape NAME ...` is `python -m MODULE ...`.
+COMMANDS = {
+    "train": ("torchtitan_scape.runtime.start", "train on the processes of this node, by default the embedded recipe"),
+    "plan": ("torchtitan_scape.planner.plan", "recommend a method and a layout"),
+    "preflight": ("torchtitan_scape.planner.preflight", "measure links and memory, under torchrun or srun"),
+    "prepare": ("torchtitan_scape.data.prepare", "convert text to tokens"),
+    "export": ("torchtitan_scape.export", "convert a checkpoint to a Hugging Face folder, and back"),
+    "evaluate": ("torchtitan_scape.evaluate", "score an exported model"),
+}
+
+
+def versions() -> str:
+    """Return the version of the project and of the packages on which a run depends."""
+    found = [f"{PROJECT} {__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "torchtitan", "triton"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+def main() -> None:
+    """Run a command. Its arguments are those after its name."""
+    sys.excepthook = end_in_one_line
+    commands = "\n".join(f"  {name:10} {purpose}" for name, (_, purpose) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        PROJECT,
+        description=f"commands:\n{commands}\n\n{PROJECT} COMMAND --help prints the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"{PROJECT} COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=versions(), help="print the versions")
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        name = sys.argv.pop(1)
+        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+        return
+    parser.parse_args(sys.argv[1:2])
+    parser.error(f"{sys.argv[1]!r} is not a command" if sys.argv[1:] else f"name one of {', '.join(COMMANDS)}")
+
+
+if __name__ == "__main__":
+    main()

