@@ -1,6 +1,6 @@
 """Wheels of all required packages for x86-64 and aarch64: dry runs of pip, which install nothing.
 
-    python -m scripts.wheels    # the dependencies and the extra "torch"; writes results/wheels/
+    python -m scripts.wheels    # the extras "trainer" and "torch"; writes results/wheels/
 
 Needs a network. An index that serves metadata sends only that. A package without a wheel for a target is an error.
 """
@@ -107,7 +107,7 @@ def page(found: Mapping[tuple[str, str], Found]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    wanted = requirements(["torch"])
+    wanted = requirements(["trainer", "torch"])
     found = {}
     for machine in MACHINES:
         for python in PYTHONS:

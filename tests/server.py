@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "SCAPE_TEST_SERVER"  # environment variable with the path of the server's socket
-FORKED = ("torchtitan_scape.", "topology.", "scripts.", "tests.")
+FORKED = ("torchtitan_scape.", "scripts.", "tests.")
 _PR_SET_PDEATHSIG = 1
 
 

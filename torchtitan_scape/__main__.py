@@ -46,8 +46,9 @@ def main() -> None:
         name = sys.argv.pop(1)
         runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
         return
-    parser.parse_args(sys.argv[1:2])
-    parser.error(f"{sys.argv[1]!r} is not a command" if sys.argv[1:] else f"name one of {', '.join(COMMANDS)}")
+    parser.parse_known_args(sys.argv[1:2])  # ends with --version and --help
+    given = f"{sys.argv[1]!r} is not a command" if sys.argv[1:] else "no command is given"
+    parser.error(f"{given}; commands are {', '.join(COMMANDS)}")
 
 
 if __name__ == "__main__":

@@ -246,4 +246,4 @@ def test_arguments_are_passed_to_the_trainer_only(tmp_path: Path) -> None:
         timeout=60,
         env={**os.environ, "PYTHON": str(python), "CONFIG_FILE": "nowhere.toml"},
     )
-    assert "asked to install: .[torch]\n" in result.stdout, result.stdout + result.stderr
+    assert "asked to install: .[torch,trainer]\n" in result.stdout, result.stdout + result.stderr

