@@ -70,6 +70,6 @@ def test_a_record_of_this_format_stays() -> None:
 @pytest.mark.parametrize("version", [FORMAT + 1, 0, "2"])
 def test_another_format_is_refused(version: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"folder has format {version!r}, and this version reads formats 1 and {FORMAT}"
+        ValueError, match=rf"folder has format {version!r}, and this version reads formats 1 to {FORMAT}"
     ):
         to_present_format({"format": version}, "folder")

@@ -50,7 +50,7 @@ class Case:
     seed: int = 0
     chunk_entries: int = 0
     chunk_multiple: int = 1
-    keeps_wire_error: bool = False  # the last step left quantization errors
+    keeps_code_error: bool = False  # the last step left quantization errors
     columns: tuple[int, ...] | None = None  # row lengths for staleness; None for no scaling
     keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
@@ -82,14 +82,14 @@ class Case:
             self.replica,
             self.chunk_entries,
             self.chunk_multiple,
-            keeps_wire_error=self.keeps_wire_error,
+            keeps_code_error=self.keeps_code_error,
         )
         updater = ReplicatedUpdate(self.layout, self.whole, writes=self.writes)
         passes = make(updater, plan, torch.device(self.device), staleness=self.staleness)
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
-        passes.wire_residual.copy_(torch.randn(passes.wire_residual.numel(), generator=generator) * 1e-3)
+        passes.code_residual.copy_(torch.randn(passes.code_residual.numel(), generator=generator) * 1e-3)
         return passes
 
     def step(

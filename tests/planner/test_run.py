@@ -25,7 +25,7 @@ from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes, pa
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
-from torchtitan_scape.methods.wire import EncodedSize, dtype_bytes, encoded_size
+from torchtitan_scape.methods.codes import EncodedSize, dtype_bytes, encoded_size
 from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.calls import CollectiveCall

@@ -131,10 +131,10 @@ def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, wir
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
             before = [flat([p.detach() for p in parameters]), torch.cat(optimizer.method.passes.kept("state"))]
-            errors = optimizer.method.passes.wire_residual.clone()
+            errors = optimizer.method.passes.code_residual.clone()
             optimizer.step()
             if step == bad_step:
-                assert torch.equal(optimizer.method.passes.wire_residual, errors)
+                assert torch.equal(optimizer.method.passes.code_residual, errors)
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
                 assert torch.equal(torch.cat(optimizer.method.passes.kept("state")), before[1])
                 in_use = optimizer.method.masks.in_use.bits.clone()
@@ -260,7 +260,7 @@ def test_a_single_replica_does_not_encode(update: str, monkeypatch: pytest.Monke
     values = {"values": "int4"} if update == "sharded" else {}
     coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
     assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
-    assert seen[0].method.passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
+    assert seen[0].method.passes.code_residual.numel() == 0 and seen[0].planned_bytes() == 0
     assert not sum(seen[0].collectives.ledger.sent.values())
 
 
@@ -365,8 +365,8 @@ def test_a_mask_of_all_ones_is_never_encoded(shapes: list[tuple[int, ...]], dens
                 scape.request_full_exchange()
             scape.step()
             lost.append(
-                scape.method.passes.wire_residual.abs().max().item()
-                if scape.method.passes.wire_residual.numel()
+                scape.method.passes.code_residual.abs().max().item()
+                if scape.method.passes.code_residual.numel()
                 else 0.0
             )
         return lost[0], lost[2]

@@ -219,7 +219,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
                 passes.storage.flat["state"],
                 passes.updater.common,
                 passes.storage.flat["master"],
-                passes.wire_residual,
+                passes.code_residual,
             ]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
@@ -236,7 +236,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
 
 def lasting(optimizer: Scape) -> list[Tensor]:
     passes: Any = optimizer.method.passes
-    return [*passes.storage.flat.values(), passes.updater.common, passes.wire_residual]
+    return [*passes.storage.flat.values(), passes.updater.common, passes.code_residual]
 
 
 @pytest.mark.parametrize("at, options", covering(product((1, 2, 5), [{}, *ROUNDED])))
@@ -276,7 +276,7 @@ def test_the_payload_is_the_only_buffer_of_full_size() -> None:
         more: dict[str, Any] = {"density": 0.1, "update": "sharded"}
         train(collectives, 2, [(64, 64), (100,)], lambda o, s: passes.append(o.method.passes), **more)
         one, flat_buffers = passes[0], passes[0].storage.flat
-        assert one.moment_on_mask.numel() == one.wire_residual.numel() == flat_buffers["master"].numel() == 0
+        assert one.moment_on_mask.numel() == one.code_residual.numel() == flat_buffers["master"].numel() == 0
         assert one.updater.common.numel() == 64 * 64 // 2 + 52
         assert flat_buffers["state"].numel() == 64 * 64
         assert one.updater.longest_row == 64 * 64 // 2 + 52

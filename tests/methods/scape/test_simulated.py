@@ -45,18 +45,18 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
         "states": torch.cat(optimizer.method.passes.kept("state")),
-        "wire_residual": wire_residual(optimizer),
+        "code_residual": code_residual(optimizer),
         "norm": optimizer.grad_norm.clone(),
         "factor": optimizer.clip_factor.clone(),
     }
 
 
-def wire_residual(optimizer: Scape) -> Tensor:
+def code_residual(optimizer: Scape) -> Tensor:
     """Return the quantization errors in tensor order, independent of the chunks."""
     passes = optimizer.method.passes
-    if not passes.wire_residual.numel():
-        return passes.wire_residual.clone()
-    return torch.cat([passes.wire_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
+    if not passes.code_residual.numel():
+        return passes.code_residual.clone()
+    return torch.cat([passes.code_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
 
 
 def bits(optimizer: Scape) -> Tensor:

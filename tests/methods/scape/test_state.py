@@ -30,7 +30,7 @@ def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) ->
     def work(collectives: ThreadCollectives) -> None:
         optimizer, resumed = resume(collectives, at, wire=wire, **rule)
         assert torch.equal(resumed.method.passes.storage.flat["state"], optimizer.method.passes.storage.flat["state"])
-        assert torch.equal(resumed.method.passes.wire_residual, optimizer.method.passes.wire_residual)
+        assert torch.equal(resumed.method.passes.code_residual, optimizer.method.passes.code_residual)
 
     run_replicas(2, work)
 
@@ -45,12 +45,12 @@ def test_quantization_errors_load_with_any_chunk_size(wire: str) -> None:
             options = {"density": 0.1, "wire": wire, "chunk_bytes": chunk_bytes}
             train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
         small, large = states
-        assert small.method.passes.wire_residual.numel() > large.method.passes.wire_residual.numel()
+        assert small.method.passes.code_residual.numel() > large.method.passes.code_residual.numel()
         saved = copied(small.state_dict())
         large.load_state_dict(saved)
-        assert bool((large.method.passes.wire_residual != 0).any())
+        assert bool((large.method.passes.code_residual != 0).any())
         for i in range(len(small.method.passes.sizes)):
-            a, b = (o.method.passes.wire_residual_of(i) for o in states)
+            a, b = (o.method.passes.code_residual_of(i) for o in states)
             assert torch.equal(a, b)
 
     run_replicas(3, work)
