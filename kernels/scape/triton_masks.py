@@ -26,7 +26,9 @@ def code_at(block, run_blocks, run_bytes, code_bytes):
 
 
 @triton.jit(do_not_specialize=["count", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
-def encode_offsets_kernel(offsets, message, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr):
+def encode_offsets_kernel(
+    offsets, message, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr
+):
     """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`.
 
     Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for gfx90a to a loop.

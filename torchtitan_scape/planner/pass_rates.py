@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.files import parse_json
+from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.links import Links
@@ -58,7 +59,7 @@ class PassRates:
     def of(self, method: PlannedRun) -> tuple[float, float]:
         """Return the bytes/s of (the packing pass, the other passes).
 
-        The nearest measurement is used: same kind, encoded or FP32 code, density, and the largest model. Passes
+        The nearest measurement is used: same kind, coded or FP32 payload, density, and the largest model. Passes
         without a measurement use the rates of dense AdamS.
         """
         options = method.options
@@ -131,7 +132,7 @@ def _rates(result: dict[str, Any]) -> Sequence[Rate]:
     for kind, name in (("adamw", "fused AdamW"), ("adams", "dense AdamS")):
         rate = result["dense"][name]["bytes_a_second"]
         found.append(Rate(kind, entries, 1.0, "float32", rate, rate))
-    for setting in result["settings"]:
+    for setting in (with_present_keys(one, "sync.scape") for one in result["settings"]):
         passes, step = setting["passes"], setting["step"]
         carry = passes.get("carry", {"ms": 0.0, "minimal_bytes": 0.0})
         pack = {key: passes["pack + select"][key] - carry[key] for key in ("ms", "minimal_bytes")}

@@ -164,7 +164,9 @@ def check_levels(options: ShardingOptions, layout: Layout) -> None:
     levels = options.levels
     levels.check(layout)
     if levels.weights == 1 and options.weights_code != "dense":
-        options.require(False, "weights_code", "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'")
+        options.require(
+            False, "weights_code", "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'"
+        )
     if options.secondary:
         options.require(
             False, "secondary", "weights stay within the node; set it to false, or use [sharding.levels] secondary"

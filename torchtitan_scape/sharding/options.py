@@ -149,8 +149,8 @@ class ShardingOptions(Options):
         nodes, ranks = layout.by_node(layout.shard_group(0)), layout.shard * layout.context
         if ranks == 1:
             raise ValueError(
-                f"[sharding] weights_code = {self.weights_code!r}, gradients_code = {self.gradients_code!r} with one rank on the shard "
-                "axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit [sharding]"
+                f"[sharding] weights_code = {self.weights_code!r}, gradients_code = {self.gradients_code!r} with one rank "
+                "on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit [sharding]"
             )
         hops = self.hops_over(layout)
         if self.secondary:
@@ -196,7 +196,9 @@ class ShardingOptions(Options):
             names = " and ".join(dense)
             lines.append(f"the shard axis crosses nodes: FSDP's dense collectives ({names}) will use the network")
         if self.weights_code != "dense" and validates:
-            lines.append(f"validation uses the weights as all-gathered, in {self.weights_code}; checkpoints contain FP32")
+            lines.append(
+                f"validation uses the weights as all-gathered, in {self.weights_code}; checkpoints contain FP32"
+            )
         return lines
 
 

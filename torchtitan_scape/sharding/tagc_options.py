@@ -67,7 +67,9 @@ class TagcShardingOptions(Options):
         self.require(self.min_entries >= 1, "min_entries", "it must be 1 (all matrices) or more")
         if self.selection == "table":
             self.require(self.code == "sketch", "selection", "it requires code = 'sketch'; set 'block'")
-            self.require(self.index_code != "offsets", "index_code", "offsets need selection = 'block'; set 'auto' or 'bits'")
+            self.require(
+                self.index_code != "offsets", "index_code", "offsets need selection = 'block'; set 'auto' or 'bits'"
+            )
 
     @property
     def density(self) -> float:
@@ -100,7 +102,9 @@ class TagcShardingOptions(Options):
         if self.reproduce:
             return
         unless = "or set reproduce = true to use the published variant"
-        self.require(self.index_code != "bit_sum", "index_code", f"the sum of bytes loses entries; set 'auto', {unless}")
+        self.require(
+            self.index_code != "bit_sum", "index_code", f"the sum of bytes loses entries; set 'auto', {unless}"
+        )
         fits = self.index_code != "nibble_sum" or ranks <= 15
         self.require(fits, "index_code", f"four bits can count 15 ranks, but there are {ranks}; set 'auto', {unless}")
         if self.code != "sketch":

@@ -16,10 +16,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from tests.kernels.checks import (
     Case,
     check_entering,
+    check_messages,
     check_rotate,
     check_skipped,
     check_step,
-    check_wires,
     check_written,
     used,
 )
@@ -102,15 +102,15 @@ def test_selection_is_exact(case: Case, density: float) -> None:
 
 def check_selection(case: Case, density: float) -> None:
     case = replace(case, next=density, gradient_dtype=torch.float32)
-    wires = []
+    messages = []
     for make in (torch_passes, triton_passes):
         passes = case.passes(make)
         passes.storage.flat["state"].zero_()
         mask = case.mask(1.0, 0)
         gradients = case.draw(torch.float32, 4, case.values)
         passes.bind(case.step(case.draw(torch.float32, 5), gradients, (mask, mask)))
-        wires.append(pack_all(passes))
-    check_wires(*wires)
+        messages.append(pack_all(passes))
+    check_messages(*messages)
 
 
 @pytest.mark.parametrize("values", [(0.0,), (1.0,), (0.0, -0.0, 1e-45)], ids=["zeros", "equal", "denormals"])

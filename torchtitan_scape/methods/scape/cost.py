@@ -8,6 +8,7 @@ from typing import Protocol
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.kernels.codec.formats import BLOCK as CODED_BLOCK
 from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
 from torchtitan_scape.methods.scape.payload import (
     block_layout,
     dense_sizes,
@@ -17,7 +18,6 @@ from torchtitan_scape.methods.scape.payload import (
     row_entries,
     sector_bytes,
 )
-from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
 from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.ring_bytes import LevelSize
 

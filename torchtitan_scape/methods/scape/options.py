@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal, Self
 
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.codes import short_name
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.scape.budget import fit_to_budget
 from torchtitan_scape.methods.scape.chunking import best_chunk
 from torchtitan_scape.methods.scape.cost import ScapeCost
-from torchtitan_scape.methods.codes import short_name
 from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)

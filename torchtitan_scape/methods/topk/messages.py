@@ -74,9 +74,7 @@ class TopkMessages:
         backend: implementation of the block code, of offsets and of `mean_`, "torch" or "triton".
     """
 
-    def __init__(
-        self, grids: Sequence[BlockGrid], selected: Sequence[int], code: str, backend: str = "torch"
-    ) -> None:
+    def __init__(self, grids: Sequence[BlockGrid], selected: Sequence[int], code: str, backend: str = "torch") -> None:
         self.grids, self.selected, self.code, self._backend = grids, selected, code, backend
         self.counts = [grid.count(k) for grid, k in zip(grids, selected, strict=True)]
         self.nbytes = topk_message_bytes(grids, selected, code)
