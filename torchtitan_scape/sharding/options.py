@@ -149,8 +149,9 @@ class ShardingOptions(Options):
         nodes, ranks = layout.by_node(layout.shard_group(0)), layout.shard * layout.context
         if ranks == 1:
             raise ValueError(
-                f"[sharding] weights_code = {self.weights_code!r}, gradients_code = {self.gradients_code!r} with one rank "
-                "on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit [sharding]"
+                f"[sharding] weights_code = {self.weights_code!r}, gradients_code = {self.gradients_code!r} with one "
+                "rank on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit "
+                "[sharding]"
             )
         hops = self.hops_over(layout)
         if self.secondary:
