@@ -180,8 +180,9 @@ def resolve(arguments: list[str]) -> Resolved:
         if positive in REMOVED_KEYS:
             raise ValueError(f"command line: {argument}: {REMOVED_KEYS[positive]}")
         if (present := present_key(positive)) != positive:
-            given = "".join(argument.partition("=")[1:])
-            raise ValueError(f"command line: {argument}: {positive} is now {present}: set --{present}{given}")
+            (section, _, name), given = present.rpartition("."), "".join(argument.partition("=")[1:])
+            advice = f"set --{section}.{'' if key == positive else 'no-'}{name}{given}"
+            raise ValueError(f"command line: {argument}: {positive} is now {present}: {advice}")
         if "=" in argument and types.get(key) is bool:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")

@@ -150,8 +150,8 @@ class ShardingOptions(Options):
         if ranks == 1:
             raise ValueError(
                 f"[sharding] weights_code = {self.weights_code!r}, gradients_code = {self.gradients_code!r} with one "
-                "rank on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit "
-                "[sharding]"
+                "rank on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or "
+                "omit [sharding]"
             )
         hops = self.hops_over(layout)
         if self.secondary:
