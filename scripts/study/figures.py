@@ -82,7 +82,7 @@ def loss_against_bytes(grid: Grid, store: Store, folder: Path, frontier: bool = 
     """Draw the gap over bytes. The frontier joins the best methods for their bytes, in budgets with coded payloads."""
     name, found = "frontier.png" if frontier else "loss_against_bytes.png", budgets_of(grid, store)[0]
     if frontier:
-        found = [one for one in found if any(entry.option("code") in costs.FORMATS for entry in one.others)]
+        found = [one for one in found if any(entry.payload_code in costs.FORMATS for entry in one.others)]
     else:
         found = [one for one in found if one.dense("AdamW") and one.others]
     if not found:
@@ -125,7 +125,7 @@ def _families(found: Sequence[Budget]) -> list[str]:
 
 def family(entry: Entry) -> str:
     """Return the name that methods share which differ in the bytes that they send."""
-    code = entry.option("code")
+    code = entry.payload_code
     return f"SCAPE, {code}" if code else f"{entry.label.split(',')[0].split()[0]}, {entry.optimizer}"
 
 
