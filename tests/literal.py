@@ -35,9 +35,9 @@ class Literal:
     keep_moment: float = 0.5
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
-    wire: str = "float32"
+    code: str = "float32"
     update: str = "replicated"  # in FP32, "sharded" is the same algorithm
-    values: str = "float32"
+    update_code: str = "float32"
     chunk_entries: int = 64  # of payloads without a buffer, as in `tests.replicas`
     t: int = 0
     applied: int = 0
@@ -143,7 +143,7 @@ class Literal:
         A replica quantizes the values that it sends; an owner also quantizes the mean that it sends back. With a
         sharded update owners keep the mean unquantized.
         """
-        n, name = self.replicas, self.code(self.wire)
+        n, name = self.replicas, self.code_of(self.code)
         counts = [p.numel() for p in payloads[0]]
         whole = [pad(torch.cat(p), (0, 1)) for p in payloads]  # a zero at the end, for padding
         mean, lost = in_order(whole) / n, [torch.zeros_like(one) for one in whole]
@@ -160,7 +160,7 @@ class Literal:
 
     def publish(self, decayed: list[Tensor]) -> None:
         """Set the values on all replicas after a step: `decayed` outside A, the received values of the owners on A."""
-        name = self.code(self.values)
+        name = self.code_of(self.update_code)
         counts = [int(a.sum()) for a in self.A]
         new, held = (
             pad(torch.cat([p.view(-1)[a] for p, a in zip(tensors, self.A, strict=True)]), (0, 1))
@@ -176,13 +176,13 @@ class Literal:
         for shown, a, values in zip(self.shown, self.A, arrived[:-1].split(counts), strict=True):
             shown[a] = values
 
-    def code(self, wire: str) -> str:
+    def code_of(self, name: str) -> str:
         """Return the encoding in this step. With a block code, masks of the density warm-up use INT8."""
         if self.replicas == 1 or self.density >= 1.0:
             return "float32"
         if self.at_target:
-            return wire
-        return "int8" if wire in FORMATS and self.used_at < 1.0 else "float32"
+            return name
+        return "int8" if name in FORMATS and self.used_at < 1.0 else "float32"
 
     def rows(self, name: str) -> list[Tensor]:
         """Return the payload indices of each owner's encoded entries, in order; blocks are padded with the index after

@@ -35,6 +35,14 @@ Record = dict[str, Any]
 RENAMED_KINDS = {"owed": "owner_error", "own_parameters": "replica_weights"}
 
 
+def with_present_key(argument: str) -> str:
+    """Return an argument of a recorded command line with the present key; only for `compare`."""
+    from torchtitan_scape.core.renamed_keys import present_key
+
+    key, equals, value = argument.partition("=")
+    return f"--{present_key(key.removeprefix('--'))}{equals}{value}" if key.startswith("--") else argument
+
+
 def make_trainer(arguments: list[str]) -> Any:
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.trainer import ScapeTrainer
@@ -213,9 +221,11 @@ def compare(folder: Path, only: str, jobs: int) -> int:
     chosen = {one["run"]: one for one in recorded if re.search(only, one["run"])}
     if not chosen:
         raise SystemExit(f"{folder} contains no recorded run that matches {only!r}")
-    arguments = {name: {key: one[key] for key in ("world", "arguments", "nan_at")} for name, one in chosen.items()}
+    repeated = {name: {key: one[key] for key in ("world", "arguments", "nan_at")} for name, one in chosen.items()}
+    for run in repeated.values():
+        run["arguments"] = list(map(with_present_key, run["arguments"]))
     total = 0
-    for name, outcome in _each(arguments, record_of, jobs):
+    for name, outcome in _each(repeated, record_of, jobs):
         found = [f"failed: {outcome}"] if isinstance(outcome, Exception) else differences(chosen[name], outcome)
         total += len(found)
         for line in found:

@@ -11,7 +11,7 @@ def default(cases: list[Any]) -> list[tuple[Any, ...]]:
 
 
 def test_the_default_run_has_each_value_once() -> None:
-    axes: list[list[Any]] = [[1, 2, 3], ["block", "tensor"], [{}, {"wire": "int4"}, {"offload": ["state"]}]]
+    axes: list[list[Any]] = [[1, 2, 3], ["block", "tensor"], [{}, {"code": "int4"}, {"offload": ["state"]}]]
     cases = covering(product(*axes))
     assert [case.values for case in cases] == list(product(*axes)), "none is lost"
     chosen = default(cases)

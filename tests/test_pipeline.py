@@ -129,7 +129,7 @@ def test_two_stages_train_as_one(case: str, pool2: Pool, pool4: Pool, tmp_path: 
 
 
 RESUMED = {
-    "scape": [*METHODS["scape"], "--sync.scape.wire=int4", "--sync.scape.update=sharded", *STAGES],
+    "scape": [*METHODS["scape"], "--sync.scape.code=int4", "--sync.scape.update=sharded", *STAGES],
     "sparta": [*METHODS["sparta"], *STAGES],
     "quantized": [*METHODS["quantized"], *STAGES],
     "quantized_update": [

@@ -24,7 +24,7 @@ RECIPE = [
     "--lr_scheduler.warmup_steps=2",
     "--sync.scape.block_size=64",
     "--sync.scape.density_warmup_steps=3",
-    "--sync.scape.wire=float32",
+    "--sync.scape.code=float32",
 ]
 # the recipe's own method
 EMBEDDED = [
@@ -42,11 +42,11 @@ METHODS = {
     "embedded": [*EMBEDDED, "--sync.scape.density=0.1"],
     "scape-1": ["--sync.scape.density=1.0"],
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
-    "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000", "--sync.scape.wire=int4"],
-    "scape-int4": ["--sync.scape.density=0.1", "--sync.scape.wire=int4", "--sync.scape.chunk_bytes=20000"],
+    "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000", "--sync.scape.code=int4"],
+    "scape-int4": ["--sync.scape.density=0.1", "--sync.scape.code=int4", "--sync.scape.chunk_bytes=20000"],
     "scape-bf16": [
         "--sync.scape.density=0.1",
-        "--sync.scape.wire=bfloat16",
+        "--sync.scape.code=bfloat16",
         "--sync.scape.chunk_bytes=100000",
     ],
     "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
@@ -54,20 +54,20 @@ METHODS = {
     "scape-gather-int4": [
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
-        "--sync.scape.wire=2bit",
-        "--sync.scape.values=int4",
+        "--sync.scape.code=2bit",
+        "--sync.scape.update_code=int4",
     ],
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
-        "--sync.scape.wire=bfloat16",
-        "--sync.scape.values=bfloat16",
+        "--sync.scape.code=bfloat16",
+        "--sync.scape.update_code=bfloat16",
         "--sync.scape.weights_dtype=bfloat16",
         "--sync.scape.offload=state,master",
     ],
     "topk": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.block_size=64", "--optimizer.name=AdamW"],
     "topk-adams": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.density_warmup_steps=3"],
-    "demo": ["--sync.method=demo", "--sync.demo.k=8", "--sync.demo.values=sign", "--optimizer.name=SignSGD"],
+    "demo": ["--sync.method=demo", "--sync.demo.k=8", "--sync.demo.code=sign", "--optimizer.name=SignSGD"],
     "powersgd-32": ["--sync.method=powersgd", "--sync.powersgd.start=2", "--sync.powersgd.rank=32"],
     "powersgd": ["--sync.method=powersgd", "--sync.powersgd.start=2"],
     "radius": [

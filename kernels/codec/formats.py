@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 
 BLOCK = 128  # entries that share scales
 HADAMARD_SIZE = 32  # entries of one Hadamard transform

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

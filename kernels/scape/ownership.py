@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan_scape.kernels.common.wire import ALIGNED
+from torchtitan_scape.kernels.common.alignment import ALIGNED
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 
 # FP32 entries to which slices of a buffer are aligned.

@@ -61,7 +61,7 @@ class ScapePasses:
     Attributes:
         payload: FP32, buffer of the exchanged entries at the target density.
         moment_on_mask: FP32, first moment of the last step of the same entries.
-        wire_residual: FP32, quantization error of the last step's payload of the same entries.
+        code_residual: FP32, quantization error of the last step's payload of the same entries.
         visits: Rates at which rows and columns enter the mask; None without staleness.
         payload_layout: Location of the payload of the bound step.
     """
@@ -87,9 +87,9 @@ class ScapePasses:
         sizes = (
             self.entries,
             self.entries if updater.stores_moment_on_mask else 0,
-            self.entries if plan.keeps_wire_error else 0,
+            self.entries if plan.keeps_code_error else 0,
         )
-        self.payload, self.moment_on_mask, self.wire_residual = (
+        self.payload, self.moment_on_mask, self.code_residual = (
             torch.zeros(n, dtype=torch.float32, device=device) for n in sizes
         )
         self.visits = None if staleness is None else VisitRates(updater.tensors.sizes, staleness.columns, device)
@@ -140,7 +140,7 @@ class ScapePasses:
 
         Its size must be that of the buffer. An encoded payload of a mask with all bits set does not use the buffer.
         """
-        if self.plan.keeps_wire_error and mask.dense:
+        if self.plan.keeps_code_error and mask.dense:
             return False
         return self._buffer is not None and (
             mask.density == self.density or self.payload_counts(mask.density) == self.payload_counts(self.density)
@@ -151,16 +151,16 @@ class ScapePasses:
         """(start, stop) of the ranges of the payload buffer that belong to no tensor."""
         return [] if self._buffer is None else [each for part in self._buffer.parts for each in part.padding]
 
-    def wire_residual_of(self, tensor: int) -> Tensor:
+    def code_residual_of(self, tensor: int) -> Tensor:
         """Return the quantization errors of one tensor, FP32 (payload entries,): of its entries in P, in order."""
         assert self._buffer is not None
         start = self._buffer.positions[tensor]
-        return self.wire_residual[start : start + self.payload_counts(self.density)[tensor]]
+        return self.code_residual[start : start + self.payload_counts(self.density)[tensor]]
 
-    def keep_wire_residual(self, part: PayloadChunk, wire_error: Tensor) -> None:
+    def keep_code_residual(self, part: PayloadChunk, code_error: Tensor) -> None:
         """Store the quantization error of a chunk, FP32 (part.stop - part.start,), for the next step, if applied."""
-        own = self.wire_residual[part.start : part.stop]
-        torch.where(self.step.applied, wire_error, own, out=own)
+        own = self.code_residual[part.start : part.stop]
+        torch.where(self.step.applied, code_error, own, out=own)
 
     # --------------------------------------------------------------------------------------- the passes
 
@@ -171,8 +171,8 @@ class ScapePasses:
         self.counts = self.payload_counts(step.in_use.density)
         buffered = self._buffer is not None and self.at_target(step.in_use)
         self.payload_layout = self._buffer if self._buffer is not None and buffered else InPlacePayload.of(self.counts)
-        # True if `wire_residual` has quantization errors of the last step, on its mask.
-        self.carrying = self.wire_residual.numel() > 0 and self.at_target(step.previous)
+        # True if `code_residual` has quantization errors of the last step, on its mask.
+        self.carrying = self.code_residual.numel() > 0 and self.at_target(step.previous)
         # Newly entered entries then count as zero in the selection.
         self.excludes_new = self.keeps < 1.0 and self.compact and step.masked
         self.stale: VisitRates | None = None

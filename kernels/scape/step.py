@@ -73,7 +73,7 @@ class PayloadPlan:
         chunk_entries: Approximate entries of a chunk; 0 for a single chunk.
         chunk_multiple: Each chunk is padded to a multiple of this number of entries.
         size_multiple: Tensors that are not sparsified begin at a multiple of it, the block size of the codec.
-        keeps_wire_error: Store the quantization error of the payload, FP32 per entry, and add it to the next moment.
+        keeps_code_error: Store the quantization error of the payload, FP32 per entry, and add it to the next moment.
     """
 
     selection: str
@@ -82,7 +82,7 @@ class PayloadPlan:
     chunk_entries: int = 0
     chunk_multiple: int = 1
     size_multiple: int = 1
-    keeps_wire_error: bool = False
+    keeps_code_error: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class TorchPasses(ScapePasses):
             return
         held, rates = self.bits(self.step.previous, tensor), self.step.rates[tensor]
         indices = None if held is None else reference.mask_indices(held, self.sizes[tensor], self.counts[tensor])
-        reference.carry_(self.gradients[tensor], indices, self.wire_residual_of(tensor), rates.beta1, rates.scale)
+        reference.carry_(self.gradients[tensor], indices, self.code_residual_of(tensor), rates.beta1, rates.scale)
 
     def selected(self) -> Tensor | None:
         if not self._selection:

@@ -178,7 +178,7 @@ class TorchOwner:
         p, owner, step = self._passes, self._owner, self._passes.step
         if known_false(step.applied) or not owner.writes:
             return
-        values = p.split(owner.wire(p.payload)) if p.compact else p.payloads
+        values = p.split(owner.value_buffer(p.payload)) if p.compact else p.payloads
         for i in owner.own if own_only else range(len(p.sizes)):
             rates, parameter, indices, new = step.rates[i], Flat(step.parameters[i]), p.indices(i), values[i].float()
             rate = rates.lr * rates.weight_decay

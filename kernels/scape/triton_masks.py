@@ -26,7 +26,9 @@ def code_at(block, run_blocks, run_bytes, code_bytes):
 
 
 @triton.jit(do_not_specialize=["count", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
-def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr):
+def encode_offsets_kernel(
+    offsets, message, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr
+):
     """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`.
 
     Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for gfx90a to a loop.
@@ -36,7 +38,7 @@ def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_b
     block = number // k
     rank = number - block * k
     offset = tl.load(offsets + number, mask=inside, other=0).to(tl.int32)
-    words = wire.to(tl.pointer_type(tl.int32))
+    words = message.to(tl.pointer_type(tl.int32))
     start = code_at(block, run_blocks, run_bytes, code_bytes) * 8
     at = start + (offset >> low) + rank
     tl.atomic_add(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
@@ -50,7 +52,7 @@ def encode_offsets_kernel(offsets, wire, count, run_blocks, run_bytes, k, code_b
 
 @triton.jit(do_not_specialize=["blocks", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
 def decode_offsets_kernel(
-    wire,
+    message,
     mask,
     lists,
     blocks,
@@ -71,7 +73,7 @@ def decode_offsets_kernel(
     """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     byte = tl.arange(0, BYTES)[None, :]
-    first = wire + code_at(block, run_blocks, run_bytes, code_bytes)
+    first = message + code_at(block, run_blocks, run_bytes, code_bytes)
     # Without a unary part all high parts are zero, which corresponds to k set bits.
     left = tl.where(unary > 0, unary, k) - byte * 8
     bits = tl.load(first + byte, mask=(block < blocks) & (byte * 8 < unary), other=255).to(tl.int32)

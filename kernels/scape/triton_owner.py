@@ -252,7 +252,7 @@ def write_kernel(
     previous,
     in_use_masked,
     previous_masked,
-    wire,
+    payload,
     applied,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -265,7 +265,7 @@ def write_kernel(
 ):
     """Write the owners' values on A, and with DECAYS apply weight decay off A.
 
-    COMPACT: values are in `wire`, FP32 or BF16, otherwise in the gradients' storage. CHANGES: values are differences
+    COMPACT: values are in `payload`, FP32 or BF16, otherwise in the gradients' storage. CHANGES: values are differences
     from the decayed parameters.
     """
     if tl.load(applied) == 0:
@@ -290,14 +290,14 @@ def write_kernel(
                 tl.store(parameters + local, decayed, mask=inside)
                 tl.debug_barrier()  # other threads write the entries of the mask below
         base, position = payload_positions(table, tensor, row, used)
-        wire += base
+        payload += base
         at_byte = first_entries(ROWS, BYTES, BLOCK)
         bits, left_over = used, tl.max(count_bits(used))
         while left_over > 0:
             left_over -= 1
             some = bits != 0
             at = at_byte + lowest(bits)
-            value = tl.load(wire + position, mask=some, other=0.0).to(tl.float32)
+            value = tl.load(payload + position, mask=some, other=0.0).to(tl.float32)
             if CHANGES:
                 copy = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
                 if ROUNDED or not DECAYS:

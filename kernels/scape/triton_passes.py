@@ -87,7 +87,7 @@ class TritonPasses(ScapePasses):
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
-        self._wire = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._selection_bits = torch.zeros(0, dtype=torch.uint8, device=device)
         self.own_block = self.first_run * self.layout.run_blocks
         self.all = tuple(self.tiles.whole())
         self.own, self.others = self._split(self.own_block, self.own_block + self.runs * self.layout.run_blocks)
@@ -298,7 +298,7 @@ class TritonPasses(ScapePasses):
                 k,
                 self.own_block,
                 as_flag(self.step.applied),
-                self.wire_residual if adds_errors else self.fresh,
+                self.code_residual if adds_errors else self.fresh,
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 COMPACT=self.compact,
@@ -322,7 +322,7 @@ class TritonPasses(ScapePasses):
                 self._rates.values,
                 self.step.previous.bits,
                 int(not self.step.previous.dense),
-                self.wire_residual,
+                self.code_residual,
                 warps=self.tiles.warps,
                 **self.tiles.shape,
             )
@@ -359,20 +359,20 @@ class TritonPasses(ScapePasses):
             return torch.zeros(shape, dtype=torch.int16, device=self.device)
         # The same buffer in every step; for a single replica it contains the next mask.
         size = self.runs * layout.run_bytes
-        if self._wire.numel() != size:
-            self._wire = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return self._wire
+        if self._selection_bits.numel() != size:
+            self._selection_bits = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._selection_bits
 
     def _encode(self, offsets: Tensor) -> Tensor:
         """Encode the offsets of the runs, int16 (blocks, k)."""
         k, layout = offsets.shape[1], self.layout
         code, nbytes = offset_code(k, layout.block_size), layout.wire_bytes(self.step.next_density, self.selection)
-        wire = torch.zeros(self.runs * nbytes, dtype=torch.uint8, device=self.device)
+        message = torch.zeros(self.runs * nbytes, dtype=torch.uint8, device=self.device)
         launching.launch(
             triton_masks.encode_offsets_kernel,
             (-(-offsets.numel() // 1024),),
             offsets,
-            wire,
+            message,
             offsets.numel(),
             layout.run_blocks,
             nbytes,
@@ -383,7 +383,7 @@ class TritonPasses(ScapePasses):
             warps=4,
             TILE=1024,
         )
-        return wire
+        return message
 
     def tile_payload(self, part: PayloadChunk) -> tuple[Tensor, Tensor]:
         """Return the tiles of a chunk: those of _FLAT entries that begin at a multiple of 4, and all others."""

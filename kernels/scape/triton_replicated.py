@@ -141,7 +141,7 @@ class TritonReplicated(UpdatesBase):
                 listed,
                 p.moment_on_mask,
                 *lists,
-                p.wire_residual,
+                p.code_residual,
                 p.fresh,
                 selection,
                 k,

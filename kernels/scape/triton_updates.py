@@ -117,7 +117,7 @@ class TritonOwner(UpdatesBase):
                 p.tiles,
                 listed,
                 as_flag(p.step.applied),
-                payload=owner.wire(p.payload),
+                payload=owner.value_buffer(p.payload),
                 ALIGNED_TILE=full,
                 DTYPE=DTYPES[dtype],
                 COMPACT=p.compact,

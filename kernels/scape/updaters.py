@@ -213,13 +213,13 @@ class ShardedUpdate:
             self._padding_indices = to_device(padding.nonzero().view(-1), self.device)
         payload.index_fill_(0, self._padding_indices, 0.0)
 
-    def wire(self, payload: Tensor) -> Tensor:
+    def value_buffer(self, payload: Tensor) -> Tensor:
         """Return the payload buffer as the buffer of all owners' new values, FP32 or BF16 (replicas * row,)."""
         return payload.view(torch.bfloat16)[: payload.numel()] if self.rounds_values else payload
 
     def values(self, payload: Tensor) -> Tensor:
         """Return this rank's new values after `update`, in the dtype in which they are sent."""
-        return payload.view(self.layout.replicas, -1)[self.owner].to(self.wire(payload).dtype)
+        return payload.view(self.layout.replicas, -1)[self.owner].to(self.value_buffer(payload).dtype)
 
 
 def _padded(layout: BlockLayout) -> list[int]:

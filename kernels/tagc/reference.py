@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.kernels.common.ordered import add_in_order_
-from torchtitan_scape.kernels.common.wire import padded_bytes
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
 from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
 from torchtitan_scape.kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, select_rows, unpack_bits

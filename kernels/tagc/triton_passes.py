@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.common.launching import as_flag
-from torchtitan_scape.kernels.common.wire import padded_bytes
 from torchtitan_scape.kernels.scape import triton_masks
 from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code
 from torchtitan_scape.kernels.scape.reference import mask_indices, pack_bits

@@ -64,7 +64,7 @@ REPLICATED_STEPS: list[dict[str, Any]] = [
     dict(in_use=0.5),  # warm-up
     dict(dtype=torch.bfloat16),
     dict(dtype=torch.float16),
-    dict(keeps_wire_error=True),  # BF16 payload
+    dict(keeps_code_error=True),  # BF16 payload
     dict(clip=False),
     dict(staleness=None),
     dict(writes=False),
@@ -74,9 +74,9 @@ REPLICATED_STEPS: list[dict[str, Any]] = [
     dict(block=32768),
     dict(block=32768, density=0.01),
 ]
-QUICK_STEPS: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(keeps_wire_error=True)]
+QUICK_STEPS: list[dict[str, Any]] = [dict(density=0.01, in_use=0.5), dict(keeps_code_error=True)]
 SHARDED_STEPS: list[dict[str, Any]] = [
-    dict(keeps_wire_error=True),
+    dict(keeps_code_error=True),
     dict(density=0.01),
     dict(in_use=1.0),
     dict(in_use=0.5),
@@ -198,7 +198,7 @@ def _scape_step(
     dtype: torch.dtype = torch.float32,
     clip: bool = True,
     staleness: Staleness | None = STALENESS,
-    keeps_wire_error: bool = False,
+    keeps_code_error: bool = False,
     sharded: bool = False,
     **update: bool,
 ) -> None:
@@ -215,7 +215,7 @@ def _scape_step(
         updater = ShardedUpdate(Ownership.of(layout, whole), 0, cpu, **update)
     else:
         updater = ReplicatedUpdate(layout, whole, **update)
-    plan = PayloadPlan("block", density, 0, keeps_wire_error=keeps_wire_error)
+    plan = PayloadPlan("block", density, 0, keeps_code_error=keeps_code_error)
     passes = triton_passes(updater, plan, cpu, staleness=staleness)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
     used, previous = (

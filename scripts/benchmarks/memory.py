@@ -48,7 +48,7 @@ def scape(**options: Any) -> PlannedRun:
     return PlannedRun(ScapeOptions(density=DENSITY, **options))
 
 
-OWNER_ONLY: dict[str, Any] = {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16"}
+OWNER_ONLY: dict[str, Any] = {"update": "sharded", "update_code": "bfloat16", "weights_dtype": "bfloat16"}
 STATES = {
     "dense AdamW": PlannedRun(DenseOptions(), "AdamW"),
     "dense AdamS": PlannedRun(DenseOptions(), "AdamS"),
@@ -60,7 +60,7 @@ STATES = {
     ),
     "SCAPE sharded": scape(update="sharded"),
     "SCAPE sharded, offload state": scape(update="sharded", offload=["state"]),
-    "SCAPE sharded, BF16 values": scape(update="sharded", values="bfloat16"),
+    "SCAPE sharded, BF16 values": scape(update="sharded", update_code="bfloat16"),
     "SCAPE sharded, master at its owner alone": scape(**OWNER_ONLY),
     "SCAPE sharded, master at its owner alone, offload master": scape(**OWNER_ONLY, offload=["master"]),
     "SCAPE sharded, master at its owner alone, offload state": scape(**OWNER_ONLY, offload=["state"]),
@@ -154,8 +154,8 @@ _DENSE = ("--sync.method=dense", "--optimizer.name=AdamW", "--optimizer.implemen
 _ONE = ("--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1")
 _FLAT = (*_DENSE, *_ONE, "--sharding.levels.weights=0", "--sharding.levels.gradients=0")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # title and options of the trainer
-    "zero3": ("FSDP2 over all ranks", (*_FLAT, "--sharding.weights=dense", "--sharding.gradients=dense")),
-    "zeropp": ("ZeRO++", (*_FLAT, "--sharding.secondary", "--sharding.gradients=int8+int4")),
+    "zero3": ("FSDP2 over all ranks", (*_FLAT, "--sharding.weights_code=dense", "--sharding.gradients_code=dense")),
+    "zeropp": ("ZeRO++", (*_FLAT, "--sharding.secondary", "--sharding.gradients_code=int8+int4")),
     "levels": ("three levels", _DENSE),
     "published": ("three levels, secondary on the pair", (*_DENSE, "--sharding.levels.secondary=2")),
     "scape": ("three levels, SCAPE across nodes", ()),
@@ -329,13 +329,13 @@ def kernel_table(_: Mapping[str, Any]) -> str:
     rows = []
     for title, workload in {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}.items():
         model = get_workload(workload).local(1)
-        for options in (ScapeOptions(density=0.1), ScapeOptions(density=0.05, wire="int4"), ScapeOptions(density=0.01)):
+        for options in (ScapeOptions(density=0.1), ScapeOptions(density=0.05, code="int4"), ScapeOptions(density=0.01)):
             least = options.cost().pass_bytes(model, KERNEL_REPLICAS)
             sums = {name: least.get(name, 0.0) for name in PASSES}
             sums["pack + update + coding"] = sums["pack"] + sums["update"] + sums["coding"]
             sums["all"] = sum(least.values())
             row = {"model": title, "parameters": f"{model.entries:,}"}
-            row["density, wire"] = f"{options.density:g}, {options.wire}"
+            row["density, code"] = f"{options.density:g}, {options.code}"
             rows.append(row | {name: f"{nbytes / model.entries:.2f}" for name, nbytes in sums.items()})
     return f"""## Memory traffic of a SCAPE step
 

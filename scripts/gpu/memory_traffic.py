@@ -18,7 +18,7 @@ from scripts.gpu.timing import find_device
 
 # Few tensors, because every launch under the profiler takes long, but far more than fits into the cache.
 SHAPES = ((4096, 8192),) * 4
-DENSITY, WIRE, SECONDS = 0.05, "int4", 80.0
+DENSITY, CODE, SECONDS = 0.05, "int4", 80.0
 PASSES = ("finite", "pack", "squares", "update")
 MARKER = "spin"  # of the kernel that separates passes
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "nanoseconds": "gpu__time_duration.sum"}
@@ -33,7 +33,7 @@ SAMPLE = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","g
 
 def run_passes(result: Path, smoke: bool) -> None:
     """Run each pass once, after a spin kernel. ncu profiles the kernels between `start` and `stop`."""
-    optimizer = scape(SHAPES, DENSITY, WIRE, find_device())
+    optimizer = scape(SHAPES, DENSITY, CODE, find_device())
     every = Passes(optimizer).works
     works = [every[name] for name in PASSES]
     for work in works:
@@ -94,7 +94,7 @@ def count(result: Path, smoke: bool) -> None:
     found = {
         "model": f"{len(SHAPES)} matrices of {SHAPES[0][0]} x {SHAPES[0][1]}",
         "density": DENSITY,
-        "wire": WIRE,
+        "code": CODE,
         **read(part),
     }
     write(result, found | {"counted": by_pass(rows(output), PASSES)})

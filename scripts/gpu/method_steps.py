@@ -30,7 +30,7 @@ MODEL = "llama_1_8b"
 REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
 # Options, by name in the report. scripts/gpu/passes.py times the passes of SCAPE.
 TIMED: dict[str, dict[str, Any]] = {
-    "SCAPE, density 0.05, int4": {"method": "scape", "density": 0.05, "wire": "int4"},
+    "SCAPE, density 0.05, int4": {"method": "scape", "density": 0.05, "code": "int4"},
     "dense": {"method": "dense"},
     "sparta": {"method": "sparta", "interval": 3, "code": "1bit", "warmup_steps": 0},
     "sparta, unbiased bit": {"method": "sparta", "interval": 3, "code": "1bit_unbiased", "warmup_steps": 0},

@@ -54,7 +54,7 @@ WARM = 3  # steps in which kernels are compiled and buffers allocated
 OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": partial(Muon, fused=True)}
 # Options with which a method compresses from an early step on.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scape": {"density": 0.1, "density_warmup_steps": 2, "wire": "int4"},
+    "scape": {"density": 0.1, "density_warmup_steps": 2, "code": "int4"},
     "topk": {"density": 0.05, "start": 1},
     "tagc": {"density": 0.05},
     "powersgd": {"rank": 4, "start": 1},
@@ -103,16 +103,18 @@ class Case:
         return waits or "tagc" in self.sharding
 
 
-INT8 = {"weights": "int8", "gradients": "int8"}
+INT8 = {"weights_code": "int8", "gradients_code": "int8"}
 CASES: dict[str, Case] = {
     **{
         name: Case(name, OPTIONS.get(name, {}), "AdamS" if "AdamS" in entry.optimizers else entry.optimizers[0])
         for name, entry in METHODS.items()
     },
     "scape, FP32 in parts": Case("scape", {"density": 0.1, "density_warmup_steps": 2, "chunk_bytes": 4096}),
-    "scape, gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "wire": "float32"}),
-    "scape, coded gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "values": "int8"}),
-    "scape, BF16 gather": Case("scape", OPTIONS["scape"] | dict(update="sharded", wire="bfloat16", values="bfloat16")),
+    "scape, gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "code": "float32"}),
+    "scape, coded gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "update_code": "int8"}),
+    "scape, BF16 gather": Case(
+        "scape", OPTIONS["scape"] | dict(update="sharded", code="bfloat16", update_code="bfloat16")
+    ),
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
     "quantized 2bit, whitened": Case("quantized", {"code": "2bit", "whiten_every": 2}, "Muon"),
     "quantized_update, Muon": Case("quantized_update", {"whiten_every": 2}, "Muon"),
@@ -125,9 +127,13 @@ CASES: dict[str, Case] = {
     "dense, sharded": Case(shard=2),
     "dense, sharded, overlap": Case(shard=2, overlap=True),
     "[sharding] int8": Case(shard=2, sharding=INT8),
-    "[sharding] int8, int4, stochastic": Case(shard=4, sharding=INT8 | {"gradients": "int4", "rounding": "stochastic"}),
+    "[sharding] int8, int4, stochastic": Case(
+        shard=4, sharding=INT8 | {"gradients_code": "int4", "rounding": "stochastic"}
+    ),
     "[sharding.levels] int8": Case(shard=2, levels=True, sharding=INT8),
-    "[sharding] tagc": Case(shard=4, sharding={"gradients": "tagc", "tagc": TagcShardingOptions(min_entries=1024)}),
+    "[sharding] tagc": Case(
+        shard=4, sharding={"gradients_code": "tagc", "tagc": TagcShardingOptions(min_entries=1024)}
+    ),
 }
 
 

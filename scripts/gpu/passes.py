@@ -105,11 +105,11 @@ def draw(parameters: Sequence[torch.nn.Parameter]) -> None:
         p.grad = torch.randn_like(p).mul_(1e-3) if p.grad is None else p.grad.normal_(std=1e-3)
 
 
-def scape(shapes: Sequence[Shape], density: float, wire: str, device: torch.device) -> Scape:
+def scape(shapes: Sequence[Shape], density: float, code: str, device: torch.device) -> Scape:
     """Return an optimizer at its target density: the masks of the first steps are full."""
     parameters = parameters_of(shapes, device)
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    options = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+    options = ScapeOptions(density=density, code=code)  # type: ignore[arg-type]
     replicas = FirstOfMany(replicas=REPLICAS)
     optimizer = Scape(named, **RATES, options=options, replicas=replicas, kernels="triton")
     for _ in range(3):
@@ -157,7 +157,7 @@ class Passes:
                 method.payload_exchange.start(part).wait()
 
         self.works: dict[str, Callable[[], Any]] = {"finite": lambda: optimizer.guard._finite(gradients)}
-        if method.options.wire != "float32":
+        if method.options.code != "float32":
             self.works["exchange"] = exchange
         self.works |= {
             "pack": lambda: pack_all(p),
@@ -179,13 +179,13 @@ class Passes:
         return found
 
 
-def measure(shapes: Sequence[Shape], density: float, wire: str, clock: Clock) -> dict[str, Any]:
+def measure(shapes: Sequence[Shape], density: float, code: str, clock: Clock) -> dict[str, Any]:
     """Return figures of the passes and the whole step of one setting."""
-    optimizer, entries = scape(shapes, density, wire, clock.device), count_entries(shapes)
+    optimizer, entries = scape(shapes, density, code, clock.device), count_entries(shapes)
     least = least_bytes(optimizer, shapes)
     return {
         "density": density,
-        "wire": wire,
+        "code": code,
         "entries": entries,
         "step": clock.rates(optimizer.step, sum(least.values()), entries),
         "passes": Passes(optimizer).times(clock, least, entries),
@@ -217,33 +217,33 @@ def passes(result: Path, smoke: bool, model: str) -> None:
         found["dense"][name] = dense_step(name, shapes, clock)
         free()
     write(result, found)
-    for density, wire in SETTINGS[1:2] if smoke else SETTINGS:
+    for density, code in SETTINGS[1:2] if smoke else SETTINGS:
         free()
-        one = measure(shapes, density, wire, clock)
+        one = measure(shapes, density, code, clock)
         found["settings"].append(one)
         write(result, found)
         against = one["step"]["ms"] / found["dense"]["fused AdamW"]["ms"]
-        print(f"{model} at {density:g}, {wire}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
+        print(f"{model} at {density:g}, {code}: {one['step']['ms']:.3f} ms, {against:.2f} x AdamW's", flush=True)
 
 
 def tiles(result: Path, smoke: bool) -> None:
     """Time packing and updating at the target density with tiles of several sizes."""
     clock, shapes = clock_of(smoke, REPEATS), SMOKE if smoke else TILED
     found: dict[str, Any] = {"copy_bandwidth": clock.bandwidth, "entries": count_entries(shapes), "tiles": []}
-    for density, wire in SETTINGS[1:2] if smoke else SETTINGS:
+    for density, code in SETTINGS[1:2] if smoke else SETTINGS:
         free()
-        passes = Passes(scape(shapes, density, wire, clock.device))
+        passes = Passes(scape(shapes, density, code, clock.device))
         for name, schedule in (("pack", "pack_tiles"), ("update", "update_tiles")):
             product = getattr(passes.passes, schedule)
             for entries, per_warp in TILES:
                 tried = TileSchedule(product.sizes, product.block_size, entries, per_warp, clock.device)
                 setattr(passes.passes, schedule, tried)
                 ms = clock(passes.works[name])["ms"]
-                row = {"density": density, "wire": wire, "pass": name, "tile": entries, "per warp": per_warp, "ms": ms}
+                row = {"density": density, "code": code, "pass": name, "tile": entries, "per warp": per_warp, "ms": ms}
                 found["tiles"].append(row)
             setattr(passes.passes, schedule, product)
         write(result, found)
-        print(f"tiles at {density:g}, {wire}: {len(TILES)} of either pass", flush=True)
+        print(f"tiles at {density:g}, {code}: {len(TILES)} of either pass", flush=True)
 
 
 def codes(result: Path, smoke: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import markdown, number, read, run_command, write
+from torchtitan_scape.core.renamed_keys import with_present_keys
 
 RESULTS_FILE = "results.json"
 LOSSES = {"training": "step", "validation": "step of validation"}  # and the column of its last step
@@ -107,9 +108,9 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
         yield f"A copy on the device, read and written: {'; '.join(copies)}."
     compared, rows = [], []
     for result in (one for name, one in results.items() if name.startswith("passes")):
-        rows += pass_rows({"model": result["model"], "density, wire": "dense"}, result["dense"])
-        for setting in result["settings"]:
-            first = {"model": result["model"], "density, wire": f"{setting['density']:g}, {setting['wire']}"}
+        rows += pass_rows({"model": result["model"], "density, code": "dense"}, result["dense"])
+        for setting in (with_present_keys(one, "sync.scape") for one in result["settings"]):
+            first = {"model": result["model"], "density, code": f"{setting['density']:g}, {setting['code']}"}
             rows += pass_rows(first, setting["passes"] | {"whole step": setting["step"]})
             compared.append(first | step_against_dense(setting, result["dense"]))
     if compared:
@@ -196,10 +197,10 @@ def launch_rows(profiles: dict[str, Any]) -> list[Row]:
 def tile_rows(tried: list[dict[str, Any]]) -> list[Row]:
     """Return the times of each pass and tile, in columns by density."""
     rows: dict[tuple[Any, ...], Row] = {}
-    for one in tried:
+    for one in (with_present_keys(each, "sync.scape") for each in tried):
         key = one["pass"], one["tile"], one["per warp"]
         row = rows.setdefault(key, {"pass": key[0], "entries of a tile": key[1], "of a warp": key[2]})
-        row[f"{one['density']:g}, {one['wire']}"] = number(one["ms"], ".3f")
+        row[f"{one['density']:g}, {one['code']}"] = number(one["ms"], ".3f")
     return list(rows.values())
 
 

@@ -40,7 +40,7 @@ TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
 BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 40, 10  # tokens/s include the time of writing a log line
 REPLICAS = 4
 MUON = ("--optimizer.name=Muon", "--optimizer.beta1=0.95")
-SCAPE = ("--sync.method=scape", "--sync.scape.density=0.05", "--sync.scape.wire=int4")
+SCAPE = ("--sync.method=scape", "--sync.scape.density=0.05", "--sync.scape.code=int4")
 SPARTA = ("--sync.method=sparta", "--sync.sparta.interval=3", "--sync.sparta.code=1bit")
 # 1.2 % of the dense bytes, and dense training with the same optimizer. On an H100, AdamW and SCAPE had higher
 # losses at step 60 with twice these rates (docs/benchmarks/gpu.md).

@@ -63,9 +63,9 @@ def method_at(options: Options, step: int) -> PlannedRun:
     if density <= target:
         return found
     replaced: Options = {"density": float(f"{density:.3g}")}
-    if hasattr(found.options, "wire"):
-        coded = density < 1.0 and options.get(f"sync.{kind}.wire") in FORMATS
-        replaced["wire"] = "int8" if coded else "float32"
+    if kind == "scape":
+        coded = density < 1.0 and options.get("sync.scape.code") in FORMATS
+        replaced["code"] = "int8" if coded else "float32"
     return dataclasses.replace(found, options=dataclasses.replace(found.options, **replaced))
 
 

@@ -73,6 +73,11 @@ class Entry:
         return self.options.get(f"sync.{self.options['sync.method']}.{name}")
 
     @property
+    def payload_code(self) -> Any:
+        """The encoding of SCAPE's payload; None for other methods."""
+        return self.option("code") if self.options["sync.method"] == "scape" else None
+
+    @property
     def tuned(self) -> str:
         """The best trial, marked if its learning rate is the lowest or the highest that ran."""
         rates = [one.rate for one in self.trials if one.also in (self.best.also, "")]

@@ -82,7 +82,7 @@ def loss_against_bytes(grid: Grid, store: Store, folder: Path, frontier: bool = 
     """Draw the gap over bytes. The frontier joins the best methods for their bytes, in budgets with coded payloads."""
     name, found = "frontier.png" if frontier else "loss_against_bytes.png", budgets_of(grid, store)[0]
     if frontier:
-        found = [one for one in found if any(entry.option("wire") in costs.FORMATS for entry in one.others)]
+        found = [one for one in found if any(entry.payload_code in costs.FORMATS for entry in one.others)]
     else:
         found = [one for one in found if one.dense("AdamW") and one.others]
     if not found:
@@ -125,8 +125,8 @@ def _families(found: Sequence[Budget]) -> list[str]:
 
 def family(entry: Entry) -> str:
     """Return the name that methods share which differ in the bytes that they send."""
-    wire = entry.option("wire")
-    return f"SCAPE, {wire}" if wire else f"{entry.label.split(',')[0].split()[0]}, {entry.optimizer}"
+    code = entry.payload_code
+    return f"SCAPE, {code}" if code else f"{entry.label.split(',')[0].split()[0]}, {entry.optimizer}"
 
 
 def _panel(
@@ -182,7 +182,7 @@ def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:
 
 
 def gap(grid: Grid, store: Store, folder: Path) -> Captions:
-    """Draw the final gap to dense AdamS over the density, a line for each wire."""
+    """Draw the final gap to dense AdamS over the density, a line for each code."""
     every = budgets_of(grid, store)[0]
     found = [one for one in every if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)]
     if not found:

@@ -23,8 +23,10 @@ LOGS_PER_POINT = 4  # logged steps per stored point, which is their mean
 MAX_MICRO_BATCH = 32  # sequences
 # Options that do not change a result are not part of a run's identity.
 _WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
-# Fields of a method's section that a run's identity contains only where a grid or recipe sets them.
-_NOT_SPELLED_OUT = ("dense_names", "update", "values", "weights_dtype", "offload", "bytes", "whiten_every")
+# Fields of a method's section, some of one method, that a run's identity contains only where a grid or recipe sets
+# them.
+_NOT_SPELLED_OUT = ("dense_names", "update", "weights_dtype", "offload", "bytes", "whiten_every", "scape.update_code")
+_NOT_SPELLED_OUT += ("topk.code", "sparseloco.code", "demo.code")
 # Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity; tables,
 # of which `also` has further options to tune, with their values; and others.
 LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from")
@@ -59,7 +61,8 @@ def defaults(method: str) -> Options:
     """Return the default options of a method's section; {} if it has none."""
     section = getattr(Sync(), method, None)
     known = () if section is None else dataclasses.fields(section)
-    return {f"sync.{method}.{f.name}": getattr(section, f.name) for f in known if f.name not in _NOT_SPELLED_OUT}
+    spelled_out = (f.name for f in known if not {f.name, f"{method}.{f.name}"} & set(_NOT_SPELLED_OUT))
+    return {f"sync.{method}.{name}": getattr(section, name) for name in spelled_out}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def losses_of(one: Budget, report: dict[str, Any]) -> Iterator[Row]:
             density, by_tensor = entry.option("density"), entry.option("selection") == "tensor"
             row["density"] = "-" if density is None else f"{density:.4g}"
             row["block"] = "-" if entry.is_dense else "tensor" if by_tensor else entry.option("block_size") or "-"
-            row["wire"] = entry.option("wire") or "float32"
+            row["SCAPE's code"] = entry.payload_code or "float32"
         row["seeds"] = ", ".join(map(str, entry.losses))
         row["final validation losses"] = ", ".join(f"{loss:.4f}" for loss in entry.losses.values())
         row["mean"] = spread(list(entry.losses.values()), ".4f")

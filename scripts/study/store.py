@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.study.grid import RunSpec, digest
+from torchtitan_scape.core.renamed_keys import with_present_keys
 
 Line = dict[str, Any]
 SETUP = "setup"  # method of a line that describes the machine and the notes of a set
@@ -17,6 +18,7 @@ class Store:
     """The lines of a study by key; the last line of a key counts.
 
     A line has `key` (digest of `options`), `set`, `method`, `options`, `result`, `command`, `versions` and `source`.
+    Lines of earlier versions are read with the present keys of `options`, and stay in the file as they are.
     The result of a failed run contains `error`, the reason.
 
     Args:
@@ -74,4 +76,11 @@ def read_lines(path: Path) -> Iterator[Line]:
     """Yield the complete lines of a store; nothing if the file is missing."""
     for text in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):  # written by a process that was killed
-            yield json.loads(text)
+            yield _with_present_keys(json.loads(text))
+
+
+def _with_present_keys(line: Line) -> Line:
+    """Return a line with the present keys of its options, and their digest if it is a run's."""
+    options = with_present_keys(line["options"])
+    is_run = options.keys() != line["options"].keys() and line["key"] == digest(line["options"])
+    return line | {"options": options} | ({"key": digest(options)} if is_run else {})

@@ -1,11 +1,14 @@
 """Comparison of the saving and the resuming run."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.checkpoint.record_format import ALIASES, FORMAT, stored_kind, to_present_format
+from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import ShardingOptions
 
 
 def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str, str]]:
@@ -17,10 +20,24 @@ def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str
 
 
 def test_renamed_options_are_not_a_difference() -> None:
-    here = {"wire": "bfloat16", "values": "float32"}
-    assert compare(here, {"wire_dtype": "bfloat16", "values_dtype": "float32"}) == (True, {})
-    same, different = compare(here, {"wire_dtype": "float32", "values_dtype": "float32"})
-    assert not same and different == {"wire": "'float32' -> 'bfloat16'"}
+    here = {"code": "bfloat16", "update_code": "float32"}
+    for version, code, update_code in ((1, "wire_dtype", "values_dtype"), (2, "wire", "values")):
+        assert compare(here, {"format": version, code: "bfloat16", update_code: "float32"}) == (True, {})
+        same, different = compare(here, {"format": version, code: "float32", update_code: "float32"})
+        assert not same and different == {"code": "'float32' -> 'bfloat16'"}
+    topk = {"method": "topk", "code": "2bit"}
+    assert compare(topk, {"format": 2, "method": "topk", "values": "2bit"}) == (True, {})
+
+
+def test_renamed_options_of_the_shard_axis_are_not_a_difference() -> None:
+    here = asdict(ShardingOptions(weights_code="int8", levels=LevelsOptions(sum_code="int8")))
+    saved = {key.removesuffix("_code"): value for key, value in here.items()}
+    saved["levels"] = {key.removesuffix("_code"): value for key, value in here["levels"].items()}
+    saved["tagc"] = here["tagc"] | {"codec": "packed", "index": "auto"}
+    del saved["tagc"]["code"], saved["tagc"]["index_code"]
+    assert compare({"sharding": here}, {"format": 2, "sharding": saved}) == (True, {})
+    different = compare({"sharding": here}, {"format": 2, "sharding": saved | {"weights": "dense"}})[1]
+    assert different.keys() == {"sharding"} and "'weights_code': 'dense'" in different["sharding"]
 
 
 def test_displacements_without_a_state_here_are_migrated() -> None:
@@ -38,10 +55,10 @@ def test_a_record_without_an_interval_is_of_an_exchange_in_every_step() -> None:
     assert "interval" not in compare({"interval": 3}, {"method": "sparta"})[1]
 
 
-@pytest.mark.parametrize(("wire", "same_layout"), [("float32", True), ("int4", False), (None, True)])
-def test_another_density_migrates_quantization_errors(wire: str | None, same_layout: bool) -> None:
-    """A method without a wire has no quantization errors."""
-    known = {} if wire is None else {"wire": wire}
+@pytest.mark.parametrize(("code", "same_layout"), [("float32", True), ("int4", False), (None, True)])
+def test_another_density_migrates_quantization_errors(code: str | None, same_layout: bool) -> None:
+    """A method without a code of its payload has no quantization errors."""
+    known = {} if code is None else {"code": code}
     assert compare({"density": 0.02, **known}, {"density": 0.01, **known})[0] == same_layout
 
 
@@ -70,6 +87,6 @@ def test_a_record_of_this_format_stays() -> None:
 @pytest.mark.parametrize("version", [FORMAT + 1, 0, "2"])
 def test_another_format_is_refused(version: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"folder has format {version!r}, and this version reads formats 1 and {FORMAT}"
+        ValueError, match=rf"folder has format {version!r}, and this version reads formats 1 to {FORMAT}"
     ):
         to_present_format({"format": version}, "folder")

@@ -58,11 +58,11 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
                         total[stretch] += common * torch.where(held[stretch], 0.9, 1.0) * scape.collectives.replicas
             else:
                 total += passes.kept("state")[i].double() * torch.where(held, 0.9, 1.0)
-            if passes.wire_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
+            if passes.code_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
                 for number, (parameter, piece) in enumerate(scape.slices):
                     if parameter == i:
                         start, end = (piece.start, piece.end) if piece else (0, shard.size)
-                        total[start:end][held[start:end]] += passes.wire_residual_of(number).double()
+                        total[start:end][held[start:end]] += passes.code_residual_of(number).double()
             if scape.collectives.groups.replicate is not None:
                 dist.all_reduce(total, group=scape.collectives.groups.replicate)
             found[shard.name] = found.get(shard.name, 0.0) + total / every

@@ -46,17 +46,25 @@ def check(arguments: list[str]) -> None:
         ("[sync.scape]\nstaleness_scaling = 'yes'", "staleness_scaling = 'yes'; it must be bool"),
         ("[sync.scape]\nkeep_moment = 2", r"keep_moment = 2; it must lie in \[0, 1\]"),
         ("[sync.scape]\nwait_by = 'tensor'", r"\[sync.scape\] wait_by = 'tensor': it was removed, delete it"),
-        ("[sync.scape]\nwait_scaling = true", r"wait_scaling = True: it is now staleness_scaling"),
-        ("[sync.scape]\nmax_wait = 10", r"max_wait = 10: it is now max_staleness"),
+        (
+            "[sync.scape]\nwait_scaling = true",
+            r"\[sync.scape\] wait_scaling is now staleness_scaling: set staleness_scaling = true",
+        ),
+        ("[sync.scape]\nmax_wait = 10", r"\[sync.scape\] max_wait is now max_staleness: set max_staleness = 10"),
         ("[sync.scape]\nparameters = 'gather'", r"it is now update: .* and \"gather\" \"sharded\""),
         ("[sync.scape]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
         (
-            "[sync.scape]\nwire = 'int3'",
-            r"wire = 'int3'; it must be 'float32' \| 'bfloat16' \| 'int8' \| 'int4' \| 'e2m1' \| 'e3m0' \| '2bit' "
+            "[sync.scape]\ncode = 'int3'",
+            r"code = 'int3'; it must be 'float32' \| 'bfloat16' \| 'int8' \| 'int4' \| 'e2m1' \| 'e3m0' \| '2bit' "
             r"\| '1bit'",
         ),
-        ("[sync.scape]\nwire_dtype = 'bfloat16'", r"\[sync.scape\] wire_dtype = 'bfloat16': it is now wire"),
-        ("[sync.scape]\nvalues_dtype = 'bfloat16'", r"\[sync.scape\] values_dtype = 'bfloat16': it is now values"),
+        ("[sync.scape]\nwire = 'int4'", r"wrong.toml: \[sync.scape\] wire is now code: set code = \"int4\""),
+        ("[sync.scape]\nwire_dtype = 'bfloat16'", r"\[sync.scape\] wire_dtype is now code: set code = \"bfloat16\""),
+        ("[sync.scape]\nvalues = 'int8'", r"\[sync.scape\] values is now update_code: set update_code = \"int8\""),
+        ("[sync.topk]\nvalues = '2bit'", r"\[sync.topk\] values is now code: set code = \"2bit\""),
+        ("[sharding]\nweights = 'int8'", r"\[sharding\] weights is now weights_code: set weights_code = \"int8\""),
+        ("[sharding.levels]\nsum = 'int8'", r"\[sharding.levels\] sum is now sum_code: set sum_code = \"int8\""),
+        ("[sharding.tagc]\nindex = 'bits'", r"\[sharding.tagc\] index is now index_code: set index_code = \"bits\""),
         ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes = 2; it must be 4 or more"),
         ("[topology]\nexchange = 'ring'", r"exchange = 'ring'; it must be 'hierarchical' \| 'flat'"),
         ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
@@ -124,7 +132,7 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
         (2, ["--parallelism.context_parallel_degree=2"], "ring attention does not call the CPU's kernels"),
         (
             2,
-            ["--parallelism.context_parallel_degree=2", "--sharding.weights=int8"],
+            ["--parallelism.context_parallel_degree=2", "--sharding.weights_code=int8"],
             r"degree = 2 with \[sharding\], which",
         ),
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
@@ -186,7 +194,7 @@ STAGES = ["--parallelism.pipeline_parallel_degree=2"]
         ),
         (["--sync.method=dense", "--sync.overlap"], r"overlap = true is not supported with .*; set it to false"),
         (["--topology.simulate_replicas=4"], r"simulate_replicas = 4 is not supported with .* start real replicas"),
-        (["--sharding.weights=int8"], r"\[sharding\] is not supported with .*; omit it"),
+        (["--sharding.weights_code=int8"], r"\[sharding\] is not supported with .*; omit it"),
         (["--sharding.levels.weights=1", "--sharding.levels.gradients=2"], r"\[sharding\] is not supported with"),
         (["--observe.enable"], r"\[observe\] enable = true is not supported with"),
         (["--parallelism.context_parallel_degree=2"], "context_parallel_degree = 2 is not supported with"),
@@ -257,7 +265,7 @@ def test_a_division_into_stages_contains_every_module_once() -> None:
 
 def test_the_paper_rule_recipe_changes_only_the_rule() -> None:
     recipe, paper = (load(f"train_configs/{name}.toml").table for name in ("llama_500m", "llama_500m_paper_rule"))
-    keys = ("density", "wire", "staleness_scaling", "selection", "clip_mode")
+    keys = ("density", "code", "staleness_scaling", "selection", "clip_mode")
     rule = {key: paper["sync"]["scape"].pop(key) for key in keys}
     assert list(rule.values()) == [0.1, "float32", False, "tensor", "literal"]
     assert [recipe["sync"]["scape"].pop(key) for key in keys] == [0.05, "int4", True, "block", "moment"]

@@ -53,7 +53,7 @@ def test_every_key_of_the_configuration_is_listed() -> None:
 
 def test_layout_and_free_keys_are_marked() -> None:
     marks = {f"{one.name}.{key.name}": key.marks for one in sections() for key in one.keys}
-    assert marks["sync.scape.wire"] == ("layout",) and marks["sync.scape.offload"] == ("free",)
+    assert marks["sync.scape.code"] == ("layout",) and marks["sync.scape.offload"] == ("free",)
     layout = {key for key, of_key in marks.items() if "layout" in of_key and key.startswith("sync.")}
     assert layout == {f"sync.{name}.{key}" for name, entry in METHODS.items() for key in entry.options().layout()}
 

@@ -68,7 +68,7 @@ GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
             [FP8, EMULATED, GATHERED, "--quantize.linear.float8.recipe_name=rowwise"],
             "all_gather = true and recipe_name",
         ),
-        ([FP8, EMULATED, GATHERED, "--sharding.weights=int8"], r"all_gather = true and \[sharding\]"),
+        ([FP8, EMULATED, GATHERED, "--sharding.weights_code=int8"], r"all_gather = true and \[sharding\]"),
         (
             [FP8, EMULATED, GATHERED, "--sharding.levels.weights=1", "--sharding.levels.gradients=2"],
             r"all_gather = true and \[sharding\]",

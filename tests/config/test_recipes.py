@@ -94,7 +94,7 @@ ALL: dict[str, Any] = {
 PAPER_RULE = {
     "optimizer.name": "AdamS",
     "sync.method": "scape",
-    "sync.scape.wire": "float32",
+    "sync.scape.code": "float32",
     "sync.scape.selection": "tensor",
     "sync.scape.staleness_scaling": False,
     "sync.scape.clip_mode": "literal",
@@ -109,7 +109,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "optimizer.name": "AdamS",
         "sync.method": "scape",
         "sync.scape.density": 0.05,
-        "sync.scape.wire": "int4",
+        "sync.scape.code": "int4",
         "sync.scape.selection": "block",
         "sync.scape.staleness_scaling": True,
         "sync.scape.clip_mode": "moment",
@@ -137,7 +137,7 @@ METHODS |= {
         ("topk", "AdamW", "density", 0.01),
         ("tagc", "AdamW", "density", 0.0125),
         ("powersgd", "AdamW", "rank", 4),
-        ("demo", "SignSGD", "values", "sign"),
+        ("demo", "SignSGD", "code", "sign"),
         ("diloco", "AdamW", "inner_steps", 30),
         ("streaming_diloco", "AdamW", "inner_steps", 100),
         ("sparseloco", "AdamW", "density", 64 / 4096),
@@ -147,9 +147,9 @@ METHODS |= {
 }
 # Systems of the shard axis. A method for the replicas may follow.
 SHARDING: dict[str, dict[str, Any]] = {
-    "zeropp": {"sharding.weights": "int8", "sharding.secondary": True, "sharding.gradients": "int8+int4"},
-    "levels": {"sharding.levels.weights": 2, "sharding.levels.gradients": 8, "sharding.gradients": "int4"},
-    "tagc_sharding": {"sharding.gradients": "tagc", "sharding.tagc.sparsity": 0.9},
+    "zeropp": {"sharding.weights_code": "int8", "sharding.secondary": True, "sharding.gradients_code": "int8+int4"},
+    "levels": {"sharding.levels.weights": 2, "sharding.levels.gradients": 8, "sharding.gradients_code": "int4"},
+    "tagc_sharding": {"sharding.gradients_code": "tagc", "sharding.tagc.sparsity": 0.9},
 }
 # (machine, shard degree, ranks, ranks per node, resulting replicas).
 MACHINES = {"vista": ("vista", 1, 32, 1, 32), "frontier": ("frontier", 8, 64, 8, 8), "one_gpu": ("auto", 1, 1, 1, 1)}

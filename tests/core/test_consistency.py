@@ -33,9 +33,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "local": {},
     "warm-up": {"density_warmup_steps": 5, "selection": "tensor", "staleness_scaling": False},
     "odd blocks": {"block_size": 24, "dense_names": ["p.1"]},
-    "bf16": {"bf16_weights": True, "offload": ["state", "master"], "wire": "bfloat16"},
-    "gather": {"update": "sharded", "values": "bfloat16", "offload": ["state"]},
-    "gather bf16": {"update": "sharded", "values": "bfloat16", "bf16_weights": True},
+    "bf16": {"bf16_weights": True, "offload": ["state", "master"], "code": "bfloat16"},
+    "gather": {"update": "sharded", "update_code": "bfloat16", "offload": ["state"]},
+    "gather bf16": {"update": "sharded", "update_code": "bfloat16", "bf16_weights": True},
 }
 
 

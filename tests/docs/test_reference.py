@@ -152,15 +152,15 @@ def test_the_bytes_of_the_shard_axis() -> None:
     text = read(SHARDING_PAGE)
     held = planned(example)[1]
     assert f"{held['secondary weights'] / 1e6:.0f} MB" in text and f"{held['shard messages'] / 1e6:.0f} MB" in text
-    sent, held = planned(ShardingOptions(gradients="tagc"))
+    sent, held = planned(ShardingOptions(gradients_code="tagc"))
     assert f"{sent['network', 'gradients'] / 1e6:,.0f} MB of gradients" in text
     assert f"{sent['network', 'index'] / 1e6:.0f} MB" in text and f"{held['shard residual'] / 1e6:,.0f} MB" in text
 
     frontier = Layout(world_size=64, ranks_per_node=8, machine=get_machine("frontier"), replicate=8, shard=8)
     for (method, *rest), summed in zip(rows_of(SHARDING_PAGE, "Method | GCD pair"), (True, True, False), strict=True):
         code: Any = "int8" if "int8" in method else "float32"
-        levels = LevelsOptions(weights=2, gradients=8, sum=code)
-        plan = ShardingOptions(weights="int8", gradients="int4", levels=levels).plan(8, summed, "bfloat16")
+        levels = LevelsOptions(weights=2, gradients=8, sum_code=code)
+        plan = ShardingOptions(weights_code="int8", gradients_code="int4", levels=levels).plan(8, summed, "bfloat16")
         assert plan is not None
         by_level: dict[str, float] = {}
         for (level, _), nbytes in plan.sent(workload.parameters, 2, 1, frontier).items():

@@ -76,7 +76,7 @@ def test_other_block_sizes_equal_the_pytorch_reference(block_size: int) -> None:
 def test_quantization_errors_are_added_as_in_the_reference(block_size: int, offset: int) -> None:
     """In the packing pass, whose threads then read the gradients of other threads."""
     for density in (0.05, 0.3):
-        case = replace(BASE, block_size=block_size, keeps_wire_error=True, offset=offset, parameter_offset=offset)
+        case = replace(BASE, block_size=block_size, keeps_code_error=True, offset=offset, parameter_offset=offset)
         check_step(replace(case, density=density, in_use=density, previous=density, next=density))
 
 
@@ -148,7 +148,7 @@ def unpacked(optimizer: Scape) -> Tensor:
     [
         dict(density=0.1),
         dict(density=0.05, density_warmup_steps=4, update="sharded"),
-        dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16"),
+        dict(density=0.1, update="sharded", code="bfloat16", update_code="bfloat16"),
     ],
 )
 def test_replicas_are_equal_and_follow_the_reference(options: dict[str, Any]) -> None:

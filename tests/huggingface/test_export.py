@@ -162,7 +162,7 @@ def test_three_level_sharding_exports_the_masters(pool4: Pool, tmp_path: Path) -
     pool4(
         train_one,
         run,
-        [*METHODS["adamw"], *on(2, 2, update="float32"), f"--training.steps={STEPS}"],
+        [*METHODS["adamw"], *on(2, 2, update_code="float32"), f"--training.steps={STEPS}"],
         False,
         timeout=300,
     )

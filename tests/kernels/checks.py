@@ -50,7 +50,7 @@ class Case:
     seed: int = 0
     chunk_entries: int = 0
     chunk_multiple: int = 1
-    keeps_wire_error: bool = False  # the last step left quantization errors
+    keeps_code_error: bool = False  # the last step left quantization errors
     columns: tuple[int, ...] | None = None  # row lengths for staleness; None for no scaling
     keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
@@ -82,14 +82,14 @@ class Case:
             self.replica,
             self.chunk_entries,
             self.chunk_multiple,
-            keeps_wire_error=self.keeps_wire_error,
+            keeps_code_error=self.keeps_code_error,
         )
         updater = ReplicatedUpdate(self.layout, self.whole, writes=self.writes)
         passes = make(updater, plan, torch.device(self.device), staleness=self.staleness)
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
-        passes.wire_residual.copy_(torch.randn(passes.wire_residual.numel(), generator=generator) * 1e-3)
+        passes.code_residual.copy_(torch.randn(passes.code_residual.numel(), generator=generator) * 1e-3)
         return passes
 
     def step(
@@ -141,7 +141,7 @@ def used(case: Case, mask: Mask, tensor: int) -> Tensor:
     return torch.ones(n, dtype=torch.bool, device=case.device) if bits is None else reference.unpack_bits(bits, n)
 
 
-def check_wires(ours: Tensor | None, theirs: Tensor | None) -> None:
+def check_messages(ours: Tensor | None, theirs: Tensor | None) -> None:
     """Assert that both selections have the same bytes."""
     assert (ours is None) == (theirs is None)
     assert ours is None or theirs is None or torch.equal(ours, theirs), "selection"
@@ -155,11 +155,11 @@ def check_step(case: Case) -> None:
     gradients = [case.draw(case.gradient_dtype, case.seed + 4, case.values, case.offset) for _ in range(2)]
     parameters = [case.draw(case.parameter_dtype, case.seed + 5, (), case.parameter_offset) for _ in range(2)]
     before = [p.clone() for p in parameters[0]]
-    wires = []
+    messages = []
     clip = torch.tensor(0.7, device=case.device)
     for passes, own_gradients, own_parameters in zip((twin, kernel), gradients, parameters, strict=True):
         passes.bind(case.step(own_parameters, own_gradients, masks, clip=clip))
-        wires.append(pack_all(passes))
+        messages.append(pack_all(passes))
     assert twin.compact == kernel.compact and twin.parts == kernel.parts
     for part in twin.parts if twin.compact else ():
         assert (part.stop - part.start) % case.chunk_multiple == 0
@@ -178,7 +178,7 @@ def check_step(case: Case) -> None:
         payloads.append(payload.clone())
         lasts.append(last.clone())
 
-    check_wires(*wires)
+    check_messages(*messages)
 
     # A payload without buffer is copied to and from chunks.
     if not kernel.compact and not masks[0].dense:
@@ -330,11 +330,11 @@ def check_rotate(case: Case) -> None:
     twin = case.passes(torch_passes)
     dense, gradients = Mask(torch.zeros(0)), case.draw(torch.float32, case.seed, case.values)
     twin.bind(case.step([torch.zeros_like(g) for g in gradients], gradients, (dense, dense)))
-    wire = pack_all(twin)
+    message = pack_all(twin)
     results = []
     for passes in (twin, case.passes(triton_passes)):
         in_use, previous = case.mask(case.in_use, 1), case.mask(case.previous, 2)
-        passes.rotate(wire, case.next, in_use.bits, previous.bits)
+        passes.rotate(message, case.next, in_use.bits, previous.bits)
         results.append((in_use.bits, previous.bits))
     # The padding after the last block is undefined.
     real = case.layout.total_blocks * case.block_size // 8

@@ -101,7 +101,7 @@ def test_sent_selections_are_padded_to_16_bytes(
     sizes: list[int], block_size: int, replicas: int, density: float
 ) -> None:
     layout = BlockLayout(tuple(sizes), block_size, replicas)
-    nbytes, wire = layout.selection_bytes(density, "block"), layout.wire_bytes(density, "block")
-    assert wire % 16 == 0 and 0 <= wire - nbytes < 16
+    nbytes, padded = layout.selection_bytes(density, "block"), layout.wire_bytes(density, "block")
+    assert padded % 16 == 0 and 0 <= padded - nbytes < 16
     k = max(1, round(density * block_size))
     assert nbytes == layout.run_blocks * min(offset_code(k, block_size).nbytes, block_size // 8)

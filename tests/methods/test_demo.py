@@ -39,8 +39,8 @@ class Literal:
     update is the sign of the inverse transform of the mean over the senders of each component.
     """
 
-    def __init__(self, replicas: int, chunk: int, k: int, beta: float, values: str = "float32") -> None:
-        self.chunk, self.k, self.beta, self.signs = chunk, k, beta, values == "sign"
+    def __init__(self, replicas: int, chunk: int, k: int, beta: float, code: str = "float32") -> None:
+        self.chunk, self.k, self.beta, self.signs = chunk, k, beta, code == "sign"
         self.theta = local.start()  # FP32, so that the order of a sum does not change a sign
         self.m = [{n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(replicas)]
         self.t = 0
@@ -90,10 +90,10 @@ def cosines(size: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("values", [slow("float32"), "sign"])
-def test_equals_the_reference_algorithm(values: str, pool1: Pool, pool2: Pool) -> None:
+@pytest.mark.parametrize("code", [slow("float32"), "sign"])
+def test_equals_the_reference_algorithm(code: str, pool1: Pool, pool2: Pool) -> None:
     """Parameters and momentum of 27 steps, with two simulated replicas and with two gloo ranks."""
-    options = OPTIONS | {"values": values}
+    options = OPTIONS | {"code": code}
     literal = Literal(2, **options)
     for _ in range(27):
         literal.step()
@@ -146,8 +146,8 @@ def test_the_cost_has_the_bytes_and_memory() -> None:
     places = 6 * offset_code(32, 4096).nbytes + 2 * offset_code(32, 480).nbytes + offset_code(7, 7).nbytes
     assert places < 1.5 * 32 * 8  # 12 bits each
     counts = (6 * 32, 2 * 32, 7)
-    for values, own in (("float32", 4 * sum(counts)), ("sign", sum(4 + -(-count // 8) for count in counts))):
-        options = DemoOptions(values=values)  # type: ignore[arg-type]
+    for code, own in (("float32", 4 * sum(counts)), ("sign", sum(4 + -(-count // 8) for count in counts))):
+        options = DemoOptions(code=code)  # type: ignore[arg-type]
         planned = PlannedRun(options, "SignSGD")
         (call,) = planned.collective_calls(model, [LevelSize("network", 4)])
         assert call.count == -(-(own + places) // 16) * 16

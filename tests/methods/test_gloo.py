@@ -53,7 +53,7 @@ def train_plain(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "world, selection, update, wire",
+    "world, selection, update, code",
     covering(
         [
             *itertools.product((2, 4), ("block", "tensor"), ("replicated", "sharded"), ("float32",)),
@@ -63,11 +63,11 @@ def train_plain(**options: Any) -> dict[str, Any]:
     ),
 )
 def test_replicas_are_equal_and_follow_the_reference_algorithm(
-    world: int, selection: str, update: str, wire: str, request: pytest.FixtureRequest
+    world: int, selection: str, update: str, code: str, request: pytest.FixtureRequest
 ) -> None:
     """Properties 3, 4 and 5 over gloo. With 4 replicas gloo sums in another order, hence the wider bound."""
     pool: Pool = request.getfixturevalue(f"pool{world}")
-    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "update": update, "wire": wire}
+    options = {"density": 0.1, "selection": selection, "density_warmup_steps": 4, "update": update, "code": code}
     results = pool(train_plain, **options)
     for result in results[1:]:
         assert torch.equal(result["bits"], results[0]["bits"])
@@ -76,7 +76,7 @@ def test_replicas_are_equal_and_follow_the_reference_algorithm(
         for mine, theirs in zip(result["history"], results[0]["history"], strict=True):
             assert torch.equal(flat(mine), flat(theirs))
     expected = literal(world, STEPS, chunk_entries=CHUNK_ENTRIES, **options)
-    bound = 1e-6 if world == 2 and wire == "float32" else 2e-5
+    bound = 1e-6 if world == 2 and code == "float32" else 2e-5
     for got, want in zip(results[0]["history"], expected, strict=True):
         assert (flat(got) - flat(want)).norm() <= bound * flat(want).norm()
     figures = results[0]["figures"]

@@ -3,15 +3,19 @@
 import ast
 import inspect
 import itertools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 import pytest
 
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.core.options import FREE, LAYOUT, Options
+from torchtitan_scape.core.renamed_keys import RENAMED_KEYS
 from torchtitan_scape.methods.registry import METHODS, MethodEntry
 from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.sharding.options import ShardingOptions
 
 
 @dataclass
@@ -72,10 +76,28 @@ def test_every_option_of_scape_has_a_docstring() -> None:
     "argument, message",
     [
         ("--sync.scape.parameters=gather", 'it is now update: "local" is called "replicated"'),
-        ("--sync.scape.no-wait-scaling", "it is now staleness_scaling"),
-        ("--sync.scape.max_wait=3", "it is now max_staleness"),
+        ("--sync.scape.no-wait-scaling", "sync.scape.wait_scaling is now .*: set --sync.scape.no-staleness_scaling"),
+        ("--sync.scape.max_wait=3", "sync.scape.max_wait is now .*: set --sync.scape.max_staleness=3"),
+        ("--sync.scape.wire=int4", "sync.scape.wire is now sync.scape.code: set --sync.scape.code=int4"),
+        ("--sharding.levels.sum=int8", ".* is now sharding.levels.sum_code: set --sharding.levels.sum_code=int8"),
     ],
 )
 def test_a_renamed_key_on_the_command_line_names_the_new_key(argument: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"command line: {argument}: {message}"):
         parse(["--job.config_file=train_configs/embedded.toml", argument])
+
+
+def test_a_renamed_key_as_an_argument_of_python_names_the_new_key() -> None:
+    """`__init__` of a dataclass would not."""
+    for build in (lambda: ScapeOptions(wire="int4"), lambda: replace(ScapeOptions(), wire="int4")):  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r'^\[sync.scape\] wire is now code: set code = "int4"$'):
+            build()
+    with pytest.raises(TypeError, match=r'^\[sharding\] weights is now weights_code: set weights_code = "int8"$'):
+        ShardingOptions(weights="int8")  # type: ignore[call-arg]
+
+
+def test_renamed_keys_are_keys_of_the_present_and_not_of_the_past() -> None:
+    present = dict(values_of(JobConfig()))
+    for section, names in RENAMED_KEYS.items():
+        for earlier, name in names.items():
+            assert f"{section}.{name}" in present and f"{section}.{earlier}" not in present

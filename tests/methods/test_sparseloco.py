@@ -21,7 +21,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
-PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "values": "2bit", "divisor": "senders"}
+PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "code": "2bit", "divisor": "senders"}
 
 
 class Literal(local.Literal):
@@ -47,7 +47,7 @@ class Literal(local.Literal):
                 theta[n] = self.anchor[n].data.clone()
 
 
-@pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "values": "float32"}], ids=["published", "equations"])
+@pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "code": "float32"}], ids=["published", "equations"])
 def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
     """Parameters, anchor and residual of 27 steps, with three simulated replicas and with two gloo ranks."""
     for replicas in (3, 2):

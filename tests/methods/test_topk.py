@@ -30,7 +30,7 @@ class Literal:
     """All replicas in one process. Python's stable sort finds the largest entries."""
 
     def __init__(self, replicas: int, shapes: list[tuple[int, ...]], **options: Any) -> None:
-        self.shapes, self.options = shapes, {"decay": 1.0, "values": "float32", "divisor": "replicas", **options}
+        self.shapes, self.options = shapes, {"decay": 1.0, "code": "float32", "divisor": "replicas", **options}
         self.residual = [[torch.zeros(math.prod(s)) for s in shapes] for _ in range(replicas)]
 
     def step(self, given: list[list[Tensor]]) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Literal:
 
     def received_values(self, values: list[float]) -> list[float]:
         """SparseLoCo's quantizer: centered values in bins of 6/4 standard deviations, each decoded as its mean."""
-        if self.options["values"] == "float32" or not values:
+        if self.options["code"] == "float32" or not values:
             return values
         mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
         step = 6 * deviation / 4
@@ -103,12 +103,12 @@ class Literal:
         {"density": 0.5, "block_size": 64},  # the last block of (33, 5) has fewer than k entries
         {"density": 0.03, "selection": "tensor"},
         {"density": 0.1, "block_size": 16, "decay": 0.9},
-        {"density": 0.5, "block_size": 64, "values": "2bit", "divisor": "senders"},
-        {"density": 0.05, "selection": "tile", "values": "2bit", "decay": 0.95},
+        {"density": 0.5, "block_size": 64, "code": "2bit", "divisor": "senders"},
+        {"density": 0.05, "selection": "tile", "code": "2bit", "decay": 0.95},
     ],
 )
 def test_equals_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
-    rounding = 5e-6 if "values" in options else 1e-6  # means of bins are summed in another order
+    rounding = 5e-6 if "code" in options else 1e-6  # means of bins are summed in another order
     literal = Literal(replicas, SHAPES, **options)
     ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("topk", options)))
     for number in range(1, STEPS + 1):
@@ -122,9 +122,9 @@ def test_equals_the_reference_algorithm(replicas: int, options: dict[str, Any]) 
                     torch.testing.assert_close(kept, literal.residual[replica][i], rtol=1e-6, atol=rounding)
 
 
-@pytest.mark.parametrize("values, divisor", [("float32", "replicas"), ("2bit", "senders")])
-def test_tiles_of_sides_that_are_not_multiples_of_64(values: str, divisor: str) -> None:
-    options = {"density": 64 / 4096, "selection": "tile", "values": values, "divisor": divisor}
+@pytest.mark.parametrize("code, divisor", [("float32", "replicas"), ("2bit", "senders")])
+def test_tiles_of_sides_that_are_not_multiples_of_64(code: str, divisor: str) -> None:
+    options = {"density": 64 / 4096, "selection": "tile", "code": code, "divisor": divisor}
 
     def drawn(step: int, replica: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(10 * step + replica)
@@ -141,7 +141,7 @@ def test_tiles_of_sides_that_are_not_multiples_of_64(values: str, divisor: str) 
         # 6 tiles of 44 x 35, two slices of 2500 entries.
         sent = sum(collectives.ledger.sent_by_level().values()) / 3
         cuts = [block_grid(shape, "tile", 0) for shape in LARGE]
-        assert sent == method.planned_bytes() == topk_message_bytes(cuts, selected_per_block(cuts, 1 / 64), values)
+        assert sent == method.planned_bytes() == topk_message_bytes(cuts, selected_per_block(cuts, 1 / 64), code)
         return found
 
     literal = Literal(2, LARGE, **options)
@@ -233,7 +233,7 @@ def test_ties_are_selected_in_index_order() -> None:
         ({"decay": 1.5}, "decay = 1.5; it must lie in"),
         ({"start": -1}, "start = -1; it must be 0 or more"),
         ({"selection": "model"}, "selection = 'model'; it must be 'block' | 'tensor' | 'tile'"),
-        ({"values": "4bit"}, "values = '4bit'; it must be 'float32' | 'e2m1' | '2bit'"),
+        ({"code": "4bit"}, "code = '4bit'; it must be 'float32' | 'e2m1' | '2bit'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:

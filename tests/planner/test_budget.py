@@ -32,8 +32,8 @@ def share(options: ScapeOptions, shapes: Shapes, replicas: int) -> float:
 def test_the_chosen_options_use_the_budget_without_exceeding_it(budget: float, replicas: int, update: str) -> None:
     chosen = within(budget, LARGE, replicas, update=update)
     assert 0.97 * budget <= share(chosen, LARGE, replicas) <= budget
-    assert chosen.wire == ("2bit" if budget < 0.009 else "int4")
-    assert chosen.values == (chosen.wire if update == "sharded" else "float32")
+    assert chosen.code == ("2bit" if budget < 0.009 else "int4")
+    assert chosen.update_code == (chosen.code if update == "sharded" else "float32")
 
 
 def test_a_large_budget_is_not_fully_used() -> None:
@@ -76,7 +76,7 @@ def test_scape_logs_the_budget_and_sends_the_bytes(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO):
         results = run_replicas(4, work)
     for sent, options in results:
-        assert options.wire == "int4" and options.density < 0.1 and options.bytes == 0
+        assert options.code == "int4" and options.density < 0.1 and options.bytes == 0
         # The scalars of the finite flag and the norm are not part of the budget.
         assert 0.9 * 0.02 <= sent / dense <= 0.02 + 64 / dense
     assert "a step sends" in caplog.text and "bytes = 0.02: density" in caplog.text

@@ -29,8 +29,8 @@ VISTA = get_machine("vista")
 def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **changes: Any) -> dict[str, Any]:
     """results.json: AdamW moves 2.8 TB/s, AdamS 2 TB/s, SCAPE packs at 1 TB/s and does the rest at 0.5 TB/s."""
     settings = []
-    for density, wire in ((0.1, "float32"), (0.05, "int4")):
-        least = ScapeOptions(density=density, wire=wire).cost().pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
+    for density, code in ((0.1, "float32"), (0.05, "int4")):
+        least = ScapeOptions(density=density, code=code).cost().pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
         pack, coding, total = least["pack"], least.get("coding", 0.0), sum(least.values())
         carry = {"ms": 3.0, "minimal_bytes": coding / 2}
         packing = {"ms": pack / 1e9, "minimal_bytes": pack}
@@ -38,7 +38,7 @@ def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **chang
             packing = {key: value + carry[key] for key, value in packing.items()}
         step = {"ms": pack / 1e9 + (total - pack) / 5e8, "minimal_bytes": total}
         passes = {"pack + select": packing} | ({"carry": carry} if coding else {})
-        settings.append({"density": density, "wire": wire, "entries": N, "passes": passes, "step": step})
+        settings.append({"density": density, "code": code, "entries": N, "passes": passes, "step": step})
     dense = {"fused AdamW": {"bytes_a_second": 2.8e12}, "dense AdamS": {"bytes_a_second": 2e12}}
     result = {"model": "llama_1_8b", "copy_bandwidth": 1.6e12, "dense": dense, "settings": settings}
     machine = {"device": device, "runtime": "CUDA 13.0", "nominal_bandwidth": nominal}
@@ -73,8 +73,8 @@ def test_measured_pass_times_are_used(tmp_path: Path) -> None:
     _, copied = DenseOptions().cost().memory_traffic(LOCAL, 64)
     assert predicted(ADAMS, tmp_path).optimizer == pytest.approx((36 * N + copied) / 2e12)
     assert predicted(ADAMW, tmp_path).optimizer == pytest.approx((44 * N + copied) / 2.8e12)
-    for density, wire in ((0.1, "float32"), (0.05, "int4"), (0.04, "e2m1")):
-        options = ScapeOptions(density=density, wire=wire)  # type: ignore[arg-type]
+    for density, code in ((0.1, "float32"), (0.05, "int4"), (0.04, "e2m1")):
+        options = ScapeOptions(density=density, code=code)  # type: ignore[arg-type]
         method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, get_workload, local_shapes
 from torchtitan_scape.kernels.codec.formats import FORMATS, message_bytes
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
+from torchtitan_scape.methods.codes import EncodedSize, dtype_bytes, encoded_size
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -25,7 +26,6 @@ from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes, pa
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
-from torchtitan_scape.methods.wire import EncodedSize, dtype_bytes, encoded_size
 from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.calls import CollectiveCall
@@ -71,9 +71,9 @@ def test_an_encoded_payload_costs_its_message_bytes() -> None:
     assert encoded_size("float32") is None and payload_bytes(SHAPES, 0.1) == 4 * payload_entries(SHAPES, 0.1)
     bfloat16 = encoded_size("bfloat16")
     assert bfloat16 is not None and bfloat16(1000) == 2000
-    for wire in FORMATS:
-        coded = encoded_size(wire)
-        assert coded is not None and coded(1000) == coded(1024) == message_bytes(wire, 1024)
+    for code in FORMATS:
+        coded = encoded_size(code)
+        assert coded is not None and coded(1000) == coded(1024) == message_bytes(code, 1024)
     assert payload_bytes(((8 * 1024, 1024),), 0.125, "int4") == 2**20 // 128 * 66
     assert (dtype_bytes("float32"), dtype_bytes("bfloat16")) == (4, 2)
     known = "float32, bfloat16, int8, int4, e2m1, e3m0, 2bit, 1bit"
@@ -227,7 +227,7 @@ def test_dense_names_are_not_compressed() -> None:
         RadiusOptions(density=0.4),
         TopkOptions(density=0.01),
         ScapeOptions(density=0.01),
-        ScapeOptions(density=0.01, wire="int4"),
+        ScapeOptions(density=0.01, code="int4"),
     ):
         dense = replace(options, dense_names=["p1"])
         assert calls(dense) == calls(options, model=flat) != calls(options)
@@ -316,13 +316,13 @@ def test_quantized_gradients_are_sent_in_chunks_with_a_full_residual() -> None:
     assert held[1] == held[0] | {"chunks in flight": 2 * held[0]["residual"]}
 
 
-@pytest.mark.parametrize(("wire", "values", "nbytes"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
-def test_owners_receive_the_payload_and_send_their_values(wire: str, values: str, nbytes: int) -> None:
-    options = ScapeOptions(density=0.01, wire=wire, update="sharded", values=values)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("code", "update_code", "nbytes"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
+def test_owners_receive_the_payload_and_send_their_values(code: str, update_code: str, nbytes: int) -> None:
+    options = ScapeOptions(density=0.01, code=code, update="sharded", update_code=update_code)  # type: ignore[arg-type]
     payload, new, masks = calls(options)
     assert payload.kind == "reduce_scatter" and payload.count / 4 == new.count / nbytes
     assert 0 <= payload.count - payload_entries(SHAPES, 0.01) < 4 * 1024, "rows are as long as the longest"
-    assert payload.message_bytes == (None if wire == "float32" else EncodedSize(wire))
+    assert payload.message_bytes == (None if code == "float32" else EncodedSize(code))
     assert (new.kind, new.message_bytes) == ("all_gather", None)
     assert masks.hidden and masks.count == mask_bytes(SHAPES, 0.01, 4)
 
@@ -355,7 +355,7 @@ def test_memory_counts_every_kind() -> None:
     assert [scape[k] for k in ("parameters", "gradients", "state")] == [4 * n] * 3
     assert scape["masks"] == pytest.approx(n / 4 + n / 64 * 10 * 10 / 8 / 1024, rel=1e-3)
     assert scape["payload"] == 8 * payload_entries(w.shapes(), 0.01)
-    sharded = ScapeOptions(density=0.01, update="sharded", values="bfloat16")
+    sharded = ScapeOptions(density=0.01, update="sharded", update_code="bfloat16")
     gather = PlannedRun(sharded).total_memory(w, 1, 64, 1)
     assert gather["state"] == pytest.approx(4 * n, rel=1e-3)
     assert gather["owned moments"] == gather["owned master"] == pytest.approx(4 * n / 64, rel=1e-3)

@@ -66,6 +66,8 @@ def refuse(case: str, folder: str) -> None:
             replicate(model, adamw, "topp", world)
         case "option":
             replicate(model, adamw, {"method": "topk", "densty": 0.1}, world)
+        case "renamed option":
+            replicate(model, adamw, {"method": "topk", "values": "2bit"}, world)
         case "value":
             replicate(model, adamw, {"method": "topk", "density": 2.0}, world)
         case "mesh":
@@ -131,6 +133,7 @@ REFUSALS = {
     "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",
     "method": "method is 'topp'; it must be one of dense, scape",
     "option": "method 'topk' has no option 'densty'; its options are density, ",
+    "renamed option": r'\[sync.topk\] values is now code: set code = "2bit"',
     "value": "density = 2.0; ",
     "mesh": r"a mesh of 2 dimensions; pass one of them: mesh\['replicate'\]",
     "optimizer": "method 'scape' works with AdamS, not with AdamW",

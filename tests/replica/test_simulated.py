@@ -36,7 +36,7 @@ def summary(folder: Path) -> dict[str, Any]:
         slow("onebit", []),
         slow("quantized-update", []),
         slow("diloco-muon", []),
-        slow("demo", ["--sync.demo.values=float32"]),
+        slow("demo", ["--sync.demo.code=float32"]),
         ("sparta", ["--sync.sparta.code=float32"]),
         slow("streaming", ["--sync.streaming_diloco.code=float32"]),
         ("co2", []),

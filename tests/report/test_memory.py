@@ -30,7 +30,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         found["state"] = passes.storage.flat["state"].nbytes
         selection = masks.layout.wire_bytes(passes.density, passes.selection)  # made in a step
         found["masks"] = masks.in_use.bits.nbytes + masks.previous.bits.nbytes + selection
-        found["payload"] = passes.payload.nbytes + passes.moment_on_mask.nbytes + 2 * passes.wire_residual.nbytes
+        found["payload"] = passes.payload.nbytes + passes.moment_on_mask.nbytes + 2 * passes.code_residual.nbytes
         visits = passes.visits
         tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
         found["rates of visits"] = sum(t.nbytes for t in tables)

@@ -23,7 +23,7 @@ from torchtitan_scape.runtime import launch
 
 STEPS = 16
 # The recipe with the size of the tests.
-ARGUMENTS = [*EMBEDDED, *TINY, "--sync.scape.wire=int4", f"--training.steps={STEPS}"]
+ARGUMENTS = [*EMBEDDED, *TINY, "--sync.scape.code=int4", f"--training.steps={STEPS}"]
 
 
 @pytest.fixture

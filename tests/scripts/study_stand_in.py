@@ -39,11 +39,11 @@ label = "SCAPE int4, 48 of 1024"
 density_warmup = 0.05
 "sync.method" = "scape"
 "sync.scape.density" = 0.046875
-"sync.scape.wire" = "int4"
+"sync.scape.code" = "int4"
 [methods.few]
 "sync.method" = "scape"
 "sync.scape.density" = 0.0125
-"sync.scape.wire" = "2bit"
+"sync.scape.code" = "2bit"
 [methods.slow]
 "sync.method" = "scape"
 "sync.scape.density" = 0.01

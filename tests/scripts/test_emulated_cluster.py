@@ -75,7 +75,7 @@ def test_counted_bytes_are_on_the_interfaces_of_two_nodes_with_two_ranks(works: 
         "--validation.steps=1",
         "--topology.machine=local",
         "--sync.scape.density=0.1",
-        "--sync.scape.wire=float32",
+        "--sync.scape.code=float32",
         "--sync.scape.density_warmup_steps=0",
         f"--job.dump_folder={tmp_path}",
     )

@@ -57,7 +57,7 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
     }
     parts = {"correctness": part("correctness", tests=tests, sanitizer={"note": "is not installed"})}
     passes = {"pack": figures(8.0), "pack + select": figures(10.0), "select": {"ms": 2.0}}
-    setting = {"density": 0.05, "wire": "int4", "passes": passes, "step": figures(20.0)}
+    setting = {"density": 0.05, "code": "int4", "passes": passes, "step": figures(20.0)}
     dense = {"fused AdamW": figures(25.0), "dense AdamS": figures(18.0, ahead=False)}
     speed = {"model": "llama_1_8b", "copy_bandwidth": 3e12, "dense": dense, "settings": [setting]}
     profile = {"launches": 155.0, "busy_ms": 30.5, "gaps_ms": 0.2, "longest_gap_ms": 0.01}

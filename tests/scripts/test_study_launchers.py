@@ -38,7 +38,7 @@ def declare(folder: Path, *sets: dict[str, Any]) -> Path:
     text = f'recipe = "{EMBEDDED}"\nmethods_of = "{GRIDS / "network_bound.toml"}"\n'
     text += '[report]\ntables = ["step_times", "shard_steps", "shard_losses"]\n[methods]\n'
     text += 'tagc = { label = "TAGC, 10 %", sync.method = "dense", optimizer.name = "AdamW", '
-    text += 'sharding.gradients = "tagc", sharding.tagc.sparsity = 0.9 }\n'
+    text += 'sharding.gradients_code = "tagc", sharding.tagc.sparsity = 0.9 }\n'
     for one in sets:
         pairs = [f"{key} = {toml(value)}" for key, value in {"name": "all", **one}.items()]
         text += "[[sets]]\n" + "\n".join(pairs) + "\n"
@@ -149,7 +149,7 @@ def test_the_trainer_accepts_all_runs_on_ranks() -> None:
     specs = {spec.method: spec for method in all_methods.methods for spec in grid.specs(all_methods, method)}
     assert timing(specs["diloco-30-e2m1"]) == {"warm_up": 3, "period": 30, "steps": 33}
     assert timing(specs["radius-0.4"]) == {"warm_up": 16, "period": 1, "steps": 24}
-    assert "--sync.scape.wire=float32" in specs["scape-0.1"].arguments, "a recipe may have another wire"
+    assert "--sync.scape.code=float32" in specs["scape-0.1"].arguments, "a recipe may have another code"
     assert "--sync.overlap" in specs["quantized-e2m1-overlap"].arguments
 
 
@@ -183,7 +183,7 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path, monkeyp
     measured = {"phases": {"compute": 1.0}, "payload_parts": 1}
     found = EmulatedSet.predicted(one, spec, measured)  # type: ignore[arg-type]
     model, levels = LocalModel.of_shapes(shapes), [LevelSize(*tier) for tier in tiers]
-    payload, _ = ScapeOptions(density=0.047, wire="int4").cost().collective_calls(model, levels)
+    payload, _ = ScapeOptions(density=0.047, code="int4").cost().collective_calls(model, levels)
     stages = payload.stages(levels) + scalar_stages(tiers)
     assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
 

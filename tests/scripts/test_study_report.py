@@ -91,9 +91,9 @@ def test_a_report_without_runs_is_refused(study: Study, capsys: pytest.CaptureFi
 
 def test_the_method_of_a_step_follows_the_density_warm_up() -> None:
     coded = {"sync.method": "scape", "sync.scape.density": 0.01, "sync.scape.density_warmup_steps": 3}
-    coded |= {"sync.scape.wire": "int4", "sync.scape.block_size": 128}
-    wires = [(run.options.wire, run.options.density) for run in (method_at(coded, step) for step in (1, 2, 3))]  # type: ignore[attr-defined]
-    assert wires == [("float32", 1.0), ("int8", 0.0464), ("int4", 0.01)]
+    coded |= {"sync.scape.code": "int4", "sync.scape.block_size": 128}
+    codes = [(run.options.code, run.options.density) for run in (method_at(coded, step) for step in (1, 2, 3))]  # type: ignore[attr-defined]
+    assert codes == [("float32", 1.0), ("int8", 0.0464), ("int4", 0.01)]
 
 
 def test_a_method_is_planned_by_its_options_or_by_those_of_the_grid() -> None:

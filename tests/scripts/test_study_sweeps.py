@@ -24,7 +24,7 @@ figures = ["figure_10"]
 [methods]
 dense = { label = "AdamS, dense", sync.method = "dense" }
 scape = { label = "SCAPE 0.1", sync.method = "scape" }
-tagc = { label = "TAGC", targets = { loss = 0.036 }, sync.method = "dense", sharding.gradients = "tagc" }
+tagc = { label = "TAGC", targets = { loss = 0.036 }, sync.method = "dense", sharding.gradients_code = "tagc" }
 [[sets]]
 name = "all"
 methods = ["dense", "scape"]

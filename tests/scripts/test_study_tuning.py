@@ -42,7 +42,7 @@ label = "AdamS, dense"
 label = "SCAPE"
 "sync.method" = "scape"
 "sync.scape.density" = 0.05
-"sync.scape.wire" = "int4"
+"sync.scape.code" = "int4"
 [methods.powersgd]
 label = "PowerSGD"
 also = { "sync.powersgd.start" = [10, 20] }
@@ -169,7 +169,7 @@ def test_bytes_are_planned_for_a_step_and_counted_for_the_run(grid: Grid, tmp_pa
     assert 0.011 < steady < 0.014 and whole == 0.02
     assert planned_shares(dense, adamw) == pytest.approx((1.0, 1.0), rel=1e-4)
     for machine in MACHINES:
-        found = (PlannedRun(options) for options in (ScapeOptions(density=0.05, wire="int4"), DenseOptions()))
+        found = (PlannedRun(options) for options in (ScapeOptions(density=0.05, code="int4"), DenseOptions()))
         step, adams = (step_seconds(machine, run, 4) for run in found)
         at_start = (0.02 - steady) / (1 - steady)
         assert run_seconds(sparse, scape, machine) == pytest.approx(100 * ((1 - at_start) * step + at_start * adams))

@@ -22,8 +22,8 @@ from torchtitan_scape.sharding.options import ShardingOptions
 WORLD, STEPS = 4, 2
 VARIANTS = {
     "dense": ShardingOptions(),
-    "all": ShardingOptions(weights="int8", secondary=True, gradients="int8+int4"),
-    "tagc": ShardingOptions(gradients="tagc"),
+    "all": ShardingOptions(weights_code="int8", secondary=True, gradients_code="int8+int4"),
+    "tagc": ShardingOptions(gradients_code="tagc"),
 }
 
 

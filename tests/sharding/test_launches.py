@@ -92,7 +92,7 @@ def launches(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, o
     return counter.count.launches
 
 
-SKETCH = {"codec": "sketch", "ratio": 2.0, "sparsity": 0.999, "index": "bits"}
+SKETCH = {"code": "sketch", "ratio": 2.0, "sparsity": 0.999, "index_code": "bits"}
 # Kind, hops, stochastic rounding, options of TAGC. A sketch is peeled in 64 rounds, which are 258 launches.
 CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
     ("gather", 1, False, {}),
@@ -103,8 +103,8 @@ CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
     ("reduce", 2, True, {}),
     ("slices", 1, True, {}),
     ("tagc", 1, False, {}),  # offsets for two ranks, and bitmaps for more
-    ("tagc", 1, False, {"index": "bits"}),
-    ("tagc", 1, False, {"index": "nibble_sum", "reproduce": True}),
+    ("tagc", 1, False, {"index_code": "bits"}),
+    ("tagc", 1, False, {"index_code": "nibble_sum", "reproduce": True}),
     ("tagc", 1, False, SKETCH),
     ("tagc", 1, False, {**SKETCH, "selection": "table", "reproduce": True}),
 ]
@@ -115,7 +115,7 @@ def test_launches_do_not_depend_on_the_ranks(kind: str, hops: int, stochastic: b
     """At most 40 for a layer with nine parameters. With stochastic rounding every message has its own key."""
     ranks = [ranks for ranks in RANKS if ranks >= 2 * hops]
     found = [launches(kind, number, hops, "triton", stochastic, options) for number in ranks]
-    assert max(found) <= (360 if "codec" in options else MOST), found
+    assert max(found) <= (360 if "code" in options else MOST), found
     # TAGC combines the bitmaps of all ranks by halves.
     assert found[-1] - found[0] <= (5 if kind == "tagc" else 4), found
 

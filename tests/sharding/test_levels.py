@@ -64,7 +64,7 @@ class Run:
     """One rank of a run."""
 
     def __init__(self, w: int, g: int, bf16: bool = False, middle: int = 37, **options: Any) -> None:
-        levels = {key: options.pop(key) for key in ("sum", "update", "secondary") if key in options}
+        levels = {key: options.pop(key) for key in ("sum_code", "update_code", "secondary") if key in options}
         self.options = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options)
         layout = plan_layout(RANKS, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
         groups = build_level_groups(layout, w, timedelta(seconds=60), self.options.levels.secondary)
@@ -124,8 +124,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_raw_messages_equal_one_optimizer_on_the_whole_model(pool4: Pool) -> None:
     """Equality up to FP32 rounding; ranks with the same weights have the same bits. Only (2, 4) can have two hops."""
     expected = train_whole_model(STEPS)
-    rows = [(degrees, STEPS, {"update": "float32"}) for degrees in DEGREES]
-    every = pool4(_follow_all, [*rows, ((2, 4), STEPS, {"update": "float32", "hops": 2})])
+    rows = [(degrees, STEPS, {"update_code": "float32"}) for degrees in DEGREES]
+    every = pool4(_follow_all, [*rows, ((2, 4), STEPS, {"update_code": "float32", "hops": 2})])
     for found in zip(*every, strict=True):
         check_raw(found, expected)
 
@@ -148,7 +148,7 @@ def check_raw(found: Sequence[dict[str, Any]], expected: dict[str, Tensor]) -> N
 
 def _differences(degrees: tuple[int, int]) -> float:
     """Check that the remaining difference is less than half a quantization level of its block; return the largest."""
-    run, last, worst = Run(*degrees, weights="int8", gradients="int4"), [], 0.0
+    run, last, worst = Run(*degrees, weights_code="int8", gradients_code="int4"), [], 0.0
 
     def record(run: Run) -> None:
         last[:] = [(m, m.values - weights_of(m)) for m in run.levels.masters]
@@ -178,7 +178,7 @@ def test_weights_stay_within_a_level_of_their_masters(pool4: Pool) -> None:
 
 def _sums(degrees: tuple[int, int]) -> list[tuple[Tensor, Tensor, int]]:
     """Return per group this node's contribution, this rank's result, and the quantized entries of a slice."""
-    run = Run(*degrees, sum="int8")
+    run = Run(*degrees, sum_code="int8")
     run.levels.sharding.before_micro_batch(1, 0, True)
     loss_of(run.model, dist.get_rank(), 0, 0).backward()
     own = [group.reduce.buffer.clone() for group in run.levels.groups]
@@ -205,7 +205,7 @@ def test_a_quantized_sum_is_within_half_a_level_per_node(pool4: Pool) -> None:
             assert (error <= sum(largest) / 254 * 1.001).all() and error.max() > 0
 
 
-CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
+CODED = {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochastic"}
 
 
 def _losses(options: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[tuple[float, list[Tensor]]]:
@@ -220,11 +220,11 @@ def _losses(options: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[tuple
 @pytest.mark.slow
 def test_coded_training_is_within_a_percent_of_dense(pool4: Pool) -> None:
     """40 steps; ranks with the same weights have the same bits with every encoding."""
-    raw = {"update": "float32"}
-    options = [((2, 4), raw), ((2, 4), CODED), ((2, 4), CODED | {"gradients": "int8+int4", "bf16": True})]
+    raw = {"update_code": "float32"}
+    options = [((2, 4), raw), ((2, 4), CODED), ((2, 4), CODED | {"gradients_code": "int8+int4", "bf16": True})]
     options += [
-        ((1, 2), CODED | {"weights": "dense"}),
-        ((2, 2), CODED | {"sum": "int8", "update": "bfloat16", "secondary": 2}),
+        ((1, 2), CODED | {"weights_code": "dense"}),
+        ((2, 2), CODED | {"sum_code": "int8", "update_code": "bfloat16", "secondary": 2}),
     ]
     every = pool4(_losses, options)
     losses = [sum(rank[number][0] for rank in every) for number in range(len(options))]

@@ -58,12 +58,12 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
 @pytest.mark.parametrize(
     "degrees, levels, options, sums",
     [
-        ((2, 4), {"update": "float32"}, {}, True),
-        ((2, 4), {}, {"weights": "int8", "gradients": "int4"}, True),
-        ((2, 4), {"secondary": 4}, {"weights": "int8", "gradients": "int8+int4"}, True),
-        ((2, 2), {"sum": "int8", "update": "bfloat16"}, {"gradients": "int8"}, True),
-        ((1, 2), {}, {"gradients": "int4"}, True),
-        ((1, 2), {}, {"gradients": "int4"}, False),
+        ((2, 4), {"update_code": "float32"}, {}, True),
+        ((2, 4), {}, {"weights_code": "int8", "gradients_code": "int4"}, True),
+        ((2, 4), {"secondary": 4}, {"weights_code": "int8", "gradients_code": "int8+int4"}, True),
+        ((2, 2), {"sum_code": "int8", "update_code": "bfloat16"}, {"gradients_code": "int8"}, True),
+        ((1, 2), {}, {"gradients_code": "int4"}, True),
+        ((1, 2), {}, {"gradients_code": "int4"}, False),
     ],
 )
 def test_bytes_and_entries_match_the_closed_forms(
@@ -137,7 +137,7 @@ def test_predicted_step_time_on_frontier() -> None:
     machine, workload = get_machine("frontier"), get_workload("llama_1_8b")
     layout = plan_layout(384, ranks_per_node=8, machine=machine, replicate=48, shard=8)
     plan = LevelsPlan(2, 8, 48, gathered=coded(8, 256), reduced=(coded(4, 128),), summed=0.0, update=coded(8, 256))
-    scape = PlannedRun(ScapeOptions(density=0.05, wire="int4"))
+    scape = PlannedRun(ScapeOptions(density=0.05, code="int4"))
     dense = PlannedRun(DenseOptions(), overlap=True)
     for bandwidth, least in ((12.5e9, 0.98), (1.25e9, 1.49)):
         links = Links.from_machine(machine).with_bandwidth("network", bandwidth)

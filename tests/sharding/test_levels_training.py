@@ -19,11 +19,13 @@ PARTS = ("weights", "gradients", "update", "secondary")
 def on(w: int, g: int, **options: Any) -> list[str]:
     """Return the arguments of degrees (w, g, 4) and of options of [sharding] and [sharding.levels]."""
     levels = [f"--sharding.levels.{key}={value}" for key, value in {"weights": w, "gradients": g}.items()]
-    levels += [f"--sharding.levels.{key}={value}" for key, value in options.items() if key in ("update", "secondary")]
+    levels += [
+        f"--sharding.levels.{key}={value}" for key, value in options.items() if key in ("update_code", "secondary")
+    ]
     degrees = {"data_parallel_replicate_degree": 4 // g, "data_parallel_shard_degree": g}
     return [
         *levels,
-        *(f"--sharding.{key}={value}" for key, value in options.items() if key not in ("update", "secondary")),
+        *(f"--sharding.{key}={value}" for key, value in options.items() if key not in ("update_code", "secondary")),
         *(f"--parallelism.{key}={value}" for key, value in degrees.items()),
         f"--topology.ranks_per_node={g}",
     ]
@@ -106,7 +108,7 @@ def test_steps_are_those_of_fsdp(w: int, g: int, method: str, pool4: Pool, tmp_p
     more += ["--activation_checkpoint.mode=selective", "--optimizer.eps=1e-6"]
     runs = [
         pool4(train, str(tmp_path / name), [*METHODS[method], *where, *more])
-        for name, where in (("levels", on(w, g, update="float32")), ("plain", LAYOUTS["2x2"]))
+        for name, where in (("levels", on(w, g, update_code="float32")), ("plain", LAYOUTS["2x2"]))
     ]
     for one, other in zip(*runs, strict=True):
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
@@ -119,14 +121,14 @@ SAVING = [
     "--checkpoint.interval=3",
     "--checkpoint.no-last-save-model-only",
 ]
-CODED = {"weights": "int8", "gradients": "int4", "rounding": "stochastic"}
+CODED = {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochastic"}
 
 
 @pytest.mark.parametrize(
     "method, where, more, nan_at",
     [
         ("adamw", on(2, 4, **CODED), ["--training.mixed_precision_param=bfloat16"], 2),
-        slow("scape-int4", on(1, 2, gradients="int8"), ["--checkpoint.async_mode=async"], None),
+        slow("scape-int4", on(1, 2, gradients_code="int8"), ["--checkpoint.async_mode=async"], None),
     ],
 )
 def test_resuming_equals_the_uninterrupted_run(
@@ -165,7 +167,7 @@ def test_other_degrees_load_masters_and_moments_unchanged(pool4: Pool, tmp_path:
     arguments = [*METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
     saved = pool4(train_levels, str(tmp_path / "1"), [*arguments, *on(2, 4, **CODED), "--training.steps=3"])
     folder = Path("checkpoint", "step-3")
-    for number, where in enumerate((on(1, 2), on(2, 2, gradients="int4"))):
+    for number, where in enumerate((on(1, 2), on(2, 2, gradients_code="int4"))):
         target = tmp_path / f"to{number}"
         shutil.copytree(tmp_path / "1" / folder, target / folder)
         resumed = pool4(train_levels, str(target), [*arguments, *where, "--optimizer.lr=0", "--training.steps=4"])
@@ -195,7 +197,7 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
     pool4(train, str(tmp_path / "1"), [*arguments, *METHODS["diloco"], *LAYOUTS["2x2"]])
     step = Path("checkpoint", "step-2")
     shutil.copytree(tmp_path / "1" / step, tmp_path / "2" / step)
-    more = [*METHODS["adamw"], *on(2, 4, update="float32")]
+    more = [*METHODS["adamw"], *on(2, 4, update_code="float32")]
     resumed = pool4(train_levels, str(tmp_path / "2"), [*arguments, *more])
     assert [one["apart"] for one in resumed] == [[0.0]] * 4
 
@@ -211,10 +213,10 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
         ([*on(2, 4), "--sync.method=dense", "--sync.overlap"], "overlap = true is not supported with"),
         ([*on(2, 4), "--topology.simulate_replicas=2"], "simulate_replicas = 2 is not supported with"),
         ([*on(2, 4), "--checkpoint.export_dtype=bfloat16"], "export_dtype = 'bfloat16' is not supported with"),
-        (on(1, 2, weights="int8"), "weights = 'int8'; with .* weights = 1 nothing is gathered"),
-        (on(2, 4, hops=2, gradients="tagc"), "gradients = 'tagc' is not supported with"),
-        (on(2, 2, gradients="int8+int4"), "gradients = 'int8.int4'; two hops need pairs of several ranks"),
-        (on(2, 4, gradients="int8+int4", hops=1), "gradients = 'int8.int4'; two codes need two hops"),
+        (on(1, 2, weights_code="int8"), "weights_code = 'int8'; with .* weights = 1 nothing is gathered"),
+        (on(2, 4, hops=2, gradients_code="tagc"), "gradients_code = 'tagc' is not supported with"),
+        (on(2, 2, gradients_code="int8+int4"), "gradients_code = 'int8.int4'; two hops need pairs of several ranks"),
+        (on(2, 4, gradients_code="int8+int4", hops=1), "gradients_code = 'int8.int4'; two codes need two hops"),
         ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; sharding groups must not span nodes"),
         ([*on(2, 2), "--parallelism.tensor_parallel_degree=2"], "three-level sharding supports only data parallelism"),
     ],

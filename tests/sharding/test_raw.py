@@ -11,7 +11,7 @@ from tests.sharding.toy import Run, make, param_group, train, weights
 from torchtitan_scape.sharding.base import entries, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
 
-CODED: dict[str, Any] = {"weights": "int8", "gradients": "int8"}
+CODED: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8"}
 
 
 def equal(one: Run, other: Run) -> bool:

@@ -31,17 +31,23 @@ ROW = (
 )
 COMPRESSED = torch.cat([torch.arange(s.start, s.start + s.size) for s in ROW if "feed" in s.name])
 RESIDUAL_INDEX = torch.cat([torch.arange(1500), 2048 + torch.arange(90)])  # Their indices in a row of the residual.
-SKETCH: dict[str, Any] = {"codec": "sketch", "ratio": 1.0, "sparsity": 0.9, "reproduce": True}
+SKETCH: dict[str, Any] = {"code": "sketch", "ratio": 1.0, "sparsity": 0.9, "reproduce": True}
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
-    "bits": {"index": "bits"},
-    "nibbles": {"index": "nibble_sum"},
-    "published sum": {"index": "bit_sum", "reproduce": True},
+    "bits": {"index_code": "bits"},
+    "nibbles": {"index_code": "nibble_sum"},
+    "published sum": {"index_code": "bit_sum", "reproduce": True},
     "own alone": {"fill": False},
     "each": {"micro": "each"},
     "all": {"sparsity": 0.0, "micro": "each"},
     "sketch": SKETCH,
-    "published sketch": {**SKETCH, "index": "bit_sum", "fill": False, "left_over": "estimate", "selection": "table"},
+    "published sketch": {
+        **SKETCH,
+        "index_code": "bit_sum",
+        "fill": False,
+        "left_over": "estimate",
+        "selection": "table",
+    },
 }
 
 
@@ -231,7 +237,7 @@ def in_training() -> None:
         ({"sparsity": 0.5}, None),
     ):
         section = TagcShardingOptions(**options, **more)
-        run = train(make(2, ShardingOptions(gradients="tagc", tagc=section)), steps=3)
+        run = train(make(2, ShardingOptions(gradients_code="tagc", tagc=section)), steps=3)
         if same:
             assert run.losses == dense.losses and torch.equal(weights(run), weights(dense))
         elif same is False:
@@ -270,19 +276,19 @@ def test_the_hook_replaces_the_reduce_scatter(pool2: Pool) -> None:
     [
         ({"sparsity": 1.0}, r"\[sharding.tagc\] sparsity = 1.0; it must lie in \[0, 1\)"),
         ({"ratio": 0.5}, "ratio = 0.5; it must be 1 or more"),
-        ({"selection": "table"}, "selection = 'table'; it requires codec = 'sketch'"),
+        ({"selection": "table"}, "selection = 'table'; it requires code = 'sketch'"),
         ({"min_entries": 0}, "min_entries = 0; it must be 1"),
-        ({"index": "bit_sum"}, "index = 'bit_sum'; the sum of bytes loses entries"),
-        ({"index": "nibble_sum"}, "index = 'nibble_sum'; four bits can count 15 ranks, but there are 16"),
-        ({"codec": "sketch", "left_over": "estimate"}, "left_over = 'estimate'; estimates differ from what was sent"),
-        ({"codec": "sketch"}, "sparsity = 0.9; 2 ranks may select 0.2 of the entries, 2 per cell.* to 0.9700"),
+        ({"index_code": "bit_sum"}, "index_code = 'bit_sum'; the sum of bytes loses entries"),
+        ({"index_code": "nibble_sum"}, "index_code = 'nibble_sum'; four bits can count 15 ranks, but there are 16"),
+        ({"code": "sketch", "left_over": "estimate"}, "left_over = 'estimate'; estimates differ from what was sent"),
+        ({"code": "sketch"}, "sparsity = 0.9; 2 ranks may select 0.2 of the entries, 2 per cell.* to 0.9700"),
     ],
 )
 def test_options_that_lose_entries_are_refused(options: dict[str, Any], text: str) -> None:
-    ranks = 16 if options.get("index") == "nibble_sum" else 2
+    ranks = 16 if options.get("index_code") == "nibble_sum" else 2
     with pytest.raises(ValueError, match=text):
         TagcShardingOptions(**options).check_among(ranks)
-    if options.keys() & {"index", "codec"}:
+    if options.keys() & {"index_code", "code"}:
         TagcShardingOptions(**options, reproduce=True).check_among(ranks)
 
 

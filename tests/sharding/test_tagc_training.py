@@ -14,7 +14,7 @@ from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 
-TAGC = ["--sharding.gradients=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
+TAGC = ["--sharding.gradients_code=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 KEEP = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
 BATCH = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--training.steps=4"]
 BASE = [*METHODS["adamw"], *TAGC, *KEEP, *BATCH]
@@ -50,19 +50,19 @@ def test_resuming_on_other_degrees(pool4: Pool, pool2: Pool, tmp_path: Path) -> 
     with pytest.raises(RankError, match="has another shard degree, or compresses other layers; resume with the config"):
         resumed(pool2, tmp_path, "exact", "refused", [*BASE, *TWO])
     with pytest.raises(RankError, match=r"has no \[sharding\] option with residuals"):
-        resumed(pool2, tmp_path, "exact", "other", [*BASE, *TWO, "--sharding.gradients=dense"])
-    for name, more in (("fewer", []), ("dense", ["--sharding.gradients=dense"])):
+        resumed(pool2, tmp_path, "exact", "other", [*BASE, *TWO, "--sharding.gradients_code=dense"])
+    for name, more in (("fewer", []), ("dense", ["--sharding.gradients_code=dense"])):
         found = resumed(pool2, tmp_path, "mean", name, [*kept, *TWO, *more])
         assert found[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=0.05)
 
 
 def test_incompatible_options_are_refused() -> None:
     config = JobConfig()
-    config.sharding.gradients, config.optimizer.name = "tagc", "AdamS"
+    config.sharding.gradients_code, config.optimizer.name = "tagc", "AdamS"
     with pytest.raises(
-        ValueError, match=r"gradients = 'tagc' with .* method = 'scape' and simulate_replicas = 1: the residuals"
+        ValueError, match=r"gradients_code = 'tagc' with .* method = 'scape' and simulate_replicas = 1: the residuals"
     ):
         check_config(config, "cpu")
     config.sync.method, config.sharding.levels = "dense", LevelsOptions(weights=2, gradients=2)
-    with pytest.raises(ValueError, match=r"gradients = 'tagc' is not supported with \[sharding.levels\]"):
+    with pytest.raises(ValueError, match=r"gradients_code = 'tagc' is not supported with \[sharding.levels\]"):
         check_config(config, "cpu")

@@ -17,10 +17,10 @@ from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
 
-INT8 = ["--sharding.weights=int8", "--sharding.gradients=int8"]
+INT8 = ["--sharding.weights_code=int8", "--sharding.gradients_code=int8"]
 # Two nodes of two ranks, a replica over all of them.
 NODES = ["--topology.ranks_per_node=2", "--parallelism.data_parallel_shard_degree=4"]
-ALL = ["--sharding.weights=int8", "--sharding.secondary", "--sharding.gradients=int8+int4"]
+ALL = ["--sharding.weights_code=int8", "--sharding.secondary", "--sharding.gradients_code=int8+int4"]
 
 
 def train_raw(folder: str, arguments: list[str], **more: Any) -> dict[str, Any]:
@@ -137,16 +137,26 @@ def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, world, per_node, message",
     [
-        ({"weights": "int8"}, 1, 1, "one rank on the shard axis.*raise parallelism.data_parallel_shard_degree"),
+        ({"weights_code": "int8"}, 1, 1, "one rank on the shard axis.*raise parallelism.data_parallel_shard_degree"),
         ({"secondary": True}, 2, 2, "secondary = True; it saves bytes between nodes.*1 node.* of 2 rank"),
         # A dry run, which has one process and therefore one node unless a key says otherwise.
         ({"secondary": True}, 4, 4, "start more than one node; .* unless topology.ranks_per_node or topology.machine"),
-        ({"gradients": "int8+int4"}, 4, 4, "set 'int8' or 'int4', or start more .* unless topology.ranks_per_node"),
-        ({"weights": "int8", "hops": 2}, 4, 4, "hops = 2; .* set 1 or 'auto', or start more .*topology.ranks_per_node"),
+        (
+            {"gradients_code": "int8+int4"},
+            4,
+            4,
+            "set 'int8' or 'int4', or start more .* unless topology.ranks_per_node",
+        ),
+        (
+            {"weights_code": "int8", "hops": 2},
+            4,
+            4,
+            "hops = 2; .* set 1 or 'auto', or start more .*topology.ranks_per_node",
+        ),
         ({"secondary": True, "hops": 1}, 4, 2, "secondary = True; it needs two hops.*; set hops = 'auto'"),
-        ({"gradients": "int8+int4", "hops": 1}, 4, 2, "two codes need two hops.*, or set hops = 'auto'"),
-        ({"gradients": "int8+int4"}, 2, 2, "gradients = 'int8\\+int4'; two codes need two hops"),
-        ({"gradients": "int8", "hops": 2}, 2, 1, "hops = 2; two hops need several ranks on each of several nodes"),
+        ({"gradients_code": "int8+int4", "hops": 1}, 4, 2, "two codes need two hops.*, or set hops = 'auto'"),
+        ({"gradients_code": "int8+int4"}, 2, 2, "gradients_code = 'int8\\+int4'; two codes need two hops"),
+        ({"gradients_code": "int8", "hops": 2}, 2, 1, "hops = 2; two hops need several ranks on each of several nodes"),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], world: int, per_node: int, message: str) -> None:

@@ -17,7 +17,7 @@ from tests.sharding.toy import make, param_group, record_gathers, train
 from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, flat_groups
 from torchtitan_scape.sharding.options import ShardingOptions
 
-NODES: dict[str, Any] = {"weights": "int8", "gradients": "int8+int4", "gradients_block": 32}
+NODES: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8+int4", "gradients_block": 32}
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -29,7 +29,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
 def follows_the_literal_form(ranks_per_node: int, codes: dict[str, tuple[str, ...]]) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for gradients, hops in codes.items():
-        options = ShardingOptions(weights="int8", gradients=gradients, weights_block=32, gradients_block=64)
+        options = ShardingOptions(weights_code="int8", gradients_code=gradients, weights_block=32, gradients_block=64)
         run = make(ranks_per_node, options)
         for flat in flat_groups(run.model):
             group = param_group(flat.modules[0])
@@ -109,7 +109,7 @@ def cached_until_weights_change(ranks_per_node: int) -> None:
     assert kept.sent["network", "weights"] == 4 * across[0]
 
 
-CODED = {2: NODES, 1: {"weights": "int8", "gradients": "int8"}}
+CODED = {2: NODES, 1: {"weights_code": "int8", "gradients_code": "int8"}}
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
@@ -144,9 +144,11 @@ def test_stochastic_rounding_follows_the_step(pool4: Pool) -> None:
 
 def bfloat16_is_gathered() -> None:
     dense = train(make(2, ShardingOptions(), param_dtype=torch.bfloat16))
-    raw = train(make(2, ShardingOptions(weights="int8", gradients="int8"), raw=True, param_dtype=torch.bfloat16))
+    raw = train(
+        make(2, ShardingOptions(weights_code="int8", gradients_code="int8"), raw=True, param_dtype=torch.bfloat16)
+    )
     assert equal(dense, raw)
-    coded = train(make(2, ShardingOptions(weights="int8", gradients="int8"), param_dtype=torch.bfloat16))
+    coded = train(make(2, ShardingOptions(weights_code="int8", gradients_code="int8"), param_dtype=torch.bfloat16))
     assert coded.losses == pytest.approx(dense.losses, rel=0.02)
 
 
@@ -158,8 +160,8 @@ def losses() -> dict[str, float]:
     """Return the mean loss of the last 10 of 24 steps."""
     variants: dict[str, dict[str, Any]] = {
         "dense": {},
-        "int8": {"weights": "int8", "gradients": "int8"},
-        "int4": {"weights": "int8", "gradients": "int4", "rounding": "stochastic"},
+        "int8": {"weights_code": "int8", "gradients_code": "int8"},
+        "int4": {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochastic"},
     }
     found = {}
     for name, options in variants.items():

@@ -46,17 +46,17 @@ def interface_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def replica(rank: int, world: int, store: str, density: float, update: str, wire: str, queue: Any) -> None:
+def replica(rank: int, world: int, store: str, density: float, update: str, code: str, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     parameter = nn.Parameter(torch.zeros(SHAPE))
-    more: dict[str, Any] = {"offload": ["state"], "values": wire} if update == "sharded" else {}
+    more: dict[str, Any] = {"offload": ["state"], "update_code": code} if update == "sharded" else {}
     replicas = dist.group.WORLD
     with patch.object(TripleBuffer, "saves_memory", return_value=True):  # so small a state would stay on the device
         optimizer = make_scape(
-            [parameter], lr=0.1, density=density, update=update, wire=wire, replicas=replicas, **more
+            [parameter], lr=0.1, density=density, update=update, code=code, replicas=replicas, **more
         )
     assert len(optimizer.method.passes.storage.windows) == len(more.get("offload", []))
     generator = torch.Generator().manual_seed(rank)
@@ -100,12 +100,12 @@ def replica(rank: int, world: int, store: str, density: float, update: str, wire
 
 
 def main() -> None:
-    world, density, update, wire = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
+    world, density, update, code = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
     isolate()
     context = multiprocessing.get_context("fork")  # safe: gloo has not been initialized yet
     queue: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        rest = f"{folder}/store", density, update, wire, queue
+        rest = f"{folder}/store", density, update, code, queue
         processes = [context.Process(target=replica, args=(r, world, *rest)) for r in range(world)]
         for process in processes:
             process.start()

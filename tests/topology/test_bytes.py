@@ -20,11 +20,11 @@ def measured(module: str, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "world, density, update, wire",
+    "world, density, update, code",
     [slow(2, 0.1, "replicated", "float32"), (3, 0.05, "sharded", "float32"), (2, 0.2, "replicated", "int4")],
 )
-def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str, wire: str) -> None:
-    ranks = measured("tests.topology.interface_bytes", str(world), str(density), update, wire)
+def test_counted_bytes_are_on_the_interface(world: int, density: float, update: str, code: str) -> None:
+    ranks = measured("tests.topology.interface_bytes", str(world), str(density), update, code)
     assert len(ranks) == world
     for rank in ranks:
         assert rank["given"] == rank["intercepted"] > 0

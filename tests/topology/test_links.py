@@ -29,7 +29,7 @@ CODED: list[MessageBytes | None] = [None, Bfloat16().message_bytes, BlockCode("i
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 
 
-class Wire:
+class Network:
     """Simulated ring collectives on one array per rank; counts the messages of every rank by level."""
 
     def __init__(self, world: int) -> None:
@@ -92,38 +92,38 @@ def level_sizes(layout: Layout) -> list[tuple[str, int]]:
 
 @given(layouts())
 def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout: Layout) -> None:
-    n, wire = layout.world_size * 3, Wire(layout.world_size)
+    n, network = layout.world_size * 3, Network(layout.world_size)
     data = {
         rank: np.random.default_rng(rank).integers(0, 99, n).astype(np.float32) for rank in range(layout.world_size)
     }
     total = sum(data.values())
     tiers = layout.hierarchy(layout.replicate_group(0))
     for tier in tiers:
-        wire.reduce_scatter(tier.level, list(tier.groups), data)
+        network.reduce_scatter(tier.level, list(tier.groups), data)
     for tier in reversed(tiers):
-        wire.all_gather(tier.level, list(tier.groups), data)
+        network.all_gather(tier.level, list(tier.groups), data)
     for rank in range(layout.world_size):
         assert np.array_equal(data[rank], total)
-        assert wire.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(level_sizes(layout), 4 * n)))
+        assert network.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(level_sizes(layout), 4 * n)))
     stages = all_reduce_stages(level_sizes(layout), 4 * n)
     rounds: dict[str, int] = defaultdict(int)
     for stage in stages:
         rounds[stage.level] += stage.rounds
-    assert rounds == wire.rounds
+    assert rounds == network.rounds
     # The hierarchical all-reduce sends the optimal number of bytes, that of a ring.
     assert sum(s.sent for s in stages) == pytest.approx(2 * (layout.world_size - 1) / layout.world_size * 4 * n)
 
 
 @given(layouts(), st.integers(1, 9))
 def test_all_gather_stages_are_the_messages_of_a_hierarchical_all_gather(layout: Layout, own: int) -> None:
-    wire = Wire(layout.world_size)
+    network = Network(layout.world_size)
     data = {rank: np.full(own, rank, dtype=np.uint8) for rank in range(layout.world_size)}
     for tier in reversed(layout.hierarchy(layout.replicate_group(0))):
-        wire.all_gather(tier.level, list(tier.groups), data)
+        network.all_gather(tier.level, list(tier.groups), data)
     stages = all_gather_stages(level_sizes(layout), own)
     for rank in range(layout.world_size):
         assert sorted(set(data[rank].tolist())) == list(range(layout.world_size))
-        assert wire.sent[rank] == pytest.approx(bytes_by_level(stages))
+        assert network.sent[rank] == pytest.approx(bytes_by_level(stages))
     assert sum(s.sent for s in stages) == (layout.world_size - 1) * own
 
 

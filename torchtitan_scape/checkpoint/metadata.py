@@ -73,8 +73,10 @@ class RunMetadata(Stateful):
         different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
         other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]
         laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
-        # Quantization errors belong to the entries of a payload, which are others at another density.
-        if "density" in different and {saved.get("wire"), self.values.get("wire")} - {None, "float32"}:
+        # If the code determines the layout of states (SCAPE), quantization errors belong to the entries of a payload,
+        # which are others at another density.
+        coded = {saved.get("code"), self.values.get("code")} - {None, "float32"}
+        if "density" in different and "code" in self._layout and coded:
             laid_out.add("density")
         # An owner's error that this run has no state for must be subtracted from the weights.
         states = saved.get("states", {}).items()

@@ -2,19 +2,16 @@
 
 from typing import Any
 
-FORMAT = 2
-# Names of format 1, which commit bc06ed0 wrote, and their present names.
+from torchtitan_scape.core.renamed_keys import with_present_keys
+
+FORMAT = 3
+# Names of format 1, which commit bc06ed0 wrote, and their present names. Formats 1 and 2 also have earlier keys of
+# options (`core.renamed_keys`).
 ALIASES: dict[str, dict[str, str]] = {
     # Kinds of state: they are the first part of tensor names.
     "kinds": {"owed": "owner_error", "own_parameters": "replica_weights"},
-    # Keys of the record and of the description of each kind.
-    "record": {
-        "carries": "on_migration",
-        "own": "per_replica",
-        "lies": "row_layout",
-        "wire_dtype": "wire",
-        "values_dtype": "values",
-    },
+    # Keys of the description of each kind.
+    "description": {"carries": "on_migration", "own": "per_replica", "lies": "row_layout"},
 }
 _FORMAT_1_KINDS = {present: earlier for earlier, present in ALIASES["kinds"].items()}
 
@@ -32,13 +29,15 @@ def to_present_format(saved: dict[str, Any], path: str) -> dict[str, Any]:
     version = saved.get("format", 1)
     if version not in range(1, FORMAT + 1):
         raise ValueError(
-            f"{path} has format {version!r}, and this version reads formats 1 and {FORMAT}; resume with the version "
+            f"{path} has format {version!r}, and this version reads formats 1 to {FORMAT}; resume with the version "
             "that saved it, or start from its model alone (--checkpoint.initial_load_path of the trainer)"
         )
     if version == FORMAT:
         return saved
-    record = _renamed(saved) | {"format": 1}
-    if "states" in record:
+    record = with_present_keys(saved, f"sync.{saved['method']}") | {"format": version}
+    if "sharding" in record:
+        record["sharding"] = with_present_keys(record["sharding"], "sharding")
+    if version == 1 and "states" in record:
         record["states"] = {ALIASES["kinds"].get(k, k): _renamed(what) for k, what in record["states"].items()}
     return record
 
@@ -48,5 +47,5 @@ def stored_kind(kind: str, saved: dict[str, Any]) -> str:
     return _FORMAT_1_KINDS.get(kind, kind) if saved["format"] == 1 else kind
 
 
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    return {ALIASES["record"].get(key, key): value for key, value in values.items()}
+def _renamed(description: dict[str, Any]) -> dict[str, Any]:
+    return {ALIASES["description"].get(key, key): value for key, value in description.items()}

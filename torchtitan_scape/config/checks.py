@@ -75,9 +75,9 @@ def check_config(config: JobConfig, device_type: str) -> None:
     differs = implementation.per_replica_weights or implementation.holds_optimizer_state
     if config.sharding.sparse and (differs or simulated > 1):
         raise ValueError(
-            f"[sharding] gradients = {config.sharding.gradients!r} with [sync] method = {method!r} and "
+            f"[sharding] gradients_code = {config.sharding.gradients_code!r} with [sync] method = {method!r} and "
             f"simulate_replicas = {simulated}: the residuals of the shard axis would differ between replicas; set "
-            "simulate_replicas = 1 and method = 'dense', or [sync] method = 'tagc' and gradients = 'dense'"
+            "simulate_replicas = 1 and method = 'dense', or [sync] method = 'tagc' and gradients_code = 'dense'"
         )
     if config.training.max_norm <= 0:
         raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
@@ -132,14 +132,14 @@ def _check_levels(config: JobConfig) -> None:
     for given, wrong, fix in (
         (f"[sync] method = {method!r}", not METHODS[method].supports_flat_slices, f"set {names}"),
         (
-            f"[sharding] gradients = {config.sharding.gradients!r}",
+            f"[sharding] gradients_code = {config.sharding.gradients_code!r}",
             config.sharding.sparse,
             "set 'dense', or a code",
         ),
         (
-            f"[sync] method = {method!r} with sum = {levels.sum!r}",
-            levels.sum != "float32" and not METHODS[method].is_linear,
-            'set sum = "float32": the method has its own exchange between nodes',
+            f"[sync] method = {method!r} with sum_code = {levels.sum_code!r}",
+            levels.sum_code != "float32" and not METHODS[method].is_linear,
+            'set sum_code = "float32": the method has its own exchange between nodes',
         ),
         ("[sync] overlap = true", config.sync.overlap, "set it to false: gradients are first summed within the node"),
         (

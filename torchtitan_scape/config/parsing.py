@@ -25,17 +25,15 @@ from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
 from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.core.patching import environment
+from torchtitan_scape.core.renamed_keys import present_key, renamed
 from torchtitan_scape.core.type_checks import check_section, check_value
 from torchtitan_scape.titan.config import ConfigManager, custom_registry
 
-# Keys of earlier versions, and the advice for each.
+# Keys of earlier versions that have no present key with the same values, and the advice for each; see also
+# `core.renamed_keys`.
 REMOVED_KEYS = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
-    "sync.scape.wait_scaling": "it is now staleness_scaling",
-    "sync.scape.max_wait": "it is now max_staleness",
     "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
-    "sync.scape.wire_dtype": "it is now wire",
-    "sync.scape.values_dtype": "it is now values",
     "sync.scape.wait_by": 'it was removed, delete it: the former default "row_column" is now the only rule',
 }
 _NO_HELP = tyro.conf.arg(help="")  # the parser would search the sources of the fields for comments
@@ -181,6 +179,10 @@ def resolve(arguments: list[str]) -> Resolved:
         key, positive = _key_of(argument)
         if positive in REMOVED_KEYS:
             raise ValueError(f"command line: {argument}: {REMOVED_KEYS[positive]}")
+        if (present := present_key(positive)) != positive:
+            (section, _, name), given = present.rpartition("."), "".join(argument.partition("=")[1:])
+            advice = f"set --{section}.{'' if key == positive else 'no-'}{name}{given}"
+            raise ValueError(f"command line: {argument}: {positive} is now {present}: {advice}")
         if "=" in argument and types.get(key) is bool:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
@@ -259,6 +261,8 @@ def check_table(section: Any, table: dict[str, Any], name: str) -> None:
     for key, value in table.items():
         if f"{name}.{key}" in REMOVED_KEYS:
             raise ValueError(f"[{name}] {key} = {value!r}: {REMOVED_KEYS[f'{name}.{key}']}")
+        if message := renamed(name, key, value):
+            raise ValueError(message)
         if key not in known:
             near = difflib.get_close_matches(key, [*known, "extends"] if not name else known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

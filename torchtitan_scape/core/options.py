@@ -9,8 +9,9 @@ A file that defines a section must not use `from __future__ import annotations`:
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from torchtitan_scape.core.renamed_keys import renamed
 from torchtitan_scape.core.type_checks import check_section
 
 # Metadata of a field, as in `field(default=1024, metadata=LAYOUT)`.
@@ -27,10 +28,18 @@ class Options:
     Subclasses are dataclasses, set `section` and give every field a docstring, which `--help` prints.
 
     Raises:
+        TypeError: An argument has the name of an earlier version.
         ValueError: A value has the wrong type. Subclasses call `require` in `__post_init__` for all other rules.
     """
 
     section: ClassVar[str]  # as in the recipe, for example "sync.scape"
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        # Called before the dataclass's __init__, which raises TypeError for an unknown argument without the new name.
+        for key, value in given.items():
+            if message := renamed(cls.section, key, value):
+                raise TypeError(message)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_section(self, self.section)

@@ -33,9 +33,9 @@ MOST_REPLICAS: dict[type, int] = {SpartaOptions: 4}  # its loss grows with them
 # For little memory, if none of the above fits, by decreasing density. The loss of its optimizer, AdamS, is higher.
 SPARSE = (
     PlannedRun(ScapeOptions(density=0.1)),
-    PlannedRun(ScapeOptions(density=0.1, wire="int4")),
-    PlannedRun(ScapeOptions(density=0.05, wire="int4")),
-    PlannedRun(ScapeOptions(density=0.025, wire="2bit")),
+    PlannedRun(ScapeOptions(density=0.1, code="int4")),
+    PlannedRun(ScapeOptions(density=0.05, code="int4")),
+    PlannedRun(ScapeOptions(density=0.025, code="2bit")),
 )
 # Shown but never advised: the trainer does not have the first; the others have a higher loss.
 COMPARED = (
@@ -48,8 +48,8 @@ COMPARED = (
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (
     {"offload": ["state"]},
-    {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16"},
-    {"update": "sharded", "values": "bfloat16", "weights_dtype": "bfloat16", "offload": ["state"]},
+    {"update": "sharded", "update_code": "bfloat16", "weights_dtype": "bfloat16"},
+    {"update": "sharded", "update_code": "bfloat16", "weights_dtype": "bfloat16", "offload": ["state"]},
 )
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8

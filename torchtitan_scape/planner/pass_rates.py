@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.files import parse_json
+from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.links import Links
@@ -28,7 +29,7 @@ class Rate:
     kind: str
     entries: int
     density: float
-    wire: str
+    code: str
     pack: float
     rest: float
 
@@ -58,14 +59,14 @@ class PassRates:
     def of(self, method: PlannedRun) -> tuple[float, float]:
         """Return the bytes/s of (the packing pass, the other passes).
 
-        The nearest measurement is used: same kind, encoded or FP32 wire, density, and the largest model. Passes
+        The nearest measurement is used: same kind, coded or FP32 payload, density, and the largest model. Passes
         without a measurement use the rates of dense AdamS.
         """
         options = method.options
-        density, wire = (options.density, options.wire) if isinstance(options, ScapeOptions) else (1.0, "float32")
+        density, code = (options.density, options.code) if isinstance(options, ScapeOptions) else (1.0, "float32")
 
         def distance(rate: Rate) -> tuple[bool, float, int]:
-            coded = (rate.wire == "float32") != (wire == "float32")
+            coded = (rate.code == "float32") != (code == "float32")
             return coded, abs(math.log(rate.density / density)), -rate.entries
 
         kind = method.optimizer.lower() if method.is_dense else options.method_name()
@@ -131,13 +132,13 @@ def _rates(result: dict[str, Any]) -> Sequence[Rate]:
     for kind, name in (("adamw", "fused AdamW"), ("adams", "dense AdamS")):
         rate = result["dense"][name]["bytes_a_second"]
         found.append(Rate(kind, entries, 1.0, "float32", rate, rate))
-    for setting in result["settings"]:
+    for setting in (with_present_keys(one, "sync.scape") for one in result["settings"]):
         passes, step = setting["passes"], setting["step"]
         carry = passes.get("carry", {"ms": 0.0, "minimal_bytes": 0.0})
         pack = {key: passes["pack + select"][key] - carry[key] for key in ("ms", "minimal_bytes")}
         rest = {key: step[key] - pack[key] for key in pack}
         rates = [one["minimal_bytes"] / (one["ms"] / 1e3) for one in (pack, rest)]
-        found.append(Rate(ScapeOptions.method_name(), entries, setting["density"], setting["wire"], *rates))
+        found.append(Rate(ScapeOptions.method_name(), entries, setting["density"], setting["code"], *rates))
     return found
 
 

@@ -15,7 +15,7 @@ from torchtitan_scape.topology.layout import Layout, plan_layout
 
 WANTED = 1.5  # the report explains a smaller gain
 DENSE = PlannedRun(DenseOptions(), overlap=True)
-SCAPE = PlannedRun(ScapeOptions(density=0.05, wire="int4"))  # 1.1 % of the bytes
+SCAPE = PlannedRun(ScapeOptions(density=0.05, code="int4"))  # 1.1 % of the bytes
 FSDP, LEVELS = "FSDP", "three levels"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtitan_scape.core.parameters import stored
+from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
@@ -67,16 +68,17 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
             "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
             "(helpers that gather optimizer state by parameter drop the method's state)"
         )
+    layout = with_present_keys(saved["layout"], f"sync.{saved['layout']['method']}")
     for key, value in _layout(optimizer).items():
-        if key == "replica" and saved["layout"].get(key) != value:
+        if key == "replica" and layout.get(key) != value:
             return (
-                f"the saved state has replica={saved['layout'].get(key)!r}, this run has {value!r}; replicas differ, "
+                f"the saved state has replica={layout.get(key)!r}, this run has {value!r}; replicas differ, "
                 "so every rank saves and loads its own file. torchtitan_scape.checkpoint_states returns all states for "
                 "torch.distributed.checkpoint"
             )
-        if saved["layout"].get(key) != value:
+        if layout.get(key) != value:
             return (
-                f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; the state of a rank "
+                f"the saved state has {key}={layout.get(key)!r}, this run has {value!r}; the state of a rank "
                 "needs the same layout and options; torchtitan_scape.load_checkpoint loads into others"
             )
     if len(saved["weights"]) != len(optimizer.weights):

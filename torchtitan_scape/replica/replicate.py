@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.renamed_keys import renamed
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.groups import RealReplicas, replicas_of
@@ -101,6 +102,9 @@ def _options(method: MethodChoice) -> MethodOptions:
     if name not in METHODS:
         raise ValueError(f"method is {name!r}; it must be one of {', '.join(METHODS)}")
     entry = METHODS[name]
+    for key, value in section.items():
+        if message := renamed(entry.options.section, key, value):
+            raise ValueError(message)
     known = [field.name for field in fields(entry.options)]
     if unknown := sorted(section.keys() - set(known)):
         raise ValueError(f"method {name!r} has no option {unknown[0]!r}; its options are {', '.join(known) or 'none'}")

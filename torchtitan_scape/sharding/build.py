@@ -32,8 +32,8 @@ from torchtitan_scape.topology.traffic import TrafficLedger
 def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> ShardGroups:
     """Return the process groups that checked options need. Collective."""
     hops = options.hops_over(layout) if options.active else 0
-    gathers = hops if options.weights != "dense" or options.secondary else 0
-    reductions = 0 if options.gradients == "dense" else 1 if options.sparse else hops
+    gathers = hops if options.weights_code != "dense" or options.secondary else 0
+    reductions = 0 if options.gradients_code == "dense" else 1 if options.sparse else hops
     return build_shard_groups(layout, timeout, gathers, reductions)
 
 
@@ -56,7 +56,7 @@ def build_sharding(
     def gather(flat: ShardedParamGroup) -> AllGatherHook:
         if not groups.gathers:
             return CountedAllGather(groups.whole, ledger)
-        code = None if options.weights == "dense" else _code(kernels, options.weights, options.weights_block)
+        code = None if options.weights_code == "dense" else _code(kernels, options.weights_code, options.weights_block)
         rows, cache_version = RowCodec(flat.gathered, code), sharding.version if options.secondary else None
         return QuantizedAllGather(flat, groups.gathers, rows, ledger, cache_version)
 
@@ -66,7 +66,7 @@ def build_sharding(
         if options.sparse:
             (rank_group,) = groups.reductions
             return TagcReduce(flat, rank_group, options.tagc, ledger, sharding.position, kernels, device)
-        names = (*options.gradient_codes, options.gradient_codes[-1])
+        names = (*options.hop_codes, options.hop_codes[-1])
         codes = [
             _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
         ]

@@ -65,7 +65,7 @@ def build_levels(
     Raises:
         ValueError: Rows cannot be divided evenly in BF16, or a parameter is frozen.
     """
-    sharding, update = Sharding(groups, ShardLedger(traffic), seed), options.levels.update
+    sharding, update = Sharding(groups, ShardLedger(traffic), seed), options.levels.update_code
     ledger, position = sharding.ledger, sharding.position
     flats, nodes = flat_groups(model), groups.nodes.size if sums else 1
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
@@ -89,7 +89,7 @@ def build_levels(
     for flat in flats:
         row = flat.reduced
         rows = RowLayout([s.size for s in row], [s.dims > 1 for s in row], options.cut_block, groups.pairs.size, nodes)
-        sum_code, update_code = (step_code if name == "int8" else None for name in (options.levels.sum, update))
+        sum_code, update_code = (step_code if name == "int8" else None for name in (options.levels.sum_code, update))
         level_groups.append(
             LevelGroup(
                 rows,
@@ -133,7 +133,7 @@ def build_levels(
 def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[tuple[RankGroup, BlockCode | None]]:
     """Return the rank group and the code of each hop of the gradients within the node."""
     codes: list[BlockCode | None] = [
-        block_code(kernels, name, options.gradients_block, torch.float32) for name in options.gradient_codes
+        block_code(kernels, name, options.gradients_block, torch.float32) for name in options.hop_codes
     ] or [None]
     inner, outer = groups.pair, groups.pairs
     if min(inner.size, outer.size) > 1:
@@ -145,8 +145,8 @@ def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[t
 def _gather(
     flat: ShardedParamGroup, options: ShardingOptions, groups: LevelGroups, sharding: Sharding, kernels: str
 ) -> AllGatherHook:
-    coded = options.weights != "dense"
-    code = block_code(kernels, options.weights, options.weights_block, torch.float32) if coded else None
+    coded = options.weights_code != "dense"
+    code = block_code(kernels, options.weights_code, options.weights_block, torch.float32) if coded else None
     if options.levels.secondary:
         rows = RowCodec(flat.gathered, code)
         return SecondaryAllGather(flat, groups.weights, rows, groups.secondary, sharding.ledger, sharding.version)
@@ -163,19 +163,21 @@ def check_levels(options: ShardingOptions, layout: Layout) -> None:
     """
     levels = options.levels
     levels.check(layout)
-    if levels.weights == 1 and options.weights != "dense":
-        options.require(False, "weights", "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'")
+    if levels.weights == 1 and options.weights_code != "dense":
+        options.require(
+            False, "weights_code", "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'"
+        )
     if options.secondary:
         options.require(
             False, "secondary", "weights stay within the node; set it to false, or use [sharding.levels] secondary"
         )
     two_hops = levels.weights > 1 and levels.gradients > levels.weights
-    if not two_hops and (options.hops == 2 or len(options.gradient_codes) > 1):
-        key = "hops" if options.hops == 2 else "gradients"
+    if not two_hops and (options.hops == 2 or len(options.hop_codes) > 1):
+        key = "hops" if options.hops == 2 else "gradients_code"
         rule = (
             f"two hops need pairs of several ranks and several pairs, and [sharding.levels] has weights = "
             f"{levels.weights}, gradients = {levels.gradients}; set hops = 'auto' and one code"
         )
         options.require(False, key, rule)
-    if options.hops == 1 and len(options.gradient_codes) > 1:
-        options.require(False, "gradients", "two codes need two hops; set hops = 'auto', or one code")
+    if options.hops == 1 and len(options.hop_codes) > 1:
+        options.require(False, "gradients_code", "two codes need two hops; set hops = 'auto', or one code")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.sharding.base import WEIGHTS, Allocates, ShardedParamGroup, WeightsCache, WeightsVersion
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.topology import shard_collectives

@@ -28,11 +28,11 @@ class LevelsOptions(Options):
     """Ranks over which gradients are sharded: the degree of the shard axis, which spans a node; 0 disables the
     levels"""
 
-    sum: Literal["float32", "int8"] = "float32"
+    sum_code: Literal["float32", "int8"] = "float32"
     """Encoding of the sum of gradients between nodes, once per step: FP32, or an 8-bit block code, decoded and summed
     in node order. For [sync] method = "dense"; other methods use their own exchange between nodes"""
 
-    update: Literal["int8", "bfloat16", "float32"] = "int8"
+    update_code: Literal["int8", "bfloat16", "float32"] = "int8"
     """Update of the weights from the masters after a step: by differences in an 8-bit block code, whose rounding error
     is part of the next difference, or by values. The dtype of the weights is [training] mixed_precision_param"""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup

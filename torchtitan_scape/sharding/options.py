@@ -26,7 +26,7 @@ class ShardingOptions(Options):
 
     section: ClassVar[str] = "sharding"
 
-    weights: Literal["dense", "int8"] = "dense"
+    weights_code: Literal["dense", "int8"] = "dense"
     """Encoding of all-gathered matrices: that of FSDP2, or an 8-bit block code (qwZ). Validation uses the quantized
     weights; checkpoints contain the FP32 shards"""
 
@@ -36,7 +36,7 @@ class ShardingOptions(Options):
     secondary: bool = False
     """Send weights between nodes once per update; every rank keeps the encoded messages until the next update (hpZ)"""
 
-    gradients: Literal["dense", "int8", "int4", "int8+int4", "tagc"] = "dense"
+    gradients_code: Literal["dense", "int8", "int4", "int8+int4", "tagc"] = "dense"
     """Encoding of reduce-scattered gradients of matrices: that of FSDP2, or a block code, decoded and summed in rank
     order (qgZ); "int8+int4" uses 8 bits within the node and 4 bits between nodes; "tagc" sends the largest entries and
     keeps the rest as a residual"""
@@ -67,28 +67,28 @@ class ShardingOptions(Options):
     @property
     def active(self) -> bool:
         """Whether any of FSDP2's own collectives is replaced."""
-        return self.weights != "dense" or self.gradients != "dense" or self.secondary
+        return self.weights_code != "dense" or self.gradients_code != "dense" or self.secondary
 
     @property
-    def gradient_codes(self) -> tuple[str, ...]:
+    def hop_codes(self) -> tuple[str, ...]:
         """Names of the gradient codes per hop, innermost first; the last one also applies to the hops after it."""
-        return CODES.get(self.gradients, ())
+        return CODES.get(self.gradients_code, ())
 
     @property
     def sparse(self) -> bool:
         """Whether gradients are reduced by TAGC."""
-        return self.gradients not in CODES
+        return self.gradients_code not in CODES
 
     @property
     def turns(self) -> bool:
         """Whether gradients are Hadamard-transformed before encoding."""
-        return self.hadamard and "int4" in self.gradient_codes
+        return self.hadamard and "int4" in self.hop_codes
 
     @property
     def cut_block(self) -> int:
         """Alignment, in entries, of the row slices of three-level sharding: no slice boundary divides a block."""
-        blocks = [self.gradients_block] if self.gradients != "dense" else []
-        return max([*blocks, STEP_BLOCK if "int8" in (self.levels.sum, self.levels.update) else 1])
+        blocks = [self.gradients_block] if self.gradients_code != "dense" else []
+        return max([*blocks, STEP_BLOCK if "int8" in (self.levels.sum_code, self.levels.update_code) else 1])
 
     def plan(self, nodes: int, sums: bool, dtype: str) -> LevelsPlan | None:
         """Return the closed form of three-level sharding, or None if it is off.
@@ -100,16 +100,16 @@ class ShardingOptions(Options):
         """
         if not self.levels.active:
             return None
-        codes = tuple(coded(int(name.removeprefix("int")), self.gradients_block) for name in self.gradient_codes)
+        codes = tuple(coded(int(name.removeprefix("int")), self.gradients_block) for name in self.hop_codes)
         stored, update = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
         return LevelsPlan(
             self.levels.weights,
             self.levels.gradients,
             nodes,
-            gathered=stored if self.weights == "dense" else coded(8, self.weights_block),
+            gathered=stored if self.weights_code == "dense" else coded(8, self.weights_block),
             reduced=(codes or (4.0,)) * (2 if self.hops == 2 and len(codes) < 2 else 1),
-            summed=(coded(8, STEP_BLOCK) if self.levels.sum == "int8" else 4.0) if sums else 0.0,
-            update=update.get(self.levels.update, coded(8, STEP_BLOCK)),
+            summed=(coded(8, STEP_BLOCK) if self.levels.sum_code == "int8" else 4.0) if sums else 0.0,
+            update=update.get(self.levels.update_code, coded(8, STEP_BLOCK)),
             secondary=self.levels.secondary,
             stored=stored,
         )
@@ -149,8 +149,9 @@ class ShardingOptions(Options):
         nodes, ranks = layout.by_node(layout.shard_group(0)), layout.shard * layout.context
         if ranks == 1:
             raise ValueError(
-                f"[sharding] weights = {self.weights!r}, gradients = {self.gradients!r} with one rank on the shard "
-                "axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or omit [sharding]"
+                f"[sharding] weights_code = {self.weights_code!r}, gradients_code = {self.gradients_code!r} with one "
+                "rank on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or "
+                "omit [sharding]"
             )
         hops = self.hops_over(layout)
         if self.secondary:
@@ -159,13 +160,13 @@ class ShardingOptions(Options):
                 self.require(False, "secondary", f"it saves bytes between nodes, but {_describe(nodes)}; {fix}")
             if hops == 1 and len(nodes[0]) > 1:
                 self.require(False, "secondary", f"it needs two hops, and {_describe(nodes)}; {self._two_hops(layout)}")
-        if len(self.gradient_codes) > hops:
+        if len(self.hop_codes) > hops:
             rule = f"two codes need two hops, but {_describe(nodes)}; set 'int8' or 'int4', or {self._two_hops(layout)}"
-            self.require(False, "gradients", rule)
+            self.require(False, "gradients_code", rule)
         if self.sparse:
             rule = f"the residuals differ between replicas, so one replica is supported, not {layout.replicate}"
-            fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients = 'dense'"
-            self.require(layout.replicate == 1, "gradients", f"{rule}; {fix}")
+            fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients_code = 'dense'"
+            self.require(layout.replicate == 1, "gradients_code", f"{rule}; {fix}")
             self.tagc.check_among(ranks)
 
     def planned(self, layout: Layout, param_dtype: str, on_cpu: bool) -> ShardPlan:
@@ -177,10 +178,10 @@ class ShardingOptions(Options):
             on_cpu: Dense gradients use an all-to-all instead of a ring, as on gloo.
         """
         return ShardPlan(
-            weights=self.weights,
+            weights=self.weights_code,
             weights_block=self.weights_block,
             secondary=self.secondary,
-            gradients=self.gradient_codes,
+            gradients=self.hop_codes,
             gradients_block=self.gradients_block,
             hops=self.hops_over(layout) if self.active and not self.levels.active else 1,
             weight_bytes=4 if param_dtype == "float32" else 2,
@@ -191,12 +192,14 @@ class ShardingOptions(Options):
     def remarks(self, layout: Layout, validates: bool) -> list[str]:
         """Return the lines about sharding to log at the start of a run."""
         lines = []
-        dense = [name for name in ("weights", "gradients") if getattr(self, name) == "dense"]
+        dense = [name for name in ("weights", "gradients") if getattr(self, f"{name}_code") == "dense"]
         if not layout.shard_axis_inside_node and dense:
             names = " and ".join(dense)
             lines.append(f"the shard axis crosses nodes: FSDP's dense collectives ({names}) will use the network")
-        if self.weights != "dense" and validates:
-            lines.append(f"validation uses the weights as all-gathered, in {self.weights}; checkpoints contain FP32")
+        if self.weights_code != "dense" and validates:
+            lines.append(
+                f"validation uses the weights as all-gathered, in {self.weights_code}; checkpoints contain FP32"
+            )
         return lines
 
 

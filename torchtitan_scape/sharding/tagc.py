@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.backends import tagc_passes
-from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
 from torchtitan_scape.kernels.tagc.index import (
@@ -90,7 +90,7 @@ class TagcReduce(Allocates):
         self.residual = torch.zeros(ranks, self.blocks * BLOCK, dtype=torch.float32, device=device)
         self._index = options.index_among(ranks)
         self._capacity = capacity(options.density, ranks)
-        self._sketches = self._make_sketches(device) if options.codec == "sketch" and self.blocks else []
+        self._sketches = self._make_sketches(device) if options.code == "sketch" and self.blocks else []
         self._sketches_of_all_rows = [sketch.repeated(ranks) for sketch in self._sketches]
         # Accumulated in this step: gradients that are not compressed, and the rows with non-finite numbers.
         self._uncompressed: Tensor | None = None
@@ -285,9 +285,9 @@ class TagcReduce(Allocates):
         """
         if self.blocks < MIN_BLOCKS and not self._options.reproduce:
             raise ValueError(
-                f"[sharding.tagc] codec = 'sketch': a rank compresses {self.blocks} blocks of {BLOCK} entries of "
+                f"[sharding.tagc] code = 'sketch': a rank compresses {self.blocks} blocks of {BLOCK} entries of "
                 f"{self._flat.name}, and a sketch of fewer than {MIN_BLOCKS} blocks may lose entries; set "
-                "codec = 'packed', raise min_entries, or set reproduce = true"
+                "code = 'packed', raise min_entries, or set reproduce = true"
             )
         return [Sketch.of(self.blocks, self._options.ratio, device, turn) for turn in range(TURNS)]
 

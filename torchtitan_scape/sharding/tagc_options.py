@@ -18,20 +18,20 @@ MIN_BLOCKS = 512  # Blocks of a sketch: peeling may fail in a smaller sketch eve
 
 @dataclass
 class TagcShardingOptions(Options):
-    """[sharding.tagc]: options of [sharding] gradients = "tagc". The method is TAGC (arXiv:2504.05638)."""
+    """[sharding.tagc]: options of [sharding] gradients_code = "tagc". The method is TAGC (arXiv:2504.05638)."""
 
     section: ClassVar[str] = "sharding.tagc"
 
     sparsity: float = 0.9
     """Share of the entries that a rank does not select, in [0, 1), of every block of 1024; they stay in the residual"""
 
-    codec: Literal["packed", "sketch"] = "packed"
+    code: Literal["packed", "sketch"] = "packed"
     """Encoding of values: packed in the order of the index, or, as published, in a count sketch"""
 
     ratio: float = 10.0
     """Entries per cell of a sketch, 1 or more"""
 
-    index: Literal["auto", "bits", "offsets", "bit_sum", "nibble_sum"] = "auto"
+    index_code: Literal["auto", "bits", "offsets", "bit_sum", "nibble_sum"] = "auto"
     """Encoding of the selections: bitmaps combined by their owners, encoded offsets that are all-gathered, or ("auto")
     the shorter of the two; as published, sums of bytes (wrong if two ranks select the same entry) or of four bits per
     entry"""
@@ -66,8 +66,10 @@ class TagcShardingOptions(Options):
         self.require(self.ratio >= 1.0, "ratio", "it must be 1 or more, for example 10")
         self.require(self.min_entries >= 1, "min_entries", "it must be 1 (all matrices) or more")
         if self.selection == "table":
-            self.require(self.codec == "sketch", "selection", "it requires codec = 'sketch'; set 'block'")
-            self.require(self.index != "offsets", "index", "offsets need selection = 'block'; set 'auto' or 'bits'")
+            self.require(self.code == "sketch", "selection", "it requires code = 'sketch'; set 'block'")
+            self.require(
+                self.index_code != "offsets", "index_code", "offsets need selection = 'block'; set 'auto' or 'bits'"
+            )
 
     @property
     def density(self) -> float:
@@ -81,14 +83,14 @@ class TagcShardingOptions(Options):
 
     def index_among(self, ranks: int) -> str:
         """Return the encoding of the index: "bits", "offsets", "bit_sum" or "nibble_sum"."""
-        if self.index != "auto":
-            return self.index
+        if self.index_code != "auto":
+            return self.index_code
         return "offsets" if self.selection == "block" and sends_offsets(self.density, ranks) else "bits"
 
     def planned(self, ranks: int) -> SparsePlan:
         """Return the closed form for the planner."""
         index = self.index_among(ranks)
-        width, ratio = 4 if index == "nibble_sum" else 1, self.ratio if self.codec == "sketch" else 0.0
+        width, ratio = 4 if index == "nibble_sum" else 1, self.ratio if self.code == "sketch" else 0.0
         return SparsePlan(self.density, index, width, ratio, self.micro == "each", self.compresses)
 
     def check_among(self, ranks: int) -> None:
@@ -100,10 +102,12 @@ class TagcShardingOptions(Options):
         if self.reproduce:
             return
         unless = "or set reproduce = true to use the published variant"
-        self.require(self.index != "bit_sum", "index", f"the sum of bytes loses entries; set 'auto', {unless}")
-        fits = self.index != "nibble_sum" or ranks <= 15
-        self.require(fits, "index", f"four bits can count 15 ranks, but there are {ranks}; set 'auto', {unless}")
-        if self.codec != "sketch":
+        self.require(
+            self.index_code != "bit_sum", "index_code", f"the sum of bytes loses entries; set 'auto', {unless}"
+        )
+        fits = self.index_code != "nibble_sum" or ranks <= 15
+        self.require(fits, "index_code", f"four bits can count 15 ranks, but there are {ranks}; set 'auto', {unless}")
+        if self.code != "sketch":
             return
         self.require(
             self.left_over == "keep", "left_over", f"estimates differ from what was sent; set 'keep', {unless}"
@@ -116,7 +120,7 @@ class TagcShardingOptions(Options):
             "sparsity",
             f"{ranks} ranks may select {union:.3g} of the entries, {load:.3g} per cell of a sketch with "
             f"ratio {self.ratio:g}, but at most {MAX_LOAD} is allowed; raise it to {1.0 - max_density:.4f}, "
-            f"lower ratio, set codec = 'packed', {unless}",
+            f"lower ratio, set code = 'packed', {unless}",
         )
 
     def compresses(self, name: str, dims: int, entries: int) -> bool:

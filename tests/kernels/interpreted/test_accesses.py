@@ -34,10 +34,10 @@ def test_an_access_outside_of_a_tensor_is_an_error() -> None:
 @pytest.mark.usefixtures("accesses_are_checked")
 def test_steps_of_scape() -> None:
     """Short last blocks, aligned and not, with quantization errors and staleness, and a mask of all ones."""
-    case = Case((2100, 5, 300), (7,), 64, replicas=3, replica=1, columns=(20, 1, 10), keeps_wire_error=True)
+    case = Case((2100, 5, 300), (7,), 64, replicas=3, replica=1, columns=(20, 1, 10), keeps_code_error=True)
     for one in (case, replace(case, offset=1, parameter_offset=1), replace(case, in_use=1.0, previous=0.5)):
         check_step(one)
-    check_rotate(replace(case, keeps_wire_error=False, replica=None))
+    check_rotate(replace(case, keeps_code_error=False, replica=None))
 
 
 @pytest.mark.usefixtures("accesses_are_checked")

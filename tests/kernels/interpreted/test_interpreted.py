@@ -16,10 +16,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from tests.kernels.checks import (
     Case,
     check_entering,
+    check_messages,
     check_rotate,
     check_skipped,
     check_step,
-    check_wires,
     check_written,
     used,
 )
@@ -65,7 +65,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
         parameter_offset=draw(st.sampled_from([0, 0, 1])),
         chunk_entries=draw(st.sampled_from([0, 1, 30])),
         chunk_multiple=draw(st.sampled_from([1, 4])),
-        keeps_wire_error=draw(st.booleans()),
+        keeps_code_error=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
     )
     return Case(**{**options, **fixed})
@@ -82,7 +82,7 @@ def examples(count: int) -> int:
 @example(Case((40, 1), (3,), density=0.5, in_use=0.5, previous=1.0, next=0.01, replicas=2, replica=1))
 @example(Case((1,), block_size=8, density=0.1, in_use=1.0, previous=0.1, next=0.1, columns=(1,), keeps=0.5))
 @example(Case((3, 3), block_size=16, density=0.3, in_use=0.5, previous=0.5, next=0.3))
-@example(Case((3, 3, 2), block_size=16, density=0.3, in_use=0.3, previous=0.5, next=0.3, keeps_wire_error=True))
+@example(Case((3, 3, 2), block_size=16, density=0.3, in_use=0.3, previous=0.5, next=0.3, keeps_code_error=True))
 def test_a_step_equals_pytorch(case: Case) -> None:
     check_step(case)
 
@@ -102,15 +102,15 @@ def test_selection_is_exact(case: Case, density: float) -> None:
 
 def check_selection(case: Case, density: float) -> None:
     case = replace(case, next=density, gradient_dtype=torch.float32)
-    wires = []
+    messages = []
     for make in (torch_passes, triton_passes):
         passes = case.passes(make)
         passes.storage.flat["state"].zero_()
         mask = case.mask(1.0, 0)
         gradients = case.draw(torch.float32, 4, case.values)
         passes.bind(case.step(case.draw(torch.float32, 5), gradients, (mask, mask)))
-        wires.append(pack_all(passes))
-    check_wires(*wires)
+        messages.append(pack_all(passes))
+    check_messages(*messages)
 
 
 @pytest.mark.parametrize("values", [(0.0,), (1.0,), (0.0, -0.0, 1e-45)], ids=["zeros", "equal", "denormals"])

@@ -28,7 +28,7 @@ MORE_TRAINING: list[tuple[int, dict[str, Any]]] = [
     (2, dict(density=0.3, density_warmup_steps=2)),
     (2, dict(density=0.3, density_warmup_steps=2, bf16_weights=True, offload=OFFLOAD)),
     (2, dict(density=0.3, update="sharded", density_warmup_steps=2, clip_mode="literal")),
-    (2, dict(density=0.1, update="sharded", wire="bfloat16", values="bfloat16", dense_names=["p1"])),
+    (2, dict(density=0.1, update="sharded", code="bfloat16", update_code="bfloat16", dense_names=["p1"])),
     # Complete tiles of aligned storage.
     (3, dict(density=0.1, update="sharded", shapes=[(40, 320), (9,)])),
 ]
@@ -96,7 +96,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(collectives: Any) -> None:
         parameters = [torch.nn.Parameter(p) for p in draw(0, SHAPES)]
         options: dict[str, Any] = dict(density=0.1, density_warmup_steps=2, update="sharded", kernels="triton")
-        options |= dict(lr=1e-2, block_size=16, values="bfloat16")
+        options |= dict(lr=1e-2, block_size=16, update_code="bfloat16")
         optimizer = make_scape(parameters, replicas=collectives, **options)
         passes: Any = optimizer.method.passes
         for step in range(4):
@@ -114,8 +114,8 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["read", slow("load")])
-@pytest.mark.parametrize("wire", ["float32", slow("bfloat16")])
-def test_moments_outside_the_state_are_those_of_pytorch(how: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", ["float32", slow("bfloat16")])
+def test_moments_outside_the_state_are_those_of_pytorch(how: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the state between steps, or loading it into another optimizer, changes no bit of what follows.
 
     Steps 3 and 5 are skipped, the first and the third of the target density. Step 7 is dense.
@@ -123,7 +123,7 @@ def test_moments_outside_the_state_are_those_of_pytorch(how: str, wire: str, mon
     launch_one_at_a_time(monkeypatch)
 
     def work(collectives: Any, kernels: str, how: str) -> tuple[list[Tensor], list[Tensor]]:
-        options: dict[str, Any] = dict(lr=1e-2, block_size=16, density=0.3, density_warmup_steps=2, wire=wire)
+        options: dict[str, Any] = dict(lr=1e-2, block_size=16, density=0.3, density_warmup_steps=2, code=code)
         options |= dict(replicas=collectives, kernels=kernels)
         parameters = [torch.nn.Parameter(p) for p in draw(0, SHAPES)]
         optimizer, shown = make_scape(parameters, **options), list[Tensor]()
@@ -154,7 +154,7 @@ def test_moments_outside_the_state_are_those_of_pytorch(how: str, wire: str, mon
 
 @pytest.mark.parametrize(
     "options",
-    [slow(dict(density=0.1, density_warmup_steps=2, wire="bfloat16"))],
+    [slow(dict(density=0.1, density_warmup_steps=2, code="bfloat16"))],
 )
 def test_simulated_replicas_equal_real_ones(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps of two replicas; the third is skipped because of a NaN of the second replica."""

@@ -17,10 +17,10 @@ from torchtitan_scape.topology.in_process import InProcessCollectives
     "options",
     [
         {},
-        {"wire": "bfloat16"},
-        {"wire": "int4"},
-        {"update": "sharded", "values": "bfloat16"},
-        {"update": "sharded", "wire": "bfloat16", "values": "int4"},
+        {"code": "bfloat16"},
+        {"code": "int4"},
+        {"update": "sharded", "update_code": "bfloat16"},
+        {"update": "sharded", "code": "bfloat16", "update_code": "int4"},
     ],
 )
 def test_all_messages_are_aligned_to_16_bytes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

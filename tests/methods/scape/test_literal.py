@@ -13,7 +13,7 @@ from tests.marks import covering, slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, train
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.methods.scape.options import Wire
+from torchtitan_scape.methods.scape.options import Code
 
 GRID = [  # replicas, density, staleness scaling, other options
     (n, d, w, extra)
@@ -125,13 +125,13 @@ def test_sum_reduction_equals_the_mean_of_scaled_gradients() -> None:
 BFLOAT16 = [{}, {"selection": "tensor"}, {"density_warmup_steps": 8}, {"max_norm": None}]
 # At 0.5 there are several blocks per replica.
 CODED = [
-    slow(1, {"wire": "int4"}),
-    slow(2, {"wire": "int4", "density_warmup_steps": 8}),
-    (3, {"wire": "int4", "density": 0.5}),
-    (3, {"wire": "2bit", "density": 0.5, "density_warmup_steps": 6, "selection": "tensor"}),
-    (2, {"wire": "int8", "density": 0.5, "max_norm": None}),
-    (4, {"wire": "e2m1", "density": 0.5, "staleness_scaling": False}),
-    (2, {"wire": "1bit", "density_warmup_steps": 8}),
+    slow(1, {"code": "int4"}),
+    slow(2, {"code": "int4", "density_warmup_steps": 8}),
+    (3, {"code": "int4", "density": 0.5}),
+    (3, {"code": "2bit", "density": 0.5, "density_warmup_steps": 6, "selection": "tensor"}),
+    (2, {"code": "int8", "density": 0.5, "max_norm": None}),
+    (4, {"code": "e2m1", "density": 0.5, "staleness_scaling": False}),
+    (2, {"code": "1bit", "density_warmup_steps": 8}),
 ]
 
 
@@ -142,24 +142,24 @@ def test_an_encoded_payload_follows_the_reference_algorithm(replicas: int, optio
     The bound is wider, because a difference in the last bit may change the rounding of an entry, which error feedback
     then compensates. Without error feedback the difference is more than 1e-3.
     """
-    options = {"density": 0.1, "wire": "bfloat16", **options}
+    options = {"density": 0.1, "code": "bfloat16", **options}
     expected = literal(replicas, 14, **options)
     results = run_replicas(replicas, lambda c: train(c, 14, **options))
     for step, want in enumerate(expected):
         got = flat(results[0][step])
         assert (got - flat(want)).norm() <= 1e-5 * flat(want).norm(), step
         assert all(torch.equal(flat(other[step]), got) for other in results[1:])
-    exact = flat(run_replicas(replicas, lambda c: train(c, 14, **{**options, "wire": "float32"}))[0][-1])
+    exact = flat(run_replicas(replicas, lambda c: train(c, 14, **{**options, "code": "float32"}))[0][-1])
     assert ((exact - flat(expected[-1])).norm() > 1e-4 * exact.norm()) == (replicas > 1)
 
 
 @pytest.mark.parametrize(
-    "wire, selection, max_norm",
+    "code, selection, max_norm",
     covering([*itertools.product(("float32", "bfloat16"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)]),
 )
-def test_the_chunk_size_does_not_change_the_result(wire: str, selection: str, max_norm: float | None) -> None:
+def test_the_chunk_size_does_not_change_the_result(code: str, selection: str, max_norm: float | None) -> None:
     """One chunk, several, and one per tensor. With quantization, the owner of the last error depends on the chunks."""
-    options: dict[str, Any] = {"density": 0.1, "selection": selection, "max_norm": max_norm, "wire": wire}
+    options: dict[str, Any] = {"density": 0.1, "selection": selection, "max_norm": max_norm, "code": code}
     parts: list[int] = []
 
     def run(chunk_bytes: int) -> Tensor:
@@ -176,14 +176,14 @@ def test_the_chunk_size_does_not_change_the_result(wire: str, selection: str, ma
         parts.clear()
         got = run(chunk_bytes)
         assert 1 < max(parts) < 6 if chunk_bytes == 120 else max(parts) == 6
-        if wire == "float32":
+        if code == "float32":
             assert torch.equal(got, whole)
         else:
             assert (got - whole).norm() <= 0.02 * whole.norm()
 
 
-@pytest.mark.parametrize("wire", [wire for wire in get_args(Wire) if wire != "float32"])
-def test_quantization_conserves_the_sum_over_replicas(wire: str) -> None:
+@pytest.mark.parametrize("code", [code for code in get_args(Code) if code != "float32"])
+def test_quantization_conserves_the_sum_over_replicas(code: str) -> None:
     """Property 2: in every step the sum of all payloads is N times the received mean plus the stored errors."""
     packed: list[list[Tensor]] = [[], [], []]
     kept: list[list[Tensor]] = [[], [], []]
@@ -203,14 +203,14 @@ def test_quantization_conserves_the_sum_over_replicas(wire: str) -> None:
             return handle
 
         collectives.all_reduce = spy  # type: ignore[method-assign]
-        train(collectives, 6, density=0.5, wire=wire)
+        train(collectives, 6, density=0.5, code=code)
 
     run_replicas(3, work)
     assert len(arrived) == 5  # all but the first, dense step
     for step, mean in enumerate(arrived):
         total = sum(p[step].double() for p in packed) - sum(k[step].double() for k in kept)
         torch.testing.assert_close(total, 3 * mean.double(), rtol=1e-6, atol=1e-6)
-        assert wire != "bfloat16" or torch.equal(mean, mean.bfloat16().float())
+        assert code != "bfloat16" or torch.equal(mean, mean.bfloat16().float())
         # The mean was decoded from a code, so that its blocks contain few distinct values.
-        most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "e3m0": 15, "2bit": 4, "1bit": 2}[wire]
+        most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "e3m0": 15, "2bit": 4, "1bit": 2}[code]
         assert all(block.unique().numel() <= most for block in mean.split(128))

@@ -16,10 +16,10 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {"max_norm": None}),
     (1, {"selection": "tensor"}),
     (2, {}),
-    (2, {"selection": "tensor", "wire": "bfloat16", "clip_mode": "literal"}),
-    (2, {"wire": "2bit"}),
-    (2, {"update": "sharded", "values": "bfloat16"}),
-    (2, {"update": "sharded", "wire": "e2m1", "values": "int4"}),
+    (2, {"selection": "tensor", "code": "bfloat16", "clip_mode": "literal"}),
+    (2, {"code": "2bit"}),
+    (2, {"update": "sharded", "update_code": "bfloat16"}),
+    (2, {"update": "sharded", "code": "e2m1", "update_code": "int4"}),
 ]
 
 

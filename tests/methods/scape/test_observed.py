@@ -34,10 +34,10 @@ def moment_and_residual(optimizer: Scape, name: str) -> tuple[Tensor, Tensor]:
     ("replicas", "options"),
     [
         (1, {}),
-        (3, dict(wire="int4")),
+        (3, dict(code="int4")),
         (3, dict(offload=["state"], chunk_bytes=800)),
         (3, dict(update="sharded")),
-        (2, dict(update="sharded", values="bfloat16", selection="tensor", dense_names=["p1"])),
+        (2, dict(update="sharded", update_code="bfloat16", selection="tensor", dense_names=["p1"])),
     ],
     ids=str,
 )
@@ -52,7 +52,7 @@ def test_the_moment_follows_from_the_observed_gradient(replicas: int, options: d
             for name in NAMES if seen.gradients else ():
                 gh, (moment, residual) = seen.gradients[name], moment_and_residual(optimizer, name)
                 on = ~gh.isnan()
-                assert bool(on.any()) and not moment[~on].any() and (wired or not residual[on].any())
+                assert bool(on.any()) and not moment[~on].any() and (coded or not residual[on].any())
                 last = before[name]
                 torch.testing.assert_close(moment[on], (0.9 * last + 0.1 * gh)[on], rtol=1e-5, atol=1e-7)
             if seen.gradients:
@@ -65,7 +65,7 @@ def test_the_moment_follows_from_the_observed_gradient(replicas: int, options: d
             )
 
         kept: list[Tensor] = []
-        wired = "wire" in options
+        coded = "code" in options
         # As printed in the paper: gh enters the moment unscaled, and there is no staleness scaling.
         form = dict(density=0.2, density_warmup_steps=4, clip_mode="literal", staleness_scaling=False)
         train(collectives, 8, probe=probe, **form, **options)

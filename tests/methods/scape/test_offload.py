@@ -65,11 +65,11 @@ def kept(optimizer: Scape) -> dict[str, Tensor]:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"density_warmup_steps": 5, "max_norm": None, "chunk_bytes": 64},
-    {"wire": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
+    {"code": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
     {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "dense_names": ["p.0"]},
     {"update": "sharded"},
-    {"update": "sharded", "values": "bfloat16", "density_warmup_steps": 5},
-    {"update": "sharded", "values": "bfloat16", "wire": "bfloat16", "bf16_weights": True},
+    {"update": "sharded", "update_code": "bfloat16", "density_warmup_steps": 5},
+    {"update": "sharded", "update_code": "bfloat16", "code": "bfloat16", "bf16_weights": True},
     {"update": "sharded", "selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "max_norm": None},
 ]
 
@@ -77,7 +77,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), OPTIONS)))
 def test_offload_does_not_change_a_bit(replicas: int, options: dict[str, Any]) -> None:
     """Property 5: parameters, state and metrics are bitwise equal to those without offloading."""
-    master = options.get("bf16_weights") or ("values" in options and replicas > 1)
+    master = options.get("bf16_weights") or ("update_code" in options and replicas > 1)
 
     def work(collectives: ThreadCollectives) -> None:
         expected, resident, _ = run(collectives, 7, **options)
@@ -258,7 +258,7 @@ def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None
     """The master is bitwise equal to FP32 weights, and the model's weights equal their cast to BF16."""
 
     def work(collectives: ThreadCollectives) -> None:
-        options: dict[str, Any] = {"density_warmup_steps": 3, "wire": "bfloat16"}
+        options: dict[str, Any] = {"density_warmup_steps": 3, "code": "bfloat16"}
         wide, _, _ = run(collectives, 8, **options)
         narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
         for want, got in zip(wide, narrow, strict=True):
@@ -277,7 +277,7 @@ def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, war
     FP32 weights whose new values are sent in BF16.
     """
     rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
-    rates |= {"density_warmup_steps": warmup, "values": "bfloat16"}
+    rates |= {"density_warmup_steps": warmup, "update_code": "bfloat16"}
     steps = 20
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:

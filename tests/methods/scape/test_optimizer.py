@@ -115,12 +115,12 @@ def test_masks_of_many_blocks_are_selected_and_decoded_in_slices(
         assert torch.equal(flat(a[-1]), flat(b[-1]))
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("code", ["float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("warmup", [0, 6])
 @pytest.mark.parametrize("bad_step", [0, 1, 3])
-def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, wire: str) -> None:
+def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, code: str) -> None:
     """A NaN of one replica: no replica's parameters, state or masks change; later steps equal the reference."""
-    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup, "wire": wire}
+    options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": warmup, "code": code}
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -131,10 +131,10 @@ def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, wir
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
             before = [flat([p.detach() for p in parameters]), torch.cat(optimizer.method.passes.kept("state"))]
-            errors = optimizer.method.passes.wire_residual.clone()
+            errors = optimizer.method.passes.code_residual.clone()
             optimizer.step()
             if step == bad_step:
-                assert torch.equal(optimizer.method.passes.wire_residual, errors)
+                assert torch.equal(optimizer.method.passes.code_residual, errors)
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
                 assert torch.equal(torch.cat(optimizer.method.passes.kept("state")), before[1])
                 in_use = optimizer.method.masks.in_use.bits.clone()
@@ -151,7 +151,7 @@ def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, wir
             gradients[1][1][3, 2] = float("nan")
         expected.step(gradients)
     for result in run_replicas(2, work):
-        assert (flat(result) - flat(expected.theta)).norm() <= (1e-6 if wire == "float32" else 1e-5) * flat(
+        assert (flat(result) - flat(expected.theta)).norm() <= (1e-6 if code == "float32" else 1e-5) * flat(
             result
         ).norm()
 
@@ -257,10 +257,10 @@ def test_a_single_replica_does_not_encode(update: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("torchtitan_scape.kernels.codec.codes.BlockCode.encode", None)
     options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 3, "update": update}
     seen: list[Scape] = []
-    values = {"values": "int4"} if update == "sharded" else {}
-    coded = train(None, 6, probe=lambda o, step: seen.append(o), wire="int4", **values, **options)
+    values = {"update_code": "int4"} if update == "sharded" else {}
+    coded = train(None, 6, probe=lambda o, step: seen.append(o), code="int4", **values, **options)
     assert torch.equal(flat(coded[-1]), flat(train(None, 6, **options)[-1]))
-    assert seen[0].method.passes.wire_residual.numel() == 0 and seen[0].planned_bytes() == 0
+    assert seen[0].method.passes.code_residual.numel() == 0 and seen[0].planned_bytes() == 0
     assert not sum(seen[0].collectives.ledger.sent.values())
 
 
@@ -305,7 +305,7 @@ def test_a_non_contiguous_parameter_is_updated() -> None:
         ({"max_norm": 0.0}, "max_norm is 0.0"),
         ({"clip_mode": "none"}, "clip_mode = 'none'"),
         ({"reduction": "max"}, "reduction is 'max'"),
-        ({"wire": "float16"}, r"wire = 'float16'; it must be 'float32' \| 'bfloat16'"),
+        ({"code": "float16"}, r"code = 'float16'; it must be 'float32' \| 'bfloat16'"),
         ({"chunk_bytes": 2}, "chunk_bytes = 2; it must be 4 or more"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"betas": (1.0, 0.9)}, "beta1 is 1.0"),
@@ -356,7 +356,7 @@ def test_a_mask_of_all_ones_is_never_encoded(shapes: list[tuple[int, ...]], dens
     def work(collectives: Any) -> tuple[float, float]:
         generator = torch.Generator().manual_seed(collectives.replica)
         named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
-        scape = Scape(named, lr=1e-3, options=ScapeOptions(density=density, wire="int4"), replicas=collectives)
+        scape = Scape(named, lr=1e-3, options=ScapeOptions(density=density, code="int4"), replicas=collectives)
         lost = []
         for step in range(4):
             for _, parameter in named:
@@ -365,8 +365,8 @@ def test_a_mask_of_all_ones_is_never_encoded(shapes: list[tuple[int, ...]], dens
                 scape.request_full_exchange()
             scape.step()
             lost.append(
-                scape.method.passes.wire_residual.abs().max().item()
-                if scape.method.passes.wire_residual.numel()
+                scape.method.passes.code_residual.abs().max().item()
+                if scape.method.passes.code_residual.numel()
                 else 0.0
             )
         return lost[0], lost[2]

@@ -19,12 +19,12 @@ from torchtitan_scape.kernels.scape.ownership import assign_owners
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 
 ROUNDED = [
-    {"wire": "bfloat16"},
-    {"values": "bfloat16"},
-    {"wire": "bfloat16", "values": "bfloat16", "selection": "tensor"},
-    {"wire": "bfloat16", "values": "bfloat16", "density_warmup_steps": 8},
-    {"wire": "int4", "density": 0.5, "density_warmup_steps": 4},
-    {"wire": "2bit", "density": 0.5, "selection": "tensor", "values": "int4", "density_warmup_steps": 4},
+    {"code": "bfloat16"},
+    {"update_code": "bfloat16"},
+    {"code": "bfloat16", "update_code": "bfloat16", "selection": "tensor"},
+    {"code": "bfloat16", "update_code": "bfloat16", "density_warmup_steps": 8},
+    {"code": "int4", "density": 0.5, "density_warmup_steps": 4},
+    {"code": "2bit", "density": 0.5, "selection": "tensor", "update_code": "int4", "density_warmup_steps": 4},
 ]
 
 
@@ -34,7 +34,7 @@ def check(replicas: int, steps: int, bound: float, shapes: list[tuple[int, ...]]
     for step, want in enumerate(expected):
         got = flat(results[0][step])
         off = got - flat(want)
-        if options.get("values") in FORMATS:
+        if options.get("update_code") in FORMATS:
             # The last bit of a parameter is a large part of its change. The code of the change or the scale of its
             # block may round differently, by up to a seventh of the largest change, until the entry is sent again.
             assert off.abs().max() < 3e-3 and (off.abs() > 1e-5).float().mean() < 0.4
@@ -57,8 +57,8 @@ def test_quantized_exchanges_follow_the_reference_algorithm(replicas: int, optio
     check(replicas, 14, 1e-5, SPARSE + DENSE, **{"density": 0.1, **options})
 
 
-@pytest.mark.parametrize("values", ["bfloat16", "int4"])
-def test_owners_keep_exact_masters_of_quantized_values(values: str) -> None:
+@pytest.mark.parametrize("update_code", ["bfloat16", "int4"])
+def test_owners_keep_exact_masters_of_quantized_values(update_code: str) -> None:
     """The masters equal the parameters of Algorithm 1, although the other replicas have rounded values."""
     options: dict[str, Any] = {"density": 0.5, "density_warmup_steps": 4, "update": "sharded"}
     expected, found = (
@@ -73,7 +73,7 @@ def test_owners_keep_exact_masters_of_quantized_values(values: str) -> None:
                 if piece.owner == collectives.replica:
                     found[tensor][piece.start : piece.end] = master
 
-        return train(collectives, 12, probe=take, values=values, **options)[-1]
+        return train(collectives, 12, probe=take, update_code=update_code, **options)[-1]
 
     copies = flat(run_replicas(3, work)[0])
     torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=2e-6)
@@ -170,9 +170,9 @@ def test_applied_and_pending_updates_are_conserved(selection: str) -> None:
 
 BYTES: list[tuple[dict[str, Any], float]] = [
     ({}, 1.02),
-    ({"values": "bfloat16"}, 0.77),
-    ({"wire": "bfloat16", "values": "bfloat16"}, 0.52),
-    ({"wire": "int4", "values": "int4"}, 0.165),
+    ({"update_code": "bfloat16"}, 0.77),
+    ({"code": "bfloat16", "update_code": "bfloat16"}, 0.52),
+    ({"code": "int4", "update_code": "int4"}, 0.165),
 ]
 
 
@@ -201,7 +201,7 @@ def test_bytes_of_the_sharded_update_relative_to_an_all_reduce(
     assert sent(update="sharded", **options) <= most * sent()
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "bfloat16", "values": "bfloat16"}])
+@pytest.mark.parametrize("options", [{}, {"code": "bfloat16", "update_code": "bfloat16"}])
 def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
@@ -219,7 +219,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
                 passes.storage.flat["state"],
                 passes.updater.common,
                 passes.storage.flat["master"],
-                passes.wire_residual,
+                passes.code_residual,
             ]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
@@ -236,7 +236,7 @@ def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
 
 def lasting(optimizer: Scape) -> list[Tensor]:
     passes: Any = optimizer.method.passes
-    return [*passes.storage.flat.values(), passes.updater.common, passes.wire_residual]
+    return [*passes.storage.flat.values(), passes.updater.common, passes.code_residual]
 
 
 @pytest.mark.parametrize("at, options", covering(product((1, 2, 5), [{}, *ROUNDED])))
@@ -256,7 +256,7 @@ def test_weights_loaded_after_construction_are_used() -> None:
 
     def work(collectives: ThreadCollectives) -> float:
         parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        more: dict[str, Any] = {"update": "sharded", "values": "bfloat16"}
+        more: dict[str, Any] = {"update": "sharded", "update_code": "bfloat16"}
         optimizer = make_scape(parameters, lr=1e-3, block_size=16, replicas=collectives, **more)
         loaded = draw(9, SPARSE + DENSE)
         for p, value, g in zip(parameters, loaded, gradient(0, 0, SPARSE + DENSE), strict=True):
@@ -276,7 +276,7 @@ def test_the_payload_is_the_only_buffer_of_full_size() -> None:
         more: dict[str, Any] = {"density": 0.1, "update": "sharded"}
         train(collectives, 2, [(64, 64), (100,)], lambda o, s: passes.append(o.method.passes), **more)
         one, flat_buffers = passes[0], passes[0].storage.flat
-        assert one.moment_on_mask.numel() == one.wire_residual.numel() == flat_buffers["master"].numel() == 0
+        assert one.moment_on_mask.numel() == one.code_residual.numel() == flat_buffers["master"].numel() == 0
         assert one.updater.common.numel() == 64 * 64 // 2 + 52
         assert flat_buffers["state"].numel() == 64 * 64
         assert one.updater.longest_row == 64 * 64 // 2 + 52
@@ -288,8 +288,8 @@ def test_wrong_options_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     for options, message in (
         ({"update": "shared"}, r"update = 'shared'; it must be 'replicated' \| 'sharded'"),
-        ({"values": "bfloat16"}, "values = 'bfloat16'; it requires update = \"sharded\""),
-        ({"update": "sharded", "values": "half"}, "values = 'half'; it must be"),
+        ({"update_code": "bfloat16"}, "update_code = 'bfloat16'; it requires update = \"sharded\""),
+        ({"update": "sharded", "update_code": "half"}, "update_code = 'half'; it must be"),
     ):
         with pytest.raises(ValueError, match=message):
             make_scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]

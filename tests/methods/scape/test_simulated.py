@@ -45,18 +45,18 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
         "states": torch.cat(optimizer.method.passes.kept("state")),
-        "wire_residual": wire_residual(optimizer),
+        "code_residual": code_residual(optimizer),
         "norm": optimizer.grad_norm.clone(),
         "factor": optimizer.clip_factor.clone(),
     }
 
 
-def wire_residual(optimizer: Scape) -> Tensor:
+def code_residual(optimizer: Scape) -> Tensor:
     """Return the quantization errors in tensor order, independent of the chunks."""
     passes = optimizer.method.passes
-    if not passes.wire_residual.numel():
-        return passes.wire_residual.clone()
-    return torch.cat([passes.wire_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
+    if not passes.code_residual.numel():
+        return passes.code_residual.clone()
+    return torch.cat([passes.code_residual_of(i) for i in range(len(passes.sizes))], dim=-1)
 
 
 def bits(optimizer: Scape) -> Tensor:
@@ -122,12 +122,12 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
         (3, 3, {"density": 0.1, "density_warmup_steps": 5, "selection": "tensor", "chunk_bytes": 400}),
         (3, None, {"density": 0.03, "staleness_scaling": False, "clip_mode": "literal", "reduction": "sum"}),
         (2, 5, {"density": 0.1, "max_norm": None, "chunk_bytes": 200, "dense_names": ["p1"]}),
-        slow(3, 6, {"density": 0.1, "wire": "bfloat16", "chunk_bytes": 200}),
-        (3, 6, {"density": 0.5, "wire": "int4", "chunk_bytes": 600, "density_warmup_steps": 3}),
-        (4, None, {"density": 0.1, "wire": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
-        (3, 6, {"density": 0.5, "update": "sharded", "wire": "2bit", "values": "int4", "density_warmup_steps": 3}),
+        slow(3, 6, {"density": 0.1, "code": "bfloat16", "chunk_bytes": 200}),
+        (3, 6, {"density": 0.5, "code": "int4", "chunk_bytes": 600, "density_warmup_steps": 3}),
+        (4, None, {"density": 0.1, "code": "bfloat16", "selection": "tensor", "density_warmup_steps": 3}),
+        (3, 6, {"density": 0.5, "update": "sharded", "code": "2bit", "update_code": "int4", "density_warmup_steps": 3}),
         slow(3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
-        (2, None, {"density": 0.1, "update": "sharded", "values": "bfloat16", "offload": ["state"]}),
+        (2, None, {"density": 0.1, "update": "sharded", "update_code": "bfloat16", "offload": ["state"]}),
         slow(3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
         (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "update": "sharded", "density_warmup_steps": 3}),
     ],
@@ -151,7 +151,7 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    "options", [slow({}), {"wire": "int4", "density_warmup_steps": 3}, slow({"weights_dtype": "bfloat16"})]
+    "options", [slow({}), {"code": "int4", "density_warmup_steps": 3}, slow({"weights_dtype": "bfloat16"})]
 )
 def test_simulated_state_resumes_bitwise(options: dict[str, Any]) -> None:
     whole = simulated(3, None, density=0.1, **options)

@@ -23,34 +23,34 @@ def test_a_state_dict_without_residuals_is_refused() -> None:
 RULES: list[dict[str, Any]] = [{}, {"staleness_scaling": False, "selection": "tensor"}]
 
 
-@pytest.mark.parametrize("at, wire, rule", covering(product((1, 2, 5), ("float32", "bfloat16", "2bit"), RULES)))
-def test_state_dict_resumes_bitwise(at: int, wire: str, rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize("at, code, rule", covering(product((1, 2, 5), ("float32", "bfloat16", "2bit"), RULES)))
+def test_state_dict_resumes_bitwise(at: int, code: str, rule: dict[str, Any]) -> None:
     """Property 8 for the optimizer alone: saved while a mask is in flight, loaded into a new optimizer."""
 
     def work(collectives: ThreadCollectives) -> None:
-        optimizer, resumed = resume(collectives, at, wire=wire, **rule)
+        optimizer, resumed = resume(collectives, at, code=code, **rule)
         assert torch.equal(resumed.method.passes.storage.flat["state"], optimizer.method.passes.storage.flat["state"])
-        assert torch.equal(resumed.method.passes.wire_residual, optimizer.method.passes.wire_residual)
+        assert torch.equal(resumed.method.passes.code_residual, optimizer.method.passes.code_residual)
 
     run_replicas(2, work)
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
-def test_quantization_errors_load_with_any_chunk_size(wire: str) -> None:
+@pytest.mark.parametrize("code", ["bfloat16", "int4"])
+def test_quantization_errors_load_with_any_chunk_size(code: str) -> None:
     """Chunks are padded by the number of replicas: stored in memory order, errors would load at other entries."""
 
     def work(collectives: ThreadCollectives) -> None:
         states = []
         for chunk_bytes in (4, 1 << 24):
-            options = {"density": 0.1, "wire": wire, "chunk_bytes": chunk_bytes}
+            options = {"density": 0.1, "code": code, "chunk_bytes": chunk_bytes}
             train(collectives, 4, probe=lambda o, step: states.append(o) if step == 3 else None, **options)
         small, large = states
-        assert small.method.passes.wire_residual.numel() > large.method.passes.wire_residual.numel()
+        assert small.method.passes.code_residual.numel() > large.method.passes.code_residual.numel()
         saved = copied(small.state_dict())
         large.load_state_dict(saved)
-        assert bool((large.method.passes.wire_residual != 0).any())
+        assert bool((large.method.passes.code_residual != 0).any())
         for i in range(len(small.method.passes.sizes)):
-            a, b = (o.method.passes.wire_residual_of(i) for o in states)
+            a, b = (o.method.passes.code_residual_of(i) for o in states)
             assert torch.equal(a, b)
 
     run_replicas(3, work)

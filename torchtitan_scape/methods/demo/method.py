@@ -41,7 +41,7 @@ class Demo(GradientMethod):
         selected = [min(options.k, grid.size) for grid in self._grids]
         backend = choose_backend(context.kernels, context.shards[0].device)
         self._passes = cosine_passes(backend)
-        self._messages = TopkMessages(self._grids, selected, options.code, backend)
+        self._messages = TopkMessages(self._grids, selected, options.message_code, backend)
         self._pending = ErrorFeedback.of(context.shards)
         self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._non_empty]
 

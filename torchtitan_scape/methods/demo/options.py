@@ -18,7 +18,7 @@ class DemoOptions(MethodOptions):
     """[sync.demo]: largest cosine components of the momentum (DeMo)."""
 
     section: ClassVar[str] = "sync.demo"
-    main_options = ("k", "chunk", "values")
+    main_options = ("k", "chunk", "code")
 
     beta: float = 0.999
     """Decay of the momentum per step, in (0, 1]; the components that are sent are subtracted from it"""
@@ -30,7 +30,7 @@ class DemoOptions(MethodOptions):
     k: int = 32
     """Components of the largest magnitude that each replica sends per tile; all if a tile has fewer"""
 
-    values: Literal["float32", "sign"] = "float32"
+    code: Literal["float32", "sign"] = "float32"
     """Encoding of the components: FP32, or signs and one mean magnitude per tensor"""
 
     def __post_init__(self) -> None:
@@ -40,13 +40,13 @@ class DemoOptions(MethodOptions):
         self.require(self.k >= 1, "k", "it must be 1 or more")
 
     @property
-    def code(self) -> str:
+    def message_code(self) -> str:
         """The encoding by its name in `TopkMessages`."""
-        return "1bit" if self.values == "sign" else self.values
+        return "1bit" if self.code == "sign" else self.code
 
     def label(self) -> str:
-        values = "" if self.code == "float32" else f" {self.code}"
-        return f"{self.method_name()} {self.k:g}{values}"
+        code = "" if self.message_code == "float32" else f" {self.message_code}"
+        return f"{self.method_name()} {self.k:g}{code}"
 
     def cost(self) -> "DemoCost":
         return DemoCost(self)
@@ -65,7 +65,7 @@ class DemoCost(GradientCost):
         if not grids:
             return []
         selected = [min(self.options.k, grid.size) for grid in grids]
-        return [CollectiveCall("all_gather", topk_message_bytes(grids, selected, self.options.code))]
+        return [CollectiveCall("all_gather", topk_message_bytes(grids, selected, self.options.message_code))]
 
     def traffic_per_parameter(self) -> float:
         """Return the bytes per parameter, which `scripts.benchmarks.step_operators` counts.

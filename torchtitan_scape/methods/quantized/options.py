@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, layer_of
 from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.methods.codes import encoded_bytes, encoded_size
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.ring_bytes import LevelSize
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, Shapes
+from torchtitan_scape.methods.codes import EncodedSize, encoded_bytes
 from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import (
@@ -17,7 +18,6 @@ from torchtitan_scape.methods.quantized.options import (
     whitened_sides,
 )
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
-from torchtitan_scape.methods.wire import EncodedSize, encoded_bytes
 from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
 from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize

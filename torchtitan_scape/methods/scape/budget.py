@@ -16,8 +16,8 @@ BLOCK = 1024
 # Largest number of entries per block: with 192 and 320 the study's loss was 2 and 7 % higher
 # (results/quality_study/report.md).
 MAX_ENTRIES = 112
-# (minimum budget, wire), tried in this order.
-WIRES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
+# (minimum budget, code), tried in this order.
+CODES = ((0.009, "int4"), (0.0, "2bit"), (0.0, "1bit"))
 
 AnyOptions = TypeVar("AnyOptions", bound=MethodOptions)
 
@@ -25,7 +25,7 @@ AnyOptions = TypeVar("AnyOptions", bound=MethodOptions)
 def fit_to_budget(options: AnyOptions, budget: float, model: LocalModel, replicas: int) -> AnyOptions:
     """Return the options that the study found best among those that send at most `budget`.
 
-    Only density, block size, wire and values are chosen.
+    Only density, block size, code and update_code are chosen.
 
     Args:
         options: `ScapeOptions`.
@@ -35,19 +35,19 @@ def fit_to_budget(options: AnyOptions, budget: float, model: LocalModel, replica
         ValueError: No options fit; the message states the smallest possible budget.
     """
 
-    def with_entries(wire: str, k: int) -> AnyOptions:
+    def with_entries(code: str, k: int) -> AnyOptions:
         update, weights = (getattr(options, name) for name in ("update", "weights_dtype"))
-        # New values use the wire of the payload; BF16 weights receive BF16 values.
-        values = "float32" if update == "replicated" else wire if weights == "float32" else "bfloat16"
-        chosen: dict[str, Any] = {"density": k / BLOCK, "block_size": BLOCK, "wire": wire, "values": values}
+        # New values use the code of the payload; BF16 weights receive BF16 values.
+        update_code = "float32" if update == "replicated" else code if weights == "float32" else "bfloat16"
+        chosen: dict[str, Any] = {"density": k / BLOCK, "block_size": BLOCK, "code": code, "update_code": update_code}
         return replace(options, bytes=0.0, **chosen)  # type: ignore[call-arg]
 
-    def share(wire: str, k: int) -> float:
-        return share_of_dense(with_entries(wire, k), model, replicas)
+    def share(code: str, k: int) -> float:
+        return share_of_dense(with_entries(code, k), model, replicas)
 
-    for wire in (wire for least, wire in WIRES if budget >= least):
+    for code in (code for least, code in CODES if budget >= least):
         for k in range(MAX_ENTRIES, 0, -1):
-            if share(wire, k) <= budget:
-                return with_entries(wire, k)
-    least = min(share(wire, 1) for _, wire in WIRES)
+            if share(code, k) <= budget:
+                return with_entries(code, k)
+    least = min(share(code, 1) for _, code in CODES)
     raise ValueError(f"a step of this model sends at least {math.ceil(1e5 * least) / 1e5:g} of the dense bytes")

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from torchtitan_scape.methods.codes import encoded_size
 from torchtitan_scape.methods.scape.payload import payload_entries
-from torchtitan_scape.methods.wire import encoded_size
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
@@ -14,7 +14,7 @@ def best_chunk(
     shapes: Sequence[Sequence[int]],
     density: float,
     block_size: int,
-    wire: str,
+    code: str,
     packed_bytes: float,
     layout: Layout,
     rank: int,
@@ -26,7 +26,7 @@ def best_chunk(
         shapes: shapes of this rank's shards.
         density: target density.
         block_size: entries per block of the mask.
-        wire: encoding of the payload.
+        code: encoding of the payload.
         packed_bytes: memory traffic of the packing pass in bytes.
         layout: layout of the run, simulated replicas included.
         rank: this rank.
@@ -40,6 +40,6 @@ def best_chunk(
         packed_bytes / (device.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY),
         [(tier.level, tier.size) for tier in tiers],
         Links.from_machine(layout.machine),
-        encoded_size(wire),
+        encoded_size(code),
         flat=levels < len(tiers),
     )

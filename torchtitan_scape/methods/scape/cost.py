@@ -8,6 +8,7 @@ from typing import Protocol
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.kernels.codec.formats import BLOCK as CODED_BLOCK
 from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
 from torchtitan_scape.methods.scape.payload import (
     block_layout,
     dense_sizes,
@@ -17,7 +18,6 @@ from torchtitan_scape.methods.scape.payload import (
     row_entries,
     sector_bytes,
 )
-from torchtitan_scape.methods.wire import dtype_bytes, encoded_size
 from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -34,11 +34,11 @@ class CostOptions(Protocol):
     @property
     def selection(self) -> str: ...
     @property
-    def wire(self) -> str: ...
+    def code(self) -> str: ...
     @property
     def update(self) -> str: ...
     @property
-    def values(self) -> str: ...
+    def update_code(self) -> str: ...
     @property
     def weights_dtype(self) -> str: ...
     @property
@@ -88,11 +88,11 @@ class ScapeCost:
         return self.options.update == "sharded"
 
     @property
-    def wires(self) -> tuple[str, str]:
+    def codes(self) -> tuple[str, str]:
         """Encodings of (the payload, new values) at the target density; a dense payload is in FP32."""
         dense = self.options.density >= 1.0
-        values = self.options.values if self.sharded and not dense else "float32"
-        return "float32" if dense else self.options.wire, values
+        update_code = self.options.update_code if self.sharded and not dense else "float32"
+        return "float32" if dense else self.options.code, update_code
 
     @property
     def scalar_reductions(self) -> int:
@@ -101,7 +101,7 @@ class ScapeCost:
 
     def has_master(self, replicas: int) -> bool:
         """Return whether there is an FP32 master copy of the weights."""
-        rounds = self.wires[1] != "float32"
+        rounds = self.codes[1] != "float32"
         return self.options.weights_dtype == "bfloat16" or (rounds and replicas > 1)
 
     def shapes(self, model: LocalModel) -> Shapes:
@@ -117,20 +117,20 @@ class ScapeCost:
         """Return the collectives of a step. The payload counts as one chunk: the chunk size depends on the machine."""
         options, shapes = self.options, self.shapes(model)
         replicas = math.prod(level.size for level in levels)
-        wire, values = self.wires
-        block = CODED_BLOCK if wire in FORMATS else BFLOAT16_BLOCK if wire == "bfloat16" else None
-        multiple = max(block or 1, CODED_BLOCK if values in FORMATS else 1)
+        code, update_code = self.codes
+        block = CODED_BLOCK if code in FORMATS else BFLOAT16_BLOCK if code == "bfloat16" else None
+        multiple = max(block or 1, CODED_BLOCK if update_code in FORMATS else 1)
         own_mask = mask_bytes(shapes, options.density, replicas, options.block_size, options.selection)
         masks = CollectiveCall("all_gather", own_mask, hidden=True)
         if not self.sharded:
             entries = payload_entries(
                 shapes, options.density, options.block_size, multiple, options.selection, replicas
             )
-            return [CollectiveCall("all_reduce", padded_size(entries, levels, block), encoded_size(wire)), masks]
+            return [CollectiveCall("all_reduce", padded_size(entries, levels, block), encoded_size(code)), masks]
         own = row_entries(shapes, options.density, replicas, options.block_size, multiple, options.selection)
-        encoded = encoded_size(values)
+        encoded = encoded_size(update_code)
         gathered = 4 * own if encoded is None else encoded(own)
-        payload = CollectiveCall("reduce_scatter", own * replicas, encoded_size(wire))
+        payload = CollectiveCall("reduce_scatter", own * replicas, encoded_size(code))
         return [payload, CollectiveCall("all_gather", gathered), masks]
 
     # ----------------------------------------------------------------------------------------- passes
@@ -188,13 +188,13 @@ class ScapeCost:
         the message, read all received messages, encode the owner's mean, read and decode the means. Values of a sharded
         update: the owner reads its copy for the difference, and all replicas add the decoded difference.
         """
-        (payload, values), own = map(encoded_size, self.wires), sent / replicas
+        (payload, values), own = map(encoded_size, self.codes), sent / replicas
         total = 0.0
         if payload is not None:
             message = payload(int(sent)) / max(1.0, sent)
             total += self._carry_bytes(shapes, sent) + (12 + 4 + message + 4 + message) * sent + (4 + 8) * own
             total += 0.0 if self.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
-        if values is not None and self.options.values != "bfloat16":
+        if values is not None and self.options.update_code != "bfloat16":
             message = values(int(sent)) / max(1.0, sent)
             total += self._scattered(shapes) / replicas + (4 + message) * own + (message + 4 + 4) * sent
         return {"coding": total} if total else {}
@@ -229,7 +229,7 @@ class ScapeCost:
         kinds |= {kind: value for kind, value in self._states(shapes, replicas).items() if kind not in offloaded}
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"),
-            "payload": payload + (0.0 if self.wires[0] == "float32" else 8.0 * entries),
+            "payload": payload + (0.0 if self.codes[0] == "float32" else 8.0 * entries),
             "mask lists": self._list_bytes(entries),
             "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
         }
@@ -274,7 +274,7 @@ class ScapeCost:
         masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"))
         entries = payload_entries(shapes, options.density, options.block_size) if options.density < 1.0 else 0
         # With a code also the quantization errors of two steps.
-        rows = (2 if options.wire == "float32" else 4) * replicas
+        rows = (2 if options.code == "float32" else 4) * replicas
         return {
             "parameters": n,
             "gradients": replicas * n,

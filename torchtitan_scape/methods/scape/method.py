@@ -137,7 +137,7 @@ class ScapeMethod(ScapeComponents):
         if self.attempted_steps == 0 or self.masks.in_use.dense:
             return
         self.passes.finish()
-        StateByParameter(self).release_wire_residual()
+        StateByParameter(self).release_code_residual()
         self.masks.in_use.density = 1.0
 
     def prepare_to_load(self) -> None:

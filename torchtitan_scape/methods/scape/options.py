@@ -7,17 +7,17 @@ from typing import Any, ClassVar, Literal, Self
 
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.codes import short_name
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.scape.budget import fit_to_budget
 from torchtitan_scape.methods.scape.chunking import best_chunk
 from torchtitan_scape.methods.scape.cost import ScapeCost
-from torchtitan_scape.methods.wire import short_name
 from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-Wire = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
+Code = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
 
 
 @dataclass
@@ -25,14 +25,14 @@ class ScapeOptions(MethodOptions):
     """[sync.scape]: sparse first moments with a shared mask (SCAPE). It requires [optimizer] name = "AdamS"."""
 
     section: ClassVar[str] = "sync.scape"
-    main_options = ("density", "wire")
+    main_options = ("density", "code")
 
     density: float = 0.1
     """Share of the entries that replicas exchange each step, in (0, 1]"""
 
     bytes: float = field(default=0.0, metadata=FREE)
     """Budget of a step at the target density, masks and scales included, relative to the bytes of dense FP32, for
-    example 0.012; overrides density, block_size and wire by the rule of the quality study. 0 does not override them"""
+    example 0.012; overrides density, block_size and code by the rule of the quality study. 0 does not override them"""
 
     density_warmup_steps: int = 0
     """Steps over which the density falls exponentially from 1 to its value; 0 for none"""
@@ -60,7 +60,7 @@ class ScapeOptions(MethodOptions):
     clip_mode: Literal["moment", "literal"] = "moment"
     """Apply training.max_norm to the gradient in both moments, or only in the second (as printed in the paper)"""
 
-    wire: Wire = field(default="float32", metadata=LAYOUT)
+    code: Code = field(default="float32", metadata=LAYOUT)
     """Encoding of the payload between nodes: FP32, BF16, or a code with blocks of 128 entries. The quantization error
     is stored (FP32, 4 bytes per entry sent) and sent later. With a code, payloads of the density warm-up use INT8"""
 
@@ -68,7 +68,7 @@ class ScapeOptions(MethodOptions):
     """Every replica updates its own copy ("replicated"), or each entry's owner updates it and sends the new value to
     all replicas ("sharded", Algorithm 2)"""
 
-    values: Wire = field(default="float32", metadata=LAYOUT)
+    update_code: Code = field(default="float32", metadata=LAYOUT)
     """With "sharded", the encoding of new values. With BF16 or a code the owner keeps an FP32 master of its share; a
     code encodes the difference to the value that all replicas hold"""
 
@@ -98,13 +98,13 @@ class ScapeOptions(MethodOptions):
         large = self.chunk_bytes == 0 or self.chunk_bytes >= 4
         advice = f"it must be 4 or more, for example {1 << 24}, or 0 for the cost model's choice"
         self.require(large, "chunk_bytes", advice)
-        sends_values = self.update == "sharded" or self.values == "float32"
-        self.require(sends_values, "values", 'it requires update = "sharded"; other updates send no values')
+        sends_values = self.update == "sharded" or self.update_code == "float32"
+        self.require(sends_values, "update_code", 'it requires update = "sharded"; other updates send no values')
         self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may contain "state" and "master"')
-        rounded = self.weights_dtype == "float32" or self.values in ("float32", "bfloat16")
-        self.require(rounded, "values", 'it must be "float32" or "bfloat16" with weights_dtype = "bfloat16"')
+        rounded = self.weights_dtype == "float32" or self.update_code in ("float32", "bfloat16")
+        self.require(rounded, "update_code", 'it must be "float32" or "bfloat16" with weights_dtype = "bfloat16"')
         budgeted = self.bytes > 0 and self.update == "sharded"  # the budget will choose a code for the new values
-        has_master = self.weights_dtype == "bfloat16" or self.values != "float32" or budgeted
+        has_master = self.weights_dtype == "bfloat16" or self.update_code != "float32" or budgeted
         advice = 'FP32 weights have no separate master; set weights_dtype = "bfloat16", or remove "master"'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 
@@ -113,9 +113,9 @@ class ScapeOptions(MethodOptions):
     ) -> "ScapeOptions":
         if self.chunk_bytes:
             return self
-        plain = ScapeOptions(density=self.density, wire=self.wire, block_size=self.block_size)
+        plain = ScapeOptions(density=self.density, code=self.code, block_size=self.block_size)
         packed, _ = plain.cost().memory_traffic(LocalModel.of_shapes([tuple(s) for s in shapes]), layout.replicate)
-        chunk = best_chunk(shapes, self.density, self.block_size, self.wire, packed, layout, rank, levels)
+        chunk = best_chunk(shapes, self.density, self.block_size, self.code, packed, layout, rank, levels)
         return replace(self, chunk_bytes=chunk)
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> "ScapeOptions":
@@ -129,12 +129,12 @@ class ScapeOptions(MethodOptions):
         sent = 100 * share_of_dense(chosen, model, replicas)
         logger.info(
             f"[{self.section}] bytes = {self.bytes:g}: density {chosen.density:g}, block_size {chosen.block_size}, "
-            f"wire {chosen.wire!r}; a step sends {sent:.3g} % of the dense FP32 bytes"
+            f"code {chosen.code!r}; a step sends {sent:.3g} % of the dense FP32 bytes"
         )
         return chosen
 
     def needs_comm_streams(self) -> bool:
-        return self.wire != "float32" or self.bytes > 0
+        return self.code != "float32" or self.bytes > 0
 
     def simulation_error(self) -> str:
         if self.update == "sharded":
@@ -149,16 +149,16 @@ class ScapeOptions(MethodOptions):
 
     def label(self) -> str:
         text = f"{self.method_name()} {self.density:g}"
-        text += "" if self.wire == "float32" else f" {short_name(self.wire)}"
+        text += "" if self.code == "float32" else f" {short_name(self.code)}"
         text += " sharded" if self.update == "sharded" else ""
-        text += "" if self.values == "float32" else f" {short_name(self.values)} values"
+        text += "" if self.update_code == "float32" else f" {short_name(self.update_code)} values"
         return text + (" bf16 weights" if self.weights_dtype == "bfloat16" else "")
 
     def offloaded(self) -> tuple[str, ...]:
         return tuple(self.offload)
 
     def without_memory_savings(self) -> Self:
-        return replace(self, update="replicated", values="float32", weights_dtype="float32", offload=[])
+        return replace(self, update="replicated", update_code="float32", weights_dtype="float32", offload=[])
 
     def fingerprint(self) -> dict[str, Any]:
         # These two have no effect without staleness scaling.

@@ -14,7 +14,7 @@ from torchtitan_scape.kernels.scape.passes import ScapePasses
 from torchtitan_scape.kernels.scape.step import PayloadPlan
 from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from torchtitan_scape.kernels.scape.visits import Staleness
-from torchtitan_scape.methods.scape.exchange import ReplicatedExchange, ShardedExchange, WireCodecs
+from torchtitan_scape.methods.scape.exchange import Codecs, ReplicatedExchange, ShardedExchange
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.topology.codecs import Bfloat16, Codec
@@ -45,8 +45,8 @@ def build_passes(
         ValueError: A parameter is not contiguous and the update is sharded.
     """
     several = replicas.replicas > 1
-    wire = wire_of(options, backend) if several and options.density < 1.0 else WireCodecs()
-    message_bytes = None if wire.codec is None else wire.codec.message_bytes
+    codecs = codecs_of(options, backend) if several and options.density < 1.0 else Codecs()
+    message_bytes = None if codecs.codec is None else codecs.codec.message_bytes
     sent = payload_entries([s.local_shape for s in (*sparse, *dense)], options.density, options.block_size)
     limit = chunk_limit(sent, replicas.replicas, message_bytes)
     plan = PayloadPlan(
@@ -54,9 +54,9 @@ def build_passes(
         options.density,
         replica=None if replicas.is_fake else replicas.replica,  # a dry run has no other replicas that select
         chunk_entries=(options.chunk_bytes // 4 or limit) if several else 0,
-        chunk_multiple=replicas.size_multiple(wire.codec),
-        size_multiple=max(codec.block_size if codec else 1 for codec in (wire.codec, wire.values)),
-        keeps_wire_error=wire.codec is not None,
+        chunk_multiple=replicas.size_multiple(codecs.codec),
+        size_multiple=max(codec.block_size if codec else 1 for codec in (codecs.codec, codecs.update)),
+        keeps_code_error=codecs.codec is not None,
     )
     staleness = None
     if options.staleness_scaling:
@@ -69,21 +69,21 @@ def build_passes(
     if options.update == "sharded":
         owner, slices = sharded_update(sparse, dense, layout, options, replicas, device)
         passes = passes_of(owner)
-        return passes, ShardedExchange(passes, owner, replicas, wire), slices
+        return passes, ShardedExchange(passes, owner, replicas, codecs), slices
     updater, slices = replicated_update(sparse, dense, layout, options, replicas.is_writer)
     passes = passes_of(updater)
-    return passes, ReplicatedExchange(passes, replicas, wire), slices
+    return passes, ReplicatedExchange(passes, replicas, codecs), slices
 
 
-def wire_of(options: ScapeOptions, backend: str) -> WireCodecs:
-    """Return the codecs for the options `wire` and `values`."""
+def codecs_of(options: ScapeOptions, backend: str) -> Codecs:
+    """Return the codecs for the options `code` and `update_code`."""
 
-    def codecs(wire: str) -> tuple[Codec | None, Codec | None]:
+    def both(code: str) -> tuple[Codec | None, Codec | None]:
         """Return the codecs for (the target density, the density warm-up)."""
-        return (block_code(backend, wire), block_code(backend, "int8")) if wire in FORMATS else (None, None)
+        return (block_code(backend, code), block_code(backend, "int8")) if code in FORMATS else (None, None)
 
-    codec, warmup = (Bfloat16(), None) if options.wire == "bfloat16" else codecs(options.wire)
-    return WireCodecs(codec, warmup, *codecs(options.values))
+    codec, warmup = (Bfloat16(), None) if options.code == "bfloat16" else both(options.code)
+    return Codecs(codec, warmup, *both(options.update_code))
 
 
 def replicated_update(
@@ -127,8 +127,8 @@ def sharded_update(
         ownership,
         replicas.replica,
         device,
-        rounds_values=options.values == "bfloat16" and compressed,
-        sends_changes=options.values in FORMATS and compressed,
+        rounds_values=options.update_code == "bfloat16" and compressed,
+        sends_changes=options.update_code in FORMATS and compressed,
         scaled=options.weights_dtype == "bfloat16",
         writes=replicas.is_writer,
     )

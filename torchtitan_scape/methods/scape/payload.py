@@ -8,7 +8,7 @@ import math
 from torchtitan_scape.core.workloads import Shapes
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.kernels.scape.ownership import Ownership
-from torchtitan_scape.methods.wire import encoded_size
+from torchtitan_scape.methods.codes import encoded_size
 
 SECTOR = 32  # bytes that a GPU's memory moves at least
 
@@ -66,9 +66,9 @@ def row_entries(
     return ownership.rows(counts, size_multiple)[0]
 
 
-def payload_bytes(shapes: Shapes, density: float, wire: str = "float32", block: int = 1024) -> int:
+def payload_bytes(shapes: Shapes, density: float, code: str = "float32", block: int = 1024) -> int:
     """Return the bytes of the encoded payload, in one direction."""
-    entries, encoded = payload_entries(shapes, density, block), encoded_size(wire)
+    entries, encoded = payload_entries(shapes, density, block), encoded_size(code)
     return 4 * entries if encoded is None else encoded(entries)
 
 

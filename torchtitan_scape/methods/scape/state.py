@@ -55,7 +55,7 @@ class StateByParameter:
         self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
         self.owner = self.passes.updater if isinstance(self.passes.updater, ShardedUpdate) else None
         self.blocks: BlockLayout = self.passes.updater.tensors
-        self.rounds = self.passes.wire_residual.numel() > 0
+        self.rounds = self.passes.code_residual.numel() > 0
         self.names = [shard.name for shard in scape.ordered]
         self.sparsified = len(self.blocks.sizes)
         # The tensors of the passes that contain a parameter: (number, first entry, end).
@@ -202,7 +202,7 @@ class StateByParameter:
         moment = moment.to(device)
         if own is not None:
             own = own.to(device)
-            self._put_wire_residual(i, own, held)
+            self._put_code_residual(i, own, held)
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
         kept = self.passes.kept("state")
         for number, start, end in self.slices[i]:
@@ -235,7 +235,7 @@ class StateByParameter:
     def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
         """Load the counters of `record`, and the densities of A and P."""
         self.masks.in_use.density, self.masks.previous.density = densities
-        self.passes.wire_residual.zero_()
+        self.passes.code_residual.zero_()
         self.scape.attempted_steps = saved["attempted_steps"]
         self.scape.applied_steps.fill_(saved["applied_steps"])
 
@@ -285,7 +285,7 @@ class StateByParameter:
     # ---------------------------------------------------------------------------------------- internals
 
     @property
-    def _has_wire_residual(self) -> bool:
+    def _has_code_residual(self) -> bool:
         """Whether the last step left quantization errors on P.
 
         There are none before a dense step: they were released, or P comes from another layout and has another number of
@@ -320,10 +320,10 @@ class StateByParameter:
             for number, start, end in self.slices[i] if i < self.sparsified else ():
                 own[start:end] = kept[number]
             moment = self._assembled(i, lambda number: owner.share_of(owner.common, number))
-        if self._has_wire_residual:
+        if self._has_code_residual:
             for number, start, end in self.slices[i]:
                 where = self._where(held, start, end)
-                own[start:end][where] = self.passes.wire_residual_of(number)
+                own[start:end][where] = self.passes.code_residual_of(number)
         return moment, own
 
     def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
@@ -345,18 +345,18 @@ class StateByParameter:
     def _where(self, held: Tensor | None, start: int, end: int) -> Any:
         return slice(None) if held is None else held[start:end].nonzero().view(-1)
 
-    def _put_wire_residual(self, i: int, own: Tensor, held: Tensor | None) -> None:
-        if self._has_wire_residual:
+    def _put_code_residual(self, i: int, own: Tensor, held: Tensor | None) -> None:
+        if self._has_code_residual:
             for number, start, end in self.slices[i]:
-                errors = self.passes.wire_residual_of(number)
+                errors = self.passes.code_residual_of(number)
                 errors.copy_(own[start:end][self._where(held, start, end)])
 
     @torch.no_grad()
-    def release_wire_residual(self) -> None:
+    def release_code_residual(self) -> None:
         """Add the quantization errors to the first moment, for a step whose payload cannot contain them. Collective."""
-        if not self._has_wire_residual:
+        if not self._has_code_residual:
             return
-        errors, replicas = self.passes.wire_residual, self.scape.collectives.replicas
+        errors, replicas = self.passes.code_residual, self.scape.collectives.replicas
         self.scape.collectives.sum_over_replicas(errors)
         errors.div_(replicas)
         kept = self.passes.kept("state")
@@ -364,7 +364,7 @@ class StateByParameter:
             held = self._held(i)
             for number, start, end in self.slices[i]:
                 where = self._where(held, start, end)
-                increment = before_decay(self.passes.wire_residual_of(number), self.beta1(i))
+                increment = before_decay(self.passes.code_residual_of(number), self.beta1(i))
                 if self.owner is None:
                     state = kept[number]  # on the host if it is offloaded
                     where = where.to(state.device) if isinstance(where, Tensor) else where

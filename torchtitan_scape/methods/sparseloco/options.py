@@ -13,7 +13,7 @@ class SparselocoOptions(LocalOptions):
     """[sync.sparseloco]: local steps, then the largest displacements."""
 
     section: ClassVar[str] = "sync.sparseloco"
-    main_options = ("inner_steps", "density", "values")
+    main_options = ("inner_steps", "density", "code")
 
     outer_lr: float = 1.0
     """Constant learning rate of the outer step, which updates the shared anchor by the mean of the sent entries"""
@@ -25,7 +25,7 @@ class SparselocoOptions(LocalOptions):
     """Share of the entries that each replica sends, in (0, 1]: the largest of every 64 x 64 tile, or of every slice of
     4096 entries of one-dimensional parameters"""
 
-    values: Literal["float32", "e2m1", "2bit"] = "2bit"
+    code: Literal["float32", "e2m1", "2bit"] = "2bit"
     """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
     four means of the tensor. The quantization error is added to the residual"""
 
@@ -43,11 +43,11 @@ class SparselocoOptions(LocalOptions):
 
     def averaging(self) -> MethodOptions:
         return TopkOptions(
-            density=self.density, selection="tile", values=self.values, decay=self.decay, divisor=self.divisor
+            density=self.density, selection="tile", code=self.code, decay=self.decay, divisor=self.divisor
         )
 
     def label(self) -> str:
-        return f"{self.method_name()} {self.inner_steps:g}" + ("" if self.values == "float32" else f" {self.values}")
+        return f"{self.method_name()} {self.inner_steps:g}" + ("" if self.code == "float32" else f" {self.code}")
 
     def cost(self) -> SparseLocalCost:
         return SparseLocalCost(self)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.methods.codes import encoded_bytes, encoded_size
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.wire import encoded_bytes, encoded_size
 from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
 from torchtitan_scape.topology.ring_bytes import LevelSize
 

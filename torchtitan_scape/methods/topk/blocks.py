@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan_scape.core.workloads import Shape
 from torchtitan_scape.kernels.codec.formats import BLOCK, message_bytes
-from torchtitan_scape.kernels.common.wire import padded_bytes
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 TILE = 64  # side of a tile; a tensor of one dimension is divided into slices of up to TILE * TILE entries
@@ -95,29 +95,29 @@ def _even(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def topk_value_bytes(counts: Sequence[int], values: str) -> int:
+def topk_value_bytes(counts: Sequence[int], code: str) -> int:
     """Return the bytes of the encoded values.
 
     Args:
         counts: Number of values of each tensor.
-        values: "float32", "2bit" (codes and means), "1bit" (signs and one mean), or a block code.
+        code: "float32", "2bit" (codes and means), "1bit" (signs and one mean), or a block code.
     """
-    if values == "float32":
+    if code == "float32":
         return 4 * sum(counts)
-    if values == "2bit":
+    if code == "2bit":
         return sum(4 * MEANS + -(-count // 4) for count in counts)
-    if values == "1bit":
+    if code == "1bit":
         return sum(4 + -(-count // 8) for count in counts)
-    return message_bytes(values, -(-sum(counts) // BLOCK) * BLOCK)
+    return message_bytes(code, -(-sum(counts) // BLOCK) * BLOCK)
 
 
-def topk_message_bytes(grids: Sequence[BlockGrid], selected: Sequence[int], values: str = "float32") -> int:
+def topk_message_bytes(grids: Sequence[BlockGrid], selected: Sequence[int], code: str = "float32") -> int:
     """Return the bytes of one replica's message: values and offsets, padded by `padded_bytes`.
 
     Args:
         selected: Number of entries that are sent per tile, for each tensor.
-        values: See `topk_value_bytes`.
+        code: See `topk_value_bytes`.
     """
-    size = topk_value_bytes([one.count(k) for one, k in zip(grids, selected, strict=True)], values)
+    size = topk_value_bytes([one.count(k) for one, k in zip(grids, selected, strict=True)], code)
     size += sum(one.offset_bytes(k) for one, k in zip(grids, selected, strict=True))
     return padded_bytes(size)

@@ -69,19 +69,17 @@ class TopkMessages:
     Args:
         grids: division of each tensor into tiles.
         selected: number of entries per tile, for each tensor.
-        values: "float32"; "2bit", four means per tensor; "1bit", signs and one mean magnitude per tensor; or a block
+        code: "float32"; "2bit", four means per tensor; "1bit", signs and one mean magnitude per tensor; or a block
             code of the concatenated values of all tensors.
         backend: implementation of the block code, of offsets and of `mean_`, "torch" or "triton".
     """
 
-    def __init__(
-        self, grids: Sequence[BlockGrid], selected: Sequence[int], values: str, backend: str = "torch"
-    ) -> None:
-        self.grids, self.selected, self.values, self._backend = grids, selected, values, backend
+    def __init__(self, grids: Sequence[BlockGrid], selected: Sequence[int], code: str, backend: str = "torch") -> None:
+        self.grids, self.selected, self.code, self._backend = grids, selected, code, backend
         self.counts = [grid.count(k) for grid, k in zip(grids, selected, strict=True)]
-        self.nbytes = topk_message_bytes(grids, selected, values)
+        self.nbytes = topk_message_bytes(grids, selected, code)
         self._offset_bytes = [grid.offset_bytes(k) for grid, k in zip(grids, selected, strict=True)]
-        self._value_bytes = topk_value_bytes(self.counts, values)
+        self._value_bytes = topk_value_bytes(self.counts, code)
 
     def encode(
         self, values: Sequence[Tensor], offsets: Sequence[Tensor], valid: Sequence[Tensor | None]
@@ -109,9 +107,9 @@ class TopkMessages:
 
     def decode_blocks(self, messages: Tensor) -> Tensor | None:
         """Return the values of messages, uint8 (N, nbytes), as FP32 (N, values); None without a block code."""
-        if self.values in ("float32", "2bit", "1bit"):
+        if self.code in ("float32", "2bit", "1bit"):
             return None
-        code, total = block_code(self._backend, self.values), sum(self.counts)
+        code, total = block_code(self._backend, self.code), sum(self.counts)
         padded = -(-total // code.block_size) * code.block_size
         out = torch.empty(len(messages), padded, dtype=torch.float32, device=messages.device)
         code.decode(messages[:, : self._value_bytes], out)
@@ -127,10 +125,10 @@ class TopkMessages:
         before, count, form = self.counts[:tensor], self.counts[tensor], "float32"
         if decoded is not None:
             values = means = decoded[:, sum(before) :][:, :count]
-        elif self.values == "float32":
+        elif self.code == "float32":
             values = means = messages[:, 4 * sum(before) :][:, : 4 * count].view(torch.float32)
         else:
-            form, (levels, per_byte) = self.values, (LEVELS, 4) if self.values == "2bit" else (1, 8)
+            form, (levels, per_byte) = self.code, (LEVELS, 4) if self.code == "2bit" else (1, 8)
             head = 4 * levels * len(self.grids)
             means = messages[:, :head].view(torch.float32)[:, levels * tensor :][:, :levels]
             codes = head + sum(-(-n // per_byte) for n in before)
@@ -145,7 +143,7 @@ class TopkMessages:
         topk_passes(self._backend).mean_(x, self.grids[tensor], received, over_senders)
 
     def decode_values(self, message: Tensor, tensor: int) -> Tensor:
-        """Return the values of one tensor, FP32 (tiles, k); a view of the message if `values` is "float32"."""
+        """Return the values of one tensor, FP32 (tiles, k); a view of the message if `code` is "float32"."""
         messages = message[None]
         return values_of(self.received(messages, tensor, self.decode_blocks(messages)), self.grids[tensor])[0]
 
@@ -169,11 +167,11 @@ class TopkMessages:
 
     def _encode_values(self, values: list[Tensor], valid: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parts of the message with the values, uint8, and the decoded values, FP32 (m,) per tensor."""
-        if self.values == "float32":
+        if self.code == "float32":
             return [flat.view(torch.uint8) for flat in values], values
-        if self.values in ("2bit", "1bit"):
+        if self.code in ("2bit", "1bit"):
             return self._encode_few_bits(values, valid)
-        code, flat = block_code(self._backend, self.values), torch.cat(values)
+        code, flat = block_code(self._backend, self.code), torch.cat(values)
         padded = pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)
         message, decoded = code.encode(padded), torch.empty_like(padded)
         code.decode(message, decoded)
@@ -187,7 +185,7 @@ class TopkMessages:
         for numbers in indices_by_key([(v.numel(), r is None) for v, r in zip(values, valid, strict=True)]).values():
             rows = torch.stack([values[i] for i in numbers])
             masks = [mask for i in numbers if (mask := valid[i]) is not None]
-            if self.values == "2bit":
+            if self.code == "2bit":
                 row_means, levels = encode_two_bits(rows, torch.stack(masks) if masks else None)
                 packed, sent = pack_two_bits(levels), row_means.gather(1, levels.long())
             else:

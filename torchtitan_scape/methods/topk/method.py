@@ -23,7 +23,7 @@ class Topk(GradientMethod):
     """One step, with x = decay * residual + gradient (all in mean units):
 
     1. Select the k = max(1, round(density * entries)) largest |x| of each block, ties to the lower index.
-    2. All-gather one message per replica, with their values (encoded by `values`) and encoded offsets.
+    2. All-gather one message per replica, with their values (encoded by `code`) and encoded offsets.
     3. The synchronized gradient is the sum of the decoded messages, in replica order, divided by the number of replicas
        or by the number of replicas that sent the entry. It is zero elsewhere.
     4. The residual is x minus the decoded values that were sent.
@@ -60,7 +60,7 @@ class Topk(GradientMethod):
             self._pending.clear(info.applied)
             return gradients
         grids = self._grids
-        messages = TopkMessages(grids, selected_per_block(grids, density), self.options.values, self._backend)
+        messages = TopkMessages(grids, selected_per_block(grids, density), self.options.code, self._backend)
         for x, residual in zip(sparse, residuals, strict=True):
             self._passes.accumulate_(residual, x, self.options.decay, self.context.gradient_scale, info.applied)
         self.scale_to_mean([gradients[i] for i in self._uncompressed])
@@ -99,6 +99,6 @@ class Topk(GradientMethod):
         target = self.options.density
         density = density_at(number - self.options.start, target, self.options.density_warmup_steps)
         entries = sum(residual.numel() for residual in self._residuals)
-        message_bytes = topk_message_bytes(self._grids, selected_per_block(self._grids, density), self.options.values)
+        message_bytes = topk_message_bytes(self._grids, selected_per_block(self._grids, density), self.options.code)
         larger = self.collectives.gathered_bytes(message_bytes) > self.collectives.reduced_bytes(entries)
         return 1.0 if density > target and larger else density

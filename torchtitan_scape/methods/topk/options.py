@@ -23,7 +23,7 @@ class TopkOptions(MethodOptions):
     """[sync.topk]: largest gradient entries of every replica."""
 
     section: ClassVar[str] = "sync.topk"
-    main_options = ("density", "selection", "block_size", "values")
+    main_options = ("density", "selection", "block_size", "code")
 
     density: float = 0.01
     """Share of the entries that each replica sends, in (0, 1]. Every replica receives the entries of all others: with N
@@ -44,7 +44,7 @@ class TopkOptions(MethodOptions):
     block_size: int = 1024
     """Entries per block, a multiple of 8 up to 32768"""
 
-    values: Literal["float32", "e2m1", "2bit"] = "float32"
+    code: Literal["float32", "e2m1", "2bit"] = "float32"
     """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
     four means of the tensor. The quantization error is added to the residual"""
 
@@ -67,8 +67,8 @@ class TopkOptions(MethodOptions):
         self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
 
     def label(self) -> str:
-        values = "" if self.values == "float32" else f" {self.values}"
-        return f"{self.method_name()} {self.density:g}{values}"
+        code = "" if self.code == "float32" else f" {self.code}"
+        return f"{self.method_name()} {self.density:g}{code}"
 
     def cost(self) -> "TopkCost":
         return TopkCost(self)
@@ -94,12 +94,12 @@ class TopkCost(GradientCost):
         if options.density >= 1.0 or not shapes:
             return [all_reduce_chunked(model.entries, levels, chunk_entries)]
         grids = [block_grid(shape, options.selection, options.block_size) for shape in shapes]
-        nbytes = topk_message_bytes(grids, selected_per_block(grids, options.density), options.values)
+        nbytes = topk_message_bytes(grids, selected_per_block(grids, options.density), options.code)
         whole = model.entries - count_entries(shapes)
         return [CollectiveCall("all_gather", nbytes), all_reduce_chunked(whole, levels, chunk_entries)]
 
     def traffic_per_parameter(self) -> float:
-        return TRAFFIC + (MEANS_TRAFFIC if self.options.values in ("2bit", "1bit") else 0.0)
+        return TRAFFIC + (MEANS_TRAFFIC if self.options.code in ("2bit", "1bit") else 0.0)
 
     def residual_entries(self, model: LocalModel) -> int:
         return count_entries(self.compressed(model))

@@ -13,33 +13,33 @@ class EncodedSize:
     """Size of a message of n elements in bytes.
 
     Attributes:
-        wire: "bfloat16" or a block code of `kernels.codec.formats`.
+        code: "bfloat16" or a block code of `kernels.codec.formats`.
         block: Elements that share scales, for a block code. A partial block counts as a whole one.
     """
 
-    wire: str
+    code: str
     block: int = BLOCK
 
     def __call__(self, count: int) -> int:
-        if self.wire in DTYPE_BYTES:
-            return DTYPE_BYTES[self.wire] * count
-        return message_bytes(self.wire, -(-count // self.block) * self.block, self.block)
+        if self.code in DTYPE_BYTES:
+            return DTYPE_BYTES[self.code] * count
+        return message_bytes(self.code, -(-count // self.block) * self.block, self.block)
 
 
-def encoded_size(wire: str, block: int = BLOCK) -> MessageBytes | None:
+def encoded_size(code: str, block: int = BLOCK) -> MessageBytes | None:
     """Return the size of a message as a function of its elements; None for FP32, which is not encoded.
 
     Raises:
-        ValueError: The wire is unknown.
+        ValueError: The code is unknown.
     """
-    if wire not in DTYPE_BYTES and wire not in FORMATS:
-        raise ValueError(f"the wire is {wire!r}; it must be one of {', '.join((*DTYPE_BYTES, *FORMATS))}")
-    return None if wire == "float32" else EncodedSize(wire, block)
+    if code not in DTYPE_BYTES and code not in FORMATS:
+        raise ValueError(f"the code is {code!r}; it must be one of {', '.join((*DTYPE_BYTES, *FORMATS))}")
+    return None if code == "float32" else EncodedSize(code, block)
 
 
-def encoded_bytes(wire: str, block: int = BLOCK) -> float:
+def encoded_bytes(code: str, block: int = BLOCK) -> float:
     """Return the bytes of an element of a long message."""
-    encoded = encoded_size(wire, block)
+    encoded = encoded_size(code, block)
     return 4.0 if encoded is None else encoded(1 << 20) / (1 << 20)
 
 
@@ -54,6 +54,6 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-def short_name(wire: str) -> str:
+def short_name(code: str) -> str:
     """Return the name of a dtype or code for tables."""
-    return "bf16" if wire == "bfloat16" else wire
+    return "bf16" if code == "bfloat16" else code
