@@ -1,4 +1,6 @@
-"""Configurations for titan_trainer.py without a GPU and without downloads: TorchTitan's debug model."""
+"""Configurations for titan_trainer.py without a GPU or downloads: TorchTitan's debug model on Python's sources."""
+
+# ruff: noqa: E402  TorchTitan looks up the device while it is imported.
 
 import argparse
 from functools import partial
@@ -27,7 +29,7 @@ class CpuDevice:
         return getattr(torch.cpu, name)
 
 
-if not torch.accelerator.is_available():  # TorchTitan looks up both while it is imported, and then assumes CUDA
+if not torch.accelerator.is_available():  # TorchTitan then assumes CUDA
     _utils._get_available_device_type = lambda: "cpu"
     _utils._get_device_module = lambda _: CpuDevice()
 

@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.examples import titan_debug
-from torchtitan.config import ConfigManager
-from torchtitan.observability import structured_logger
-from torchtitan.tools.logging import init_logger
+from scripts.examples import titan_debug  # before torchtitan
 
 
 class BytesBetweenReplicas(TorchDispatchMode):
@@ -32,7 +29,11 @@ class BytesBetweenReplicas(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             leaves = tree_leaves((args, kwargs or {}))
-            for group in (dist.ProcessGroup.unbox(x) for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())):
+            for group in (
+                dist.ProcessGroup.unbox(x)
+                for x in leaves
+                if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+            ):
                 first, *others = dist.get_process_group_ranks(group)
                 if [rank - first for rank in others] == [self.shards]:
                     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -41,6 +42,10 @@ class BytesBetweenReplicas(TorchDispatchMode):
 
 
 def main() -> None:
+    from torchtitan.config import ConfigManager
+    from torchtitan.observability import structured_logger
+    from torchtitan.tools.logging import init_logger
+
     init_logger()
     name, *options = sys.argv[1:]
     config = ConfigManager().parse_args([f"--module={titan_debug.__name__}", f"--config={name}", *options])
