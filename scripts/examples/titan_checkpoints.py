@@ -28,12 +28,17 @@ class ReplicaCheckpoints(CheckpointManager):
         others = {key: state_dict[key] for key in self.states if key in state_dict and key != OPTIMIZER}
         return self.states[MODEL].model[0], self.states[OPTIMIZER].optimizers[0], others
 
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not (last_step and self.last_save_model_only):
+            return super()._save(curr_step, last_step)
+        with self.states[OPTIMIZER].optimizers[0].shared_weights():
+            return super()._save(curr_step, last_step)
+
     def dcp_save(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
-        model, optimizer, others = self._parts(state_dict)
-        if OPTIMIZER in state_dict:
-            return super().dcp_save(checkpoint_states(model, optimizer) | others, *args, **options)
-        with optimizer.shared_weights():
-            return super().dcp_save(state_dict, *args, **options)
+        if OPTIMIZER in state_dict:  # not the last checkpoint, of the model alone
+            model, optimizer, others = self._parts(state_dict)
+            state_dict = checkpoint_states(model, optimizer) | others
+        return super().dcp_save(state_dict, *args, **options)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, **options: Any) -> None:
         if OPTIMIZER not in state_dict:
