@@ -1,14 +1,16 @@
-"""Run scripts.examples.titan_trainer as a rank, and print what its test checks, as one JSON line per rank.
+"""Run a configuration of scripts.examples.titan_debug, and print what its test checks as the last line, in JSON.
 
-    torchrun --nproc_per_node=4 -m tests.scripts.titan_0_3 CONFIG [TorchTitan's options]
+    torchrun --nproc_per_node=4 --local-ranks-filter=0 -m tests.scripts.titan_0_3 CONFIG [TorchTitan's options]
 
-CONFIG is a function of scripts.examples.titan_debug. It runs in an environment with TorchTitan 0.3.0.
+CONFIG is `native` or `replicas`. It needs an environment with TorchTitan 0.3.0.
 """
 
 import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,9 +20,17 @@ from torch.utils._pytree import tree_leaves
 
 from scripts.examples import titan_debug  # before torchtitan
 
+PACKAGES = ("torch", "torchtitan", "datasets")
+
 
 class BytesBetweenReplicas(TorchDispatchMode):
-    """Adds the bytes of the tensors of each collective operator between two ranks of different replicas."""
+    """Counts the bytes of the tensors in every collective between two ranks that hold the same shard.
+
+    It sees the operators of PyTorch, whoever calls them: FSDP2 or `replicate`.
+
+    Attributes:
+        found: by operator.
+    """
 
     def __init__(self, shards: int) -> None:
         super().__init__()
@@ -29,16 +39,20 @@ class BytesBetweenReplicas(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             leaves = tree_leaves((args, kwargs or {}))
-            for group in (
-                dist.ProcessGroup.unbox(x)
-                for x in leaves
-                if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
-            ):
-                first, *others = dist.get_process_group_ranks(group)
-                if [rank - first for rank in others] == [self.shards]:
-                    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-                    self.found[func.__name__] += sum(x.nbytes for x in tensors)
+            objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+            groups = [dist.ProcessGroup.unbox(one) for one in objects if "ProcessGroup" in str(one._type())]
+            first, *others = dist.get_process_group_ranks(groups[0])
+            if others == [first + self.shards]:
+                self.found[func.__name__] += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def digest(parameters: Iterable[Any]) -> str:
+    """Return a digest of this rank's shards."""
+    found = hashlib.sha256()
+    for parameter in parameters:
+        found.update(parameter.to_local().detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def main() -> None:
@@ -59,20 +73,22 @@ def main() -> None:
         log(step, loss, *args, **kwargs)
 
     trainer.metrics_processor.log = record
-    between = BytesBetweenReplicas(shards=2)
-    with between:
+    with BytesBetweenReplicas(shards=2) as between:
         trainer.train()
-    digest = hashlib.sha256()
-    for parameter in trainer.model_parts[0].parameters():
-        digest.update(parameter.to_local().detach().contiguous().numpy().tobytes())
-    found = {"rank": dist.get_rank(), "losses": losses, "weights": digest.hexdigest()[:16]}
-    found["collectives"] = {name: count / len(losses) for name, count in between.found.items()}
+    (model,) = trainer.model_parts
+    digests = [digest(model.parameters())] * 2
+    found: dict[str, Any] = {"versions": {package: version(package) for package in PACKAGES}, "losses": losses}
+    found["bytes_per_step"] = {key: count / len(losses) for key, count in between.found.items()}
     if name == "replicas":
-        found["stats"] = trainer.optimizers.optimizers[0].stats()
-    everything = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, found)
+        (optimizer,) = trainer.optimizers
+        found["stats"] = optimizer.stats()
+        with optimizer.shared_weights():
+            digests[1] = digest(model.parameters())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, digests)
+    found["weights"], found["shared_weights"] = zip(*every, strict=True)
     if dist.get_rank() == 0:
-        print("RESULT", json.dumps(everything))
+        print(json.dumps(found), flush=True)
     trainer.close()
     dist.destroy_process_group()
 
