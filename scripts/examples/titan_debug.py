@@ -39,7 +39,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.train import main
 from torchtitan.trainer import Trainer
 
-from scripts.examples.titan_trainer import ReplicaTrainer, with_replicas
+from scripts.examples.titan_trainer import TitanTrainer, with_replicas
 
 
 def python_text(path: str) -> datasets.Dataset:
@@ -74,7 +74,7 @@ def native() -> Trainer.Config:
     return config
 
 
-def replicas() -> ReplicaTrainer.Config:
+def replicas() -> TitanTrainer.Config:
     """Return the same configuration with `replicate`."""
     return with_replicas(native())
 

@@ -40,7 +40,9 @@ class ReplicaOptimizers(OptimizersContainer):
         self.method, self.kind = config.method, config.kind
 
     def synchronize(self, parallel_dims: Any, max_norm: float, steps: int) -> None:
-        (model,), (optimizer,) = self.model_parts, self.optimizers  # there is one, without pipeline parallelism
+        if len(self.optimizers) > 1:
+            raise ValueError("replicate() takes one optimizer: use no pipeline parallelism, and one optimizer_name")
+        (model,), (optimizer,) = self.model_parts, self.optimizers
         if self.kind != "titan":
             kind = {"adams": AdamS, "muon": Muon}[self.kind]
             optimizer = kind(model.named_parameters(), lr=optimizer.param_groups[0]["lr"])
@@ -53,7 +55,7 @@ class ReplicaOptimizers(OptimizersContainer):
         raise ValueError("this state would lack that of the method; set checkpoint to ReplicaCheckpoints.Config")
 
 
-class ReplicaMetrics(MetricsProcessor):
+class SynchronizedMetrics(MetricsProcessor):
     """Logs the norm of the synchronized gradient, and the bytes that a rank sends to other replicas."""
 
     @dataclass(kw_only=True, slots=True)
@@ -66,7 +68,7 @@ class ReplicaMetrics(MetricsProcessor):
         logger.info(f"sent {stats['sent_bytes']:.0f} B/step and rank, dense {stats['dense_bytes']:.0f} B")
 
 
-class ReplicaTrainer(Trainer):
+class TitanTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         pass
@@ -91,11 +93,11 @@ class ReplicaTrainer(Trainer):
         super().__init__(config)
 
 
-def with_replicas(config: Trainer.Config) -> ReplicaTrainer.Config:
+def with_replicas(config: Trainer.Config) -> TitanTrainer.Config:
     """Return a configuration of TorchTitan's trainer with this module's classes."""
 
     def convert(component: Any, old: Any, **changes: Any) -> Any:
         return component.Config(**{field.name: getattr(old, field.name) for field in fields(old)} | changes)
 
-    parts = {"optimizer": ReplicaOptimizers, "checkpoint": ReplicaCheckpoints, "metrics": ReplicaMetrics}
-    return convert(ReplicaTrainer, config, **{key: convert(kind, getattr(config, key)) for key, kind in parts.items()})
+    parts = {"optimizer": ReplicaOptimizers, "checkpoint": ReplicaCheckpoints, "metrics": SynchronizedMetrics}
+    return convert(TitanTrainer, config, **{key: convert(kind, getattr(config, key)) for key, kind in parts.items()})
