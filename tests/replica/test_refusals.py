@@ -16,6 +16,7 @@ from torchtitan_scape.replica.replicate import replicate
 
 def refuse(case: str, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,17 @@ def refuse(case: str, folder: str) -> None:
             wrapped = Wrapper(model)
             wrapped(batch(0, rank)[0]).sum().backward()
             optimizer.step()
+        case "ddp with a hook":  # as Hugging Face's Trainer
+            optimizer = make_optimizer(model, "topk")
+            wrapped = Wrapper(model)
+            wrapped.register_comm_hook(None, noop_hook)
+            wrapped(batch(0, rank)[0]).sum().backward()
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+            model(batch(0, rank)[0]).sum().backward()
+            assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+            optimizer.step()
+            raise ValueError("accepted")
         case "ddp inside":
             model[0] = DistributedDataParallel(model[0])
             replicate(model, torch.optim.AdamW(model.parameters()), "dense", world)
@@ -128,6 +140,7 @@ REFUSALS = {
     "flags": "maximize of group 0=(True|False).*every replica needs the same",
     "shared weights": r"step\(\) was called inside shared_weights\(\)",
     "dcp": r"the others' state would be lost; save checkpoint_states\(model, optimizer\)",
+    "ddp with a hook": "accepted",
     "ddp around it": "the parameters belong to a DistributedDataParallel module",
     "foreign": r"the optimizer has a parameter of shape \(64, 32\) that the model does not contain",
     "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",

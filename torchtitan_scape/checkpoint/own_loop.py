@@ -26,6 +26,7 @@ from torchtitan_scape.checkpoint.reader import (
     load_into,
 )
 from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters
+from torchtitan_scape.core.parameters import plain_name
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -92,16 +93,44 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
 
 
 class _ModelState:
-    """A module's weights and buffers, under names without wrappers."""
+    """A module's weights and buffers, under names without wrappers.
+
+    Hooks of a module may rename or split parameters in its state, as TorchTitan 0.3.0 splits a fused projection. The
+    state of the optimizer has the names of the parameters, so the weights are then stored under these as well.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
+        if self._is_renamed():
+            return self._tensors()
         return get_model_state_dict(self._model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self._model, state_dict)
+        if not self._is_renamed():
+            set_model_state_dict(self._model, state_dict)
+            return
+        with torch.no_grad():
+            for name, values in self._tensors().items():
+                values.copy_(state_dict[name])
+
+    def _is_renamed(self) -> bool:
+        """Return whether the module's state lacks the name of a parameter. FSDP2 reshards the module meanwhile."""
+        names = {plain_name(name) for name in self._model.state_dict()}
+        return not names.issuperset(plain_name(name) for name, _ in self._model.named_parameters())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and the persistent buffers."""
+        transient = {
+            f"{prefix}.{name}".removeprefix(".")
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        tensors = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors |= {name: buffer for name, buffer in buffers if name not in transient}
+        return {plain_name(name): values.detach() for name, values in tensors.items()}
 
 
 def _record(optimizer: ReplicaOptimizer, residual: str) -> RunMetadata:

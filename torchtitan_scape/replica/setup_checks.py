@@ -90,16 +90,21 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
 def refuse_ddp(shards: Sequence[Shard]) -> None:
     """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
 
-    It would all-reduce all gradients before the method sees them. A module can be wrapped after the optimizer is built,
-    and no parameter leads to its modules, so all objects of this process are searched.
+    It would all-reduce all gradients before the method sees them, unless `noop_hook` is registered as its hook. A
+    module can be wrapped after the optimizer is built, and no parameter leads to its modules, so all objects of this
+    process are searched.
     """
     parameters = {id(shard.parameter) for shard in shards}
     for one in gc.get_objects():
-        if issubclass(type(one), DistributedDataParallel) and any(id(p) in parameters for p in one.parameters()):
+        if not issubclass(type(one), DistributedDataParallel) or not any(id(p) in parameters for p in one.parameters()):
+            continue
+        if not any(hook.__name__ == "noop_hook" for hook, _ in one._comm_hooks):
             raise ValueError(
                 "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
                 "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
-                "model to setup() or prepare()"
+                "model to setup() or prepare(). If a trainer always wraps the model, call register_comm_hook(None, "
+                "noop_hook) of the wrapper before the first step; noop_hook is in "
+                "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
             )
 
 
