@@ -63,7 +63,7 @@ class LocalModel:
 
     def select_numbers(self, numbers: Sequence[int]) -> "LocalModel":
         """Return the part of the model with these positions."""
-        names, shapes = (tuple(every[i] for i in numbers) for every in (self.names, self.shapes))
+        names, shapes = tuple(self.names[i] for i in numbers), tuple(self.shapes[i] for i in numbers)
         return LocalModel(names, shapes, self.hidden_names)
 
     def is_hidden(self, number: int) -> bool:

@@ -65,9 +65,9 @@ class Muon(Optimizer):
         share: Divides the matrices among replicas; None for no division. Every replica updates all stacks.
         matrices: The parameters that Muon updates: a function of (name, parameter), or names or patterns with
             wildcards, such as "encoder.*.weight". Patterns leave out vectors. None for the default.
-        split: Fused matrices that are orthogonalized in blocks, by name or pattern: a number of equal blocks of rows, as
-            in `{"*.c_attn.weight": 3}` for query, key and value, or the sizes of all blocks, which add up to the rows or
-            the columns. The length of a block's step follows from its own shape. None for whole matrices.
+        split: Fused matrices that are orthogonalized in blocks, by name or pattern: a number of equal blocks of rows,
+            as in `{"*.c_attn.weight": 3}` for query, key and value, or the sizes of all blocks, which add up to the
+            rows or the columns. The length of a block's step follows from its own shape. None for whole matrices.
 
     Attributes:
         hidden: The parameters that Muon updates, the largest first.
@@ -169,8 +169,8 @@ class Muon(Optimizer):
         for first in range(0, len(matrices), together):
             self._step_of(matrices[first : first + together], applied)
         for stack in (shard for shard in present if shard.parameter.ndim == 3):
-            direction = self._average(stack, applied)
-            self._apply(stack, *self.orthogonalize([stack], [direction]), applied)
+            (direction,) = self.orthogonalize([stack], [self._average(stack, applied)])
+            self._apply(stack, direction, applied)
         if self._adamw is not None:
             if found_inf is not None:
                 self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
