@@ -113,19 +113,23 @@ def report_choice(shards: Sequence[Shard], hidden: Sequence[Shard], divided: int
     unknown = [s for s in rest if is_unknown_stack(s.name, s.whole_shape)] if matrices is None else []
     if unknown:
         logger.warning(
-            f"AdamW updates {len(unknown)} parameters of blocks with three dimensions, such as {unknown[0].name} of "
-            f"{tuple(unknown[0].whole_shape)}, whose names do not say that they are experts; if each is a stack of "
-            "matrices, choose them by matrices=, else pass matrices= without them"
+            f"AdamW updates {_count(len(unknown), 'parameter')} of blocks with three dimensions, such as "
+            f"{unknown[0].name} of {tuple(unknown[0].whole_shape)}, because the names are not those of experts; if "
+            "each is a stack of matrices, choose them by matrices="
         )
 
 
 def _described(hidden: Sequence[Shard], divided: int) -> str:
     stacks = sum(len(shard.whole_shape) == 3 for shard in hidden)
-    counts = [f"{len(hidden) - stacks} matrices"] if len(hidden) > stacks else []
-    counts += [f"{stacks} stacks of matrices"] if stacks else []
-    shapes = len({tuple(shard.whole_shape) for shard in hidden})
-    blocks = f", {divided} of them in blocks" if divided else ""
-    return f"{' and '.join(counts)} ({shapes} shapes, {_entries(hidden)}{blocks}), for example {hidden[0].name}"
+    counts = [_count(len(hidden) - stacks, "matrix", "matrices")] if len(hidden) > stacks else []
+    counts += [_count(stacks, "stack of matrices", "stacks of matrices")] if stacks else []
+    shapes = _count(len({tuple(shard.whole_shape) for shard in hidden}), "shape")
+    blocks = f", {divided} in blocks" if divided else ""
+    return f"{' and '.join(counts)} ({shapes}, {_entries(hidden)}{blocks}), for example {hidden[0].name}"
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _listed(rest: Sequence[Shard]) -> str:
@@ -133,8 +137,8 @@ def _listed(rest: Sequence[Shard]) -> str:
         return "no parameters"
     largest = sorted(rest, key=lambda shard: -shard.entries)
     names = ", ".join(shard.name for shard in largest[:3])
-    others = f" and {len(rest) - 3} others" if len(rest) > 3 else ""
-    return f"{len(rest)} parameters ({_entries(rest)}): {names}{others}"
+    others = f" and {_count(len(rest) - 3, 'other')}" if len(rest) > 3 else ""
+    return f"{_count(len(rest), 'parameter')} ({_entries(rest)}): {names}{others}"
 
 
 def _entries(shards: Sequence[Shard]) -> str:
