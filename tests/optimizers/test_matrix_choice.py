@@ -1,6 +1,8 @@
 """Which parameters Muon updates: the default rule on names of public models, a user's choice, and what is logged."""
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from torch import nn
 
 from tests.logs import logged
 from tests.methods.test_whitening import SHAPES
+from tests.pool import Pool
+from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.core.hidden_matrices import is_hidden_matrix
 from torchtitan_scape.core.workloads import LocalModel, layer_of
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
@@ -218,6 +222,24 @@ def test_the_choice_is_logged() -> None:
         "Muon: 1 matrix and 1 stack of matrices (2 shapes, 256 entries, 1 in blocks), for example "
         "layers.0.moe.experts.w1; AdamW: no parameters",
     ]
+
+
+def lines_of_a_run(folder: str, arguments: list[str]) -> list[str]:
+    with logged() as lines:
+        train(folder, [*arguments, "--training.steps=1"])
+    return [line for line in lines if line.startswith("Muon: ")]
+
+
+def test_the_trainer_logs_the_choice_once(pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
+    """For three simulated replicas as well, each of which has an optimizer."""
+    results = pool2(lines_of_a_run, str(tmp_path / "two"), [*METHODS["muon"], *LAYOUTS["1x2"]])
+    simulated = [*METHODS["diloco-muon"], "--topology.simulate_replicas=3"]
+    for (line,) in [*results, *pool1(lines_of_a_run, str(tmp_path / "three"), simulated)]:
+        assert re.fullmatch(
+            r"Muon: \d+ matrices \(\d shapes, \S+ k entries\), for example layers\.\d\.\S+\.weight; "
+            r"AdamW: \d+ parameters \(\S+ k entries\): tok_embeddings.weight, output.weight, .*norm.weight and \d+ others",
+            line,
+        ), line
 
 
 def test_stacks_of_unknown_meaning_are_reported(caplog: pytest.LogCaptureFixture) -> None:
