@@ -237,7 +237,8 @@ def test_the_trainer_logs_the_choice_once(pool1: Pool, pool2: Pool, tmp_path: Pa
     for (line,) in [*results, *pool1(lines_of_a_run, str(tmp_path / "three"), simulated)]:
         assert re.fullmatch(
             r"Muon: \d+ matrices \(\d shapes, \S+ k entries\), for example layers\.\d\.\S+\.weight; "
-            r"AdamW: \d+ parameters \(\S+ k entries\): tok_embeddings.weight, output.weight, .*norm.weight and \d+ others",
+            r"AdamW: \d+ parameters \(\S+ k entries\): tok_embeddings.weight, output.weight, .*norm.weight "
+            r"and \d+ others",
             line,
         ), line
 

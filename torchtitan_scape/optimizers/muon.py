@@ -94,12 +94,7 @@ class Muon(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         check_names(self.param_groups)
         self._shards = shards = collect_shards(self.param_groups)
-        for shard in shards:
-            if (dtype := shard.parameter.dtype) != torch.float32:
-                raise ValueError(
-                    f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
-                    "BF16 by mixed precision or autocast"
-                )
+        _check_dtypes(shards)
         # Sorted by size, so that matrices exchanged together take about the same time.
         self.hidden = sorted(choose_matrices(shards, matrices), key=lambda shard: -shard.entries)
         blocks = blocks_of(self.hidden, split)
@@ -320,6 +315,15 @@ def _masked(tensor: Tensor, applied: Tensor | None) -> Iterator[Tensor]:
     masked_copy_(tensor, changed, applied)
 
 
+def _check_dtypes(shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        if (dtype := shard.parameter.dtype) != torch.float32:
+            raise ValueError(
+                f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in BF16 by "
+                "mixed precision or autocast"
+            )
+
+
 def products_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
@@ -332,28 +336,27 @@ def _group_of(shards: Sequence[Shard]) -> ProcessGroup | None:
     """
     groups: dict[ProcessGroup | None, str] = {}
     for shard in shards:
-        parameter, sharded_axes, is_stack = shard.parameter, [], len(shard.whole_shape) == 3
+        parameter, sharded_axes, is_stack = shard.parameter, [], shard.parameter.ndim == 3
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
             # On top of column-wise tensor parallelism, `is_shard` is false for FSDP2's placement.
             sharded_axes = [
                 (axis, p) for axis, p in enumerate(parameter.placements) if not p.is_replicate() and sizes[axis] > 1
             ]
-        # Several axes may divide a stack, FSDP2's and that of expert parallelism: each rank has some whole matrices.
-        by_rows = all(getattr(placement, "dim", None) == 0 for _, placement in sharded_axes)
-        if not is_stack:
-            by_rows = len(sharded_axes) <= 1 and all(placement == Cut(0) for _, placement in sharded_axes)
-        if is_slice(parameter) or not by_rows:
-            needed = "stacks of whole matrices, sharded along their first dimension" if is_stack else "matrices that "
-            needed += "" if is_stack else "are whole or sharded by rows"
+        if is_stack:  # FSDP2 and expert parallelism may both divide it: each rank has whole matrices
+            needed = "stacks of whole matrices, sharded along their first dimension"
+            supported = all(getattr(placement, "dim", None) == 0 for _, placement in sharded_axes)
+        else:
+            needed = "matrices that are whole or sharded by rows"
+            supported = len(sharded_axes) <= 1 and all(placement == Cut(0) for _, placement in sharded_axes)
+        if is_slice(parameter) or not supported:
             raise ValueError(
                 f"Muon needs {needed} only, and {shard.name!r} of {tuple(parameter.shape)} is not; train without "
                 "tensor parallelism and [sharding.levels], leave it to AdamW by matrices=, or set [optimizer] name = "
                 "'AdamW'"
             )
-        if is_stack:
-            continue
-        groups[parameter.device_mesh.get_group(sharded_axes[0][0]) if sharded_axes else None] = shard.name
+        if not is_stack:
+            groups[parameter.device_mesh.get_group(sharded_axes[0][0]) if sharded_axes else None] = shard.name
     if len(groups) > 1:
         raise ValueError(
             f"Muon needs matrices with the same sharding, but {' and '.join(map(repr, groups.values()))} differ"
