@@ -319,8 +319,8 @@ def _check_dtypes(shards: Iterable[Shard]) -> None:
     for shard in shards:
         if (dtype := shard.parameter.dtype) != torch.float32:
             raise ValueError(
-                f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in BF16 by "
-                "mixed precision or autocast"
+                f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
+                "BF16 by mixed precision or autocast"
             )
 
 
