@@ -132,6 +132,25 @@ def test_sharded_experts_and_blocks_equal_unsharded_ones(ranks: int, request: py
     assert request.getfixturevalue(f"pool{ranks}")(step_sharded) == [[]] * ranks
 
 
+def step_on_two_axes() -> bool:
+    """Return whether experts that two axes of a mesh divide, as with expert parallelism, equal unsharded ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "shard"))
+    values = torch.randn((6, 8, 4), generator=torch.Generator().manual_seed(7))
+    cut, whole = nn.Parameter(distribute_tensor(values, mesh, [Shard(0), Shard(0)])), nn.Parameter(values.clone())
+    for parameter in (cut, whole):
+        optimizer = Muon([(EXPERTS, parameter)], **RATES)
+        for step in range(3):
+            gradient = torch.randn((6, 8, 4), generator=torch.Generator().manual_seed(step))
+            is_cut = isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(gradient, mesh, [Shard(0), Shard(0)]) if is_cut else gradient
+            optimizer.step()
+    return torch.equal(cut.full_tensor(), whole)  # type: ignore[attr-defined]
+
+
+def test_experts_on_two_axes(pool4: Pool) -> None:
+    assert all(pool4(step_on_two_axes))
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

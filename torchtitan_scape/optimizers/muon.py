@@ -122,11 +122,11 @@ class Muon(Optimizer):
         """Return whether Muon updates the parameter; if not, AdamW does."""
         return id(shard.parameter) in self._blocks
 
-    def fingerprint(self) -> dict[str, int]:
-        """Return checksums of the chosen matrices and of their blocks, which must be equal on all replicas."""
-        chosen = [shard.name for shard in self.hidden]
-        divided = [(s.name, blocks) for s in self.hidden if len((blocks := self._blocks[id(s.parameter)]).sizes) > 1]
-        return {key: zlib.crc32(repr(value).encode()) for key, value in (("matrices", chosen), ("split", divided))}
+    def fingerprint(self) -> dict[str, str]:
+        """Return numbers and checksums of the chosen matrices and of the divided ones, equal on all replicas."""
+        chosen = [(s.name, self._blocks[id(s.parameter)]) for s in self.hidden]
+        divided = [(name, blocks) for name, blocks in chosen if len(blocks.sizes) > 1]
+        return {"matrices": _checksum([name for name, _ in chosen]), "split": _checksum(divided)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as torch does, but keep the step counters on their devices.
@@ -253,6 +253,10 @@ class Muon(Optimizer):
             pairs = zip(self.parts(shard, weight), self.parts(shard, direction), strict=True)
             for (part, scale), (step, _) in pairs:
                 part.add_(step, alpha=-group["lr"] * scale)
+
+
+def _checksum(values: Sequence[Any]) -> str:
+    return f"{len(values)} (checksum {zlib.crc32(repr(values).encode()):08x})"
 
 
 def other_choice(optimizer: Muon, saved: Iterable[tuple[Shard, bool]]) -> str:
