@@ -20,14 +20,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.methods import test_local_updates as local
 from tests.methods.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES, far, trained
 from tests.pool import Pool
-from torchtitan_scape.core.workloads import Workload, get_workload, local_shapes
+from torchtitan_scape.core.workloads import LocalModel, Workload, get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.optimizers import muon
-from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes, muon_flops, muon_parts
+from torchtitan_scape.optimizers.cost import get_optimizer_cost, muon_flops, muon_parts
 from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
 from torchtitan_scape.optimizers.muon import Muon, orthogonalized
 from torchtitan_scape.planner.run import PlannedRun
@@ -157,8 +157,7 @@ def test_row_sharded_matrices_are_exchanged(ranks: int, request: pytest.FixtureR
     results = request.getfixturevalue(f"pool{ranks}")(step_sharded_and_whole)
     assert all(equal for equal, _ in results)
     to_others = sum(size for i, (_, sent) in enumerate(results) for j, size in enumerate(sent) if i != j)
-    shapes = [CUT["embedding.weight"], *(s for n, s in CUT.items() if n.startswith("layers")), (5,), (9, 4)]
-    parts = muon_parts(shapes, ranks)
+    parts = muon_parts(LocalModel(tuple(CUT), tuple(CUT.values())), ranks)
     assert len(parts) == 6 and to_others == sum(2 * (ranks - 1) * part for _, part in parts)
 
 
@@ -192,7 +191,7 @@ def test_usual_names_of_blocks_are_known(blocks: str) -> None:
 
 
 def test_models_without_hidden_matrices_are_refused() -> None:
-    message = r"matrices of blocks, .* none of 'a' to 'b' is one; rename .* to layers, .* or h, .* name = 'AdamW'"
+    message = r"matrices of blocks, .* none of 'a' to 'b' is one; pass matrices=, .* name = 'AdamW'"
     with pytest.raises(ValueError, match=message):
         Muon([("a", nn.Parameter(torch.zeros(3, 3))), ("b", nn.Parameter(torch.zeros(3)))])
 
@@ -253,12 +252,12 @@ def test_with_synchronized_gradients(method: str, options: dict[str, Any], pool1
 def test_the_planner_knows_its_memory_and_flops() -> None:
     shapes = [(20, 8), (8, 9), (9, 8), (8,), (20, 8)]
     weights = {f"{'layers.0.' if i in (1, 2) else ''}p{i}": nn.Parameter(torch.zeros(s)) for i, s in enumerate(shapes)}
-    optimizer = Muon(weights.items())
+    optimizer, model = Muon(weights.items()), LocalModel(tuple(weights), tuple(shapes))
     held = sum(t.nbytes for state in optimizer.state.values() for kind, t in state.items() if kind != "step")
-    assert get_optimizer_cost("Muon").state(shapes) == held
-    assert muon_flops(shapes, 1) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
-    assert muon_flops(shapes, 2) == muon_flops(shapes, 3) == 5 * (4 * 8 * 8 * 9 + 2 * 8**3)
-    assert muon_parts(shapes, 2) == [(0, 2 * 4 * 9), (1, 2 * 5 * 8)]
+    assert get_optimizer_cost("Muon").state(model) == held
+    assert muon_flops(model, 1) == 5 * 2 * (4 * 8 * 8 * 9 + 2 * 8**3)
+    assert muon_flops(model, 2) == muon_flops(model, 3) == 5 * (4 * 8 * 8 * 9 + 2 * 8**3)
+    assert muon_parts(model, 2) == [(0, 2 * 4 * 9), (1, 2 * 5 * 8)]
 
 
 def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
@@ -282,7 +281,7 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
     products = {n: predicted(n, "Muon").optimizer - optimizer_bytes_seconds(workload, n) for n in (1, 8)}
     assert products[8] == pytest.approx(products[1] / 8)
     more = predicted(8, "Muon").shard - predicted(8, "AdamW").shard
-    part = sum(nbytes for _, nbytes in muon_parts(workload.shapes(), 8))
+    part = sum(nbytes for _, nbytes in muon_parts(workload.whole(), 8))
     # One of seven parts of an exchange uses the faster link within a GPU, and each exchange incurs one latency.
     expected = 2 * part / 8 * (1 / 200e9 + 6 / 50e9) + 14 * (2e-6 + 6 * 3e-6)
     assert more == pytest.approx(expected)
@@ -290,7 +289,7 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
 
 def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
     """Return the time of Muon's passes and the gradients' copies, as `predict` has it without measured rates."""
-    nbytes = get_optimizer_cost("Muon").traffic(local_shapes(workload.shapes(), shard))
+    nbytes = get_optimizer_cost("Muon").traffic(workload.local(shard))
     nbytes += DenseOptions().cost().memory_traffic(workload.local(shard), 16 // shard)[1]
     if shard == 1:  # the replicas span several levels
         nbytes += DenseOptions().cost().buffer_traffic(workload.local(shard), 16)
@@ -398,7 +397,7 @@ def test_the_planner_divides_matrices_among_replicas_if_that_is_faster() -> None
         layout = plan_layout(replicas, ranks_per_node=1, machine=get_machine(machine), replicate=-1, shard=1)
         links = Links.from_machine(layout.machine)
         links = links.with_bandwidth("network", speed) if speed else links
-        return divides_matrices(PlannedRun(options, optimizer), workload.shapes(), layout, links)
+        return divides_matrices(PlannedRun(options, optimizer), workload.whole(), layout, links)
 
     assert of("vista", DenseOptions()) and not of("vista", QuantizedOptions())
     assert of("vista", QuantizedOptions(), speed=50e9) and not of("vista", QuantizedOptions(), speed=3.5e9)
@@ -411,13 +410,13 @@ def test_the_gather_between_replicas_is_counted() -> None:
     """Eight replicas on Vista: 168 matrices in 21 all-gathers, of the largest matrix of each round."""
     workload, machine = get_workload("llama_1_8b"), get_machine("vista")
     layout = plan_layout(8, ranks_per_node=1, machine=machine, replicate=-1, shard=1)
-    sizes = sorted((2 * math.prod(s) for s in hidden_shapes(workload.shapes())), reverse=True)
-    assert len(sizes) == 168 and gathered_matrices("Muon", workload.shapes(), layout) == sizes[::8]
-    stages = gather_stages("Muon", workload.shapes(), layout)
+    sizes = sorted((2 * math.prod(s) for s in workload.whole().hidden_shapes), reverse=True)
+    assert len(sizes) == 168 and gathered_matrices("Muon", workload.whole(), layout) == sizes[::8]
+    stages = gather_stages("Muon", workload.whole(), layout)
     assert sum(stage.sent for stage in stages) == 7 * sum(sizes[::8])
     with_muon, links = PlannedRun(DenseOptions(), "Muon"), Links.from_machine(machine)
     predicted = predict(with_muon, workload, layout, links, batch=64, micro_batch=1)
     alone = predict(with_muon, workload, layout, links.with_bandwidth("network", 1e6), batch=64, micro_batch=1)
-    products = muon_flops(workload.shapes(), 1) - muon_flops(workload.shapes(), 8)
+    products = muon_flops(workload.whole(), 1) - muon_flops(workload.whole(), 8)
     assert alone.optimizer - predicted.optimizer == pytest.approx(products / (989e12 * Assumptions().mfu))
     assert predicted.shard == pytest.approx(7 * sum(sizes[::8]) / 50e9 + 21 * 7 * 5e-6) and alone.shard == 0.0

@@ -35,6 +35,7 @@ from torchtitan_scape.checkpoint.state import (
 from torchtitan_scape.core.parameters import Shard as LocalShard
 from torchtitan_scape.core.parameters import is_slice, local
 from torchtitan_scape.methods.interface import State
+from torchtitan_scape.optimizers.muon import Muon, other_choice
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
@@ -224,6 +225,9 @@ class StateReader:
     Attributes:
         replicas: number of replicas of the run that saved.
         same_count: whether this run has as many.
+
+    Raises:
+        ValueError: Muon updated other matrices in the run that saved. Raised on every rank.
     """
 
     def __init__(
@@ -240,6 +244,7 @@ class StateReader:
         self.replicas: int = saved["replicas"]
         self.simulated = layout.simulated
         self.same_count = self.replicas == layout.replicas * layout.simulated
+        raise_on_all_ranks(optimizers.collectives, self._other_choice())
 
     def __iter__(self) -> Iterator[tuple[int, LocalShard, dict[str, Tensor]]]:
         """Yield each parameter with its number and its saved tensors by kind, on the CPU.
@@ -337,6 +342,19 @@ class StateReader:
         """Return the moments of a dense optimizer that this run reads by parameter."""
         return (FIRST, SECOND) if needs_second_moment(self._optimizers, self.saved["optimizer"]) else (FIRST,)
 
+    def _other_choice(self) -> str:
+        """Return an error if Muon, in both runs, updated other parameters in the run that saved; else ""."""
+        inner = self._optimizers.inner
+        if not isinstance(inner, Muon) or self.saved["optimizer"] != "Muon":
+            return ""
+
+        def has_moment(shard: LocalShard, kind: str) -> bool:
+            return self.has(f"state.{shard.name}.{kind}") or self.has(f"{stored_kind(kind, self.saved)}.{shard.name}")
+
+        saved = [(shard, has_moment(shard, SECOND)) for shard in self._shards if has_moment(shard, FIRST)]
+        error = other_choice(inner, saved)
+        return f"{self.path} is of another choice of matrices: {error}" if error else ""
+
     def _check_parameters(self) -> None:
         """Raise ValueError on every rank if a parameter has no saved state. Collective."""
         entry = OPTIMIZERS.get(self.saved["optimizer"])
@@ -344,7 +362,12 @@ class StateReader:
         error = ""
         for shard in self._shards:
             keys = [f"{kind}.{shard.name}" for kind in kinds] + [f"state.{shard.name}.{m}" for m in self._moments()]
-            if not error and entry is not None and entry.moments(shard) and not any(map(self.has, keys)):
+            if (
+                not error
+                and entry is not None
+                and entry.moments(self._optimizers.inner, shard)
+                and not any(map(self.has, keys))
+            ):
                 error = f"{self.path} has no state of the parameter {shard.name!r}: it is of another model"
         raise_on_all_ranks(self._optimizers.collectives, error)
 

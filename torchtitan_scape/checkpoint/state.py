@@ -125,7 +125,9 @@ def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int
                 found[state.kind] = rows * sum(entries[n] * t.element_size() for n, t in state.tensors.items())
     elif has_dense_state(optimizer):
         moments = OPTIMIZERS[type(optimizer.inner).__name__].moments
-        found["moments"] = sum(4 * len(moments(shard)) * entries[shard.name] for shard in optimizer.shards())
+        found["moments"] = sum(
+            4 * len(moments(optimizer.inner, shard)) * entries[shard.name] for shard in optimizer.shards()
+        )
     return {kind: size for kind, size in found.items() if size} | optimizer.sharding.unsent.sizes(residual)
 
 

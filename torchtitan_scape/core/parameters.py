@@ -71,6 +71,12 @@ class Shard:
         return parameter.whole.numel() if is_slice(parameter) else parameter.numel()
 
     @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole parameter, over all ranks."""
+        parameter = self.parameter
+        return parameter.whole if is_slice(parameter) else parameter.shape
+
+    @property
     def local_shape(self) -> torch.Size:
         return local(self.parameter).shape
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from torchtitan_scape.core.hidden_matrices import default_hidden_names, is_hidden_matrix
+
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape]
 
@@ -30,10 +32,15 @@ def count_entries(shapes: Shapes) -> int:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Names and shapes of the parameter shards of one rank, in the order of the model. No shard is left out."""
+    """Names and shapes of the parameter shards of one rank, in the order of the model. No shard is left out.
+
+    Attributes:
+        hidden_names: The parameters that Muon updates, or would update; None for those of the default rule.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
+    hidden_names: frozenset[str] | None = None
 
     @classmethod
     def of_shapes(cls, shapes: Shapes) -> "LocalModel":
@@ -52,8 +59,22 @@ class LocalModel:
 
     def select(self, names: Collection[str]) -> "LocalModel":
         """Return the part of the model with these parameter names."""
-        kept = [i for i, name in enumerate(self.names) if name in names]
-        return LocalModel(tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept))
+        return self.select_numbers([i for i, name in enumerate(self.names) if name in names])
+
+    def select_numbers(self, numbers: Sequence[int]) -> "LocalModel":
+        """Return the part of the model with these positions."""
+        names, shapes = tuple(self.names[i] for i in numbers), tuple(self.shapes[i] for i in numbers)
+        return LocalModel(names, shapes, self.hidden_names)
+
+    def is_hidden(self, number: int) -> bool:
+        """Return whether Muon updates the parameter at a position."""
+        name = self.names[number]
+        return is_hidden_matrix(name, self.shapes[number]) if self.hidden_names is None else name in self.hidden_names
+
+    @property
+    def hidden_shapes(self) -> list[Shape]:
+        """Shapes of the parameters that Muon updates."""
+        return [shape for i, shape in enumerate(self.shapes) if self.is_hidden(i)]
 
     def matrices(self, dense_names: Collection[str] = ()) -> list[Shape]:
         """Return the shapes with two or more dimensions, except those of `dense_names`."""
@@ -125,7 +146,12 @@ class Workload:
 
     def local(self, shard: int) -> LocalModel:
         """Return the shards of the first of `shard` ranks."""
-        return LocalModel(self.names(), local_shapes(self.shapes(), shard))
+        names, shapes = self.names(), self.shapes()
+        return LocalModel(names, local_shapes(shapes, shard), default_hidden_names(names, shapes))
+
+    def whole(self) -> LocalModel:
+        """Return the parameters that are not sharded."""
+        return self.local(1)
 
     @property
     def parameters(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from torchtitan_scape.core.workloads import LocalModel, Shapes
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.calls import ChunkedMessages, CollectiveCall, chunked_size, padded_size, replicas_of
 from torchtitan_scape.topology.partition import CHUNK_ENTRIES, chunk_limit, chunk_sizes
@@ -56,8 +56,8 @@ class GradientCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
-    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
-        return [shapes]
+    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
+        return [model]
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return 0.0, 0.0

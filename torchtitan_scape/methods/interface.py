@@ -24,6 +24,7 @@ from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.backends import choose_backend, scaling
 from torchtitan_scape.kernels.scape.reference import unpack_bits
+from torchtitan_scape.optimizers.muon import hidden_names
 from torchtitan_scape.topology.calls import CollectiveCall, level_sizes
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
@@ -346,8 +347,8 @@ class Method(ABC):
 
     def local_model(self) -> LocalModel:
         """Return the names and shapes of this rank's shards."""
-        shards = self.context.shards
-        return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards))
+        shards, hidden = self.context.shards, hidden_names(self.context.optimizer, self.context.shards)
+        return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards), hidden)
 
     def collective_calls(self) -> list[CollectiveCall]:
         """Return `options.cost().collective_calls(...)` for this rank."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
 from torchtitan_scape.core.options import Options
-from torchtitan_scape.core.workloads import LocalModel, Shapes
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.ring_bytes import LevelSize
@@ -53,8 +53,8 @@ class MethodCost(Protocol):
         A sum of steps of these matrices is then a state.
         """
 
-    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
-        """Return the parameters of `shapes` that the optimizer updates in each step of a round."""
+    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
+        """Return the parameters of a model that the optimizer updates in each step of a round."""
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the floating-point operations of the exchange's matrix products in a step, on this rank: (TF32, FP32).

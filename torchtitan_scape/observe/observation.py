@@ -66,7 +66,7 @@ class Observation:
         self._moments = [
             observed
             for observed in self.tensors
-            if all(FIRST in OPTIMIZERS[optimizer].moments(s) for s in observed.shards)
+            if all(FIRST in OPTIMIZERS[optimizer].moments(optimizers.inner, s) for s in observed.shards)
         ]
         self._before: dict[str, Tensor] = {}  # Masks of the largest first moments of the last step.
         self._shadow: dict[str, figures.ShadowResidual] = {}

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_scape.core.workloads import Shapes, count_entries
+from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 
 ITERATIONS = 5  # of Newton-Schulz
 CHECK_AND_CLIP = 16.0
@@ -17,33 +17,33 @@ CHECK_AND_CLIP = 16.0
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Closed form of an optimizer. All functions take shapes.
+    """Closed form of an optimizer.
 
     Attributes:
         state: Bytes of state on this rank, of its shards.
         traffic: Bytes that the passes of a step move on this rank, of its shards.
-        flops: Floating-point operations of matrix products on the rank with most of them, of (whole shapes, ranks of a
+        flops: Floating-point operations of matrix products on the rank with most of them, of (whole model, ranks of a
             replica); None if there are none.
         parts: (owner, bytes of the part on each rank) of every matrix that one rank of a replica computes for all, of
-            (whole shapes, ranks of a replica); None if there are none.
+            (whole model, ranks of a replica); None if there are none.
     """
 
-    state: Callable[[Shapes], float]
-    traffic: Callable[[Shapes], float]
-    flops: Callable[[Shapes, int], float] | None = None
-    parts: Callable[[Shapes, int], list[tuple[int, float]]] | None = None
+    state: Callable[[LocalModel], float]
+    traffic: Callable[[LocalModel], float]
+    flops: Callable[[LocalModel, int], float] | None = None
+    parts: Callable[[LocalModel, int], list[tuple[int, float]]] | None = None
 
-    def device_memory(self, shapes: Shapes) -> dict[str, float]:
+    def device_memory(self, model: LocalModel) -> dict[str, float]:
         """Return the bytes of parameters, gradients and state on this rank, by kind."""
-        n, state = 4.0 * count_entries(shapes), self.state(shapes)
+        n, state = 4.0 * model.entries, self.state(model)
         return {"parameters": n, "gradients": n} | ({"state": state} if state else {})
 
 
 def _elementwise(state: float, traffic: float) -> OptimizerCost:
     """Return the cost of an optimizer with fixed bytes per parameter."""
     return OptimizerCost(
-        state=lambda shapes: state * count_entries(shapes),
-        traffic=lambda shapes: (traffic + CHECK_AND_CLIP) * count_entries(shapes),
+        state=lambda model: state * model.entries,
+        traffic=lambda model: (traffic + CHECK_AND_CLIP) * model.entries,
     )
 
 
@@ -61,60 +61,55 @@ def get_optimizer_cost(name: str) -> OptimizerCost:
 # ---------------------------------------------------------------------------------------------- Muon
 
 
-def hidden_shapes(shapes: Shapes) -> Shapes:
-    """Return the matrices of a model's blocks.
-
-    Llama: all matrices but the first and the last, which are embedding and output. GPT-2, which ends with a norm: all
-    but the first two, which are its embeddings.
-    """
-    matrices = [shape for shape in shapes if len(shape) == 2]
-    return matrices[1:-1] if len(shapes[-1]) == 2 else matrices[2:]
+def muon_state(model: LocalModel) -> float:
+    """Return the bytes of the momentum of all parameters and of AdamW's second moment of those that are not Muon's."""
+    return 8.0 * model.entries - 4.0 * count_entries(model.hidden_shapes)
 
 
-def muon_state(shapes: Shapes) -> float:
-    """Return the bytes of the momentum of all parameters and AdamW's second moment of those outside the blocks."""
-    n = count_entries(shapes)
-    return 4.0 * n + 4.0 * (n - count_entries(hidden_shapes(shapes)))
-
-
-def muon_traffic(shapes: Shapes) -> float:
-    """Return the bytes of AdamW's passes outside the blocks and of Muon's passes on the matrices of the blocks.
+def muon_traffic(model: LocalModel) -> float:
+    """Return the bytes of Muon's passes on its matrices and of AdamW's passes on the other parameters.
 
     Muon moves 24 bytes per entry for the momentum, 18 to convert to BF16 and back, 8 per iteration, and 18 for decay
     and step.
     """
-    hidden = count_entries(hidden_shapes(shapes))
+    hidden = count_entries(model.hidden_shapes)
     own = CHECK_AND_CLIP + 24.0 + 18.0 + 8.0 * ITERATIONS + 18.0
-    return (CHECK_AND_CLIP + 28.0) * (count_entries(shapes) - hidden) + own * hidden
+    return (CHECK_AND_CLIP + 28.0) * (model.entries - hidden) + own * hidden
 
 
-def muon_flops(shapes: Shapes, ranks: int) -> float:
+def muon_flops(model: LocalModel, ranks: int) -> float:
     """Return the operations of the iterations on the rank with most of them.
 
     A matrix (a, b), a <= b, is multiplied twice with an (a, a) matrix, which is squared once.
 
     Args:
-        shapes: Shapes of whole matrices, which are distributed over `ranks`.
+        model: Whole matrices, which are distributed over `ranks`. Stacks of matrices are sharded by whole matrices.
     """
     sums: defaultdict[int, float] = defaultdict(float)
-    for owner, shape in _assigned(shapes, ranks):
-        a, b = sorted(shape)
-        sums[owner] += ITERATIONS * (4.0 * a * a * b + 2.0 * a**3)
-    return max(sums.values(), default=0.0)
+    for owner, shape in _assigned(model, ranks):
+        sums[owner] += _flops(shape)
+    stacks = [shape for shape in model.hidden_shapes if len(shape) == 3]
+    return max(sums.values(), default=0.0) + sum(-(-shape[0] // ranks) * _flops(shape[1:]) for shape in stacks)
 
 
-def muon_parts(shapes: Shapes, ranks: int) -> list[tuple[int, float]]:
+def _flops(shape: Shape) -> float:
+    a, b = sorted(shape)
+    return ITERATIONS * (4.0 * a * a * b + 2.0 * a**3)
+
+
+def muon_parts(model: LocalModel, ranks: int) -> list[tuple[int, float]]:
     """Return (owner, bytes of the part on each rank) of every matrix, as `optimizers.matrix_exchange` sends them.
 
     Args:
-        shapes: Shapes of whole matrices.
+        model: Whole matrices.
     """
-    return [(owner, 2.0 * -(-rows // ranks) * columns) for owner, (rows, columns) in _assigned(shapes, ranks)]
+    return [(owner, 2.0 * -(-rows // ranks) * columns) for owner, (rows, columns) in _assigned(model, ranks)]
 
 
-def _assigned(shapes: Shapes, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
+def _assigned(model: LocalModel, ranks: int) -> list[tuple[int, Shape]]:
     """Return (owner, shape) of every matrix, the largest first."""
-    return [(i % ranks, shape) for i, shape in enumerate(sorted(hidden_shapes(shapes), key=lambda s: -math.prod(s)))]
+    matrices = [shape for shape in model.hidden_shapes if len(shape) == 2]
+    return [(i % ranks, shape) for i, shape in enumerate(sorted(matrices, key=lambda s: -math.prod(s)))]
 
 
 # Bytes per parameter: state, and what the fused step reads and writes.

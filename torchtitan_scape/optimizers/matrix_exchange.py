@@ -24,8 +24,12 @@ class MatrixExchange:
         self.ranks = 1 if group is None else group.size()
         self._group_rank = 0 if group is None else group.rank()
 
+    def first_row(self, rows: int) -> int:
+        """Return the first row of this rank's shard of a matrix with so many rows."""
+        return self._group_rank * -(-rows // self.ranks)
+
     def work(
-        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[Tensor], Tensor]
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], on_whole: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Replace matrices by `on_whole` of the whole matrices. Collective.
 
@@ -33,11 +37,12 @@ class MatrixExchange:
             shards: This rank's rows of at most `ranks` matrices, contiguous and of one dtype; overwritten by the rows
                 of the result.
             shapes: Shapes of the whole matrices, equal on all ranks.
-            on_whole: Function of a whole matrix; called on the one rank that owns the matrix.
+            on_whole: Function of the position of a matrix among `shards` and the whole matrix; called on the one rank
+                that owns the matrix.
         """
         assert len(shards) <= self.ranks
         if self._group is None:
-            shards[0].copy_(on_whole(shards[0]))
+            shards[0].copy_(on_whole(0, shards[0]))
             return
         send_sizes = [-(-rows // self.ranks) * columns for rows, columns in shapes] + [0] * (self.ranks - len(shards))
         receive_sizes = [send_sizes[self._group_rank]] * self.ranks
@@ -52,7 +57,7 @@ class MatrixExchange:
         if self._group_rank < len(shards):
             rows, columns = shapes[self._group_rank]
             matrix = whole.view(-1, columns)[:rows]
-            matrix.copy_(on_whole(matrix))
+            matrix.copy_(on_whole(self._group_rank, matrix))
         self._exchange(parts, send_sizes, whole, receive_sizes)
         torch._foreach_copy_(list(shards), views)
 

@@ -1,10 +1,10 @@
-"""Muon for the matrices of a model's blocks and AdamW for the other parameters, as one optimizer.
+"""Muon for the hidden matrices of a model and AdamW for the other parameters, as one optimizer.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), kellerjordan.github.io/posts/muon; the
 step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
 """
 
-import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +19,15 @@ from torch.optim import Optimizer
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, is_slice, local
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.core.workloads import BLOCK_LISTS, layer_of
 from torchtitan_scape.optimizers.cost import ITERATIONS
+from torchtitan_scape.optimizers.matrix_blocks import MatrixSplit, blocks_of
+from torchtitan_scape.optimizers.matrix_choice import (
+    MatrixChoice,
+    check_names,
+    choose_matrices,
+    is_hidden,
+    report_choice,
+)
 from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange, ReplicaShare
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
@@ -29,10 +36,13 @@ A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
 class Muon(Optimizer):
     """PyTorch's Muon and AdamW on synchronized gradients, with decoupled weight decay.
 
-    Muon steps along its momentum orthogonalized by five Newton-Schulz iterations in BF16. It updates the matrices of
-    the blocks (two dimensions, named like `layers.0.weight`, see `BLOCK_LISTS`). AdamW updates embedding, output, norms
-    and biases, as recommended by Muon's authors and PyTorch's documentation. Both use one learning rate: the root mean
-    square of a Muon step is 0.2 lr, about that of AdamW (PyTorch's `match_rms_adamw`).
+    Muon steps along its momentum orthogonalized by five Newton-Schulz iterations in BF16. By default it updates the
+    matrices inside numbered lists of blocks, such as `layers.0.attention.wq.weight`; see `core.hidden_matrices`. AdamW
+    updates embeddings, output, norms and biases, as recommended by Muon's authors and PyTorch's documentation. Both use
+    one learning rate: the root mean square of a Muon step is 0.2 lr, about that of AdamW (PyTorch's
+    `match_rms_adamw`). A log line of level INFO lists the chosen parameters.
+
+    Every matrix of a stack (experts, rows, columns) is orthogonalized by itself.
 
     Matrices sharded by FSDP2 are exchanged within the replica in BF16, so that each rank iterates on whole matrices,
     bitwise equal to an unsharded run. A step is then collective over these ranks. With `share`, replicas with equal
@@ -44,18 +54,26 @@ class Muon(Optimizer):
     parameter without a gradient is not changed; the gradient must then be missing on all ranks of the replica.
 
     Args:
-        params: (name, parameter), in one or several param groups; plain tensors or DTensors, which may be sharded by
-            rows.
+        params: (name, parameter), in one or several param groups; plain tensors or DTensors, which may be sharded along
+            the first dimension.
         lr: Learning rate.
         betas: The first is also Muon's (Nesterov) momentum.
         eps: AdamW's epsilon. Muon uses PyTorch's, which prevents 0 / 0 for a zero gradient.
         weight_decay: Decoupled weight decay.
         fused, foreach: AdamW's implementation.
         count: Receives the bytes sent to each rank of the replica; see `MatrixExchange`.
-        share: Divides the matrices among replicas; None for no division.
+        share: Divides the matrices among replicas; None for no division. Every replica updates all stacks.
+        matrices: The parameters that Muon updates: a function of (name, parameter), or names or patterns with
+            wildcards, such as "encoder.*.weight". Patterns leave out vectors. None for the default.
+        split: Fused matrices that are orthogonalized in blocks, by name or pattern: a number of equal blocks of rows,
+            as in `{"*.c_attn.weight": 3}` for query, key and value, or the sizes of all blocks, which add up to the
+            rows or the columns. The length of a block's step follows from its own shape. None for whole matrices.
+
+    Attributes:
+        hidden: The parameters that Muon updates, the largest first.
 
     Raises:
-        ValueError: The model has no such matrices, or they are not sharded by rows.
+        ValueError: Parameters have no names, no matrix is chosen, or a matrix is sharded otherwise.
     """
 
     def __init__(
@@ -69,30 +87,23 @@ class Muon(Optimizer):
         foreach: bool = False,
         count: Callable[[Sequence[int]], None] | None = None,
         share: ReplicaShare | None = None,
+        matrices: MatrixChoice = None,
+        split: MatrixSplit | None = None,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        shards = collect_shards(self.param_groups)
-        for shard in shards:
-            if (dtype := shard.parameter.dtype) != torch.float32:
-                raise ValueError(
-                    f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
-                    "BF16 by mixed precision or autocast"
-                )
-        hidden = [shard for shard in shards if is_hidden(shard)]
+        check_names(self.param_groups)
+        self._shards = shards = collect_shards(self.param_groups)
+        _check_dtypes(shards)
+        # Sorted by size, so that matrices exchanged together take about the same time.
+        self.hidden = sorted(choose_matrices(shards, matrices), key=lambda shard: -shard.entries)
+        blocks = blocks_of(self.hidden, split)
+        self._blocks = {id(shard.parameter): one for shard, one in zip(self.hidden, blocks, strict=True)}
         rest = [
-            [s.parameter for s in shards if s.group == i and not is_hidden(s)] for i in range(len(self.param_groups))
+            [s.parameter for s in shards if s.group == i and not self.updates(s)] for i in range(len(self.param_groups))
         ]
         self._rest_groups = [i for i, parameters in enumerate(rest) if parameters]
-        if not hidden:
-            raise ValueError(
-                "Muon updates matrices of blocks, named like 'layers.0.weight', and none of "
-                f"{shards[0].name!r} to {shards[-1].name!r} is one; rename the list of blocks to "
-                f"{', '.join(BLOCK_LISTS[:-1])} or {BLOCK_LISTS[-1]}, or set [optimizer] name = 'AdamW'"
-            )
-        # Sorted by size, so that matrices exchanged together take about the same time.
-        self.hidden = sorted(hidden, key=lambda shard: -shard.entries)
-        self._exchange = MatrixExchange(_group_of(hidden), count)
+        self._exchange = MatrixExchange(_group_of(self.hidden), count)
         self._share = share or ReplicaShare()
         self._step_supports_amp_scaling = fused
         self._adamw = None
@@ -102,16 +113,41 @@ class Muon(Optimizer):
         for shard in shards:
             parameter = shard.parameter
             step = torch.zeros((), dtype=torch.float32, device=local(parameter).device if fused else "cpu")
-            kinds = ("exp_avg",) if is_hidden(shard) else ("exp_avg", "exp_avg_sq")
+            kinds = ("exp_avg",) if self.updates(shard) else ("exp_avg", "exp_avg_sq")
             moments = {kind: torch.zeros_like(parameter, dtype=torch.float32).detach() for kind in kinds}
             self.state[parameter] = {"step": step, **moments}
+        report_choice(shards, self.hidden, sum(len(one.sizes) > 1 for one in blocks), matrices)
+
+    def updates(self, shard: Shard) -> bool:
+        """Return whether Muon updates the parameter; if not, AdamW does."""
+        return id(shard.parameter) in self._blocks
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return numbers and checksums of the chosen matrices and of the divided ones, equal on all replicas."""
+        chosen = [(s.name, self._blocks[id(s.parameter)]) for s in self.hidden]
+        divided = [(name, blocks) for name, blocks in chosen if len(blocks.sizes) > 1]
+        return {"matrices": _checksum([name for name, _ in chosen]), "split": _checksum(divided)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as torch does, but keep the step counters on their devices."""
+        """Load the state as torch does, but keep the step counters on their devices.
+
+        Raises:
+            ValueError: Muon updated other matrices when the state was saved.
+        """
+        self._check_choice(state_dict)
         devices = {parameter: state["step"].device for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, device in devices.items():
             self.state[parameter]["step"] = self.state[parameter]["step"].to(device, torch.float32)
+
+    def _check_choice(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError for a state with second moments of Muon's parameters or without those of AdamW's."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved = [state_dict["state"].get(number, {}) for number in numbers]
+        if len(saved) == len(self._shards):  # else torch raises
+            pairs = [(shard, "exp_avg_sq" in one) for shard, one in zip(self._shards, saved, strict=True) if one]
+            if error := other_choice(self, pairs):
+                raise ValueError(f"the state is of another choice of matrices: {error}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -123,9 +159,13 @@ class Muon(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         applied = None if found_inf is None else found_inf == 0
         present = [s for s in self.hidden if s.parameter.grad is not None]
+        matrices = [shard for shard in present if shard.parameter.ndim == 2]
         together = self._exchange.ranks * self._share.replicas
-        for first in range(0, len(present), together):
-            self._step_of(present[first : first + together], applied)
+        for first in range(0, len(matrices), together):
+            self._step_of(matrices[first : first + together], applied)
+        for stack in (shard for shard in present if shard.parameter.ndim == 3):
+            (direction,) = self.orthogonalize([stack], [self._average(stack, applied)])
+            self._apply(stack, direction, applied)
         if self._adamw is not None:
             if found_inf is not None:
                 self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
@@ -141,15 +181,37 @@ class Muon(Optimizer):
         return self._exchange.ranks
 
     def orthogonalize(self, shards: Sequence[Shard], matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Return matrices orthogonalized, BF16. Collective over the ranks of the replica.
+        """Return matrices, or their blocks, orthogonalized, BF16. Collective over the ranks of the replica.
 
         Args:
             shards: At most `exchange_ranks` shards.
-            matrices: This rank's rows of a matrix for each shard.
+            matrices: This rank's rows of a matrix, or this rank's matrices of a stack, for each shard.
         """
         directions = [matrix.bfloat16() for matrix in matrices]
-        self._exchange.work(directions, [shard.parameter.shape for shard in shards], orthogonalized)
+        sharded = [i for i, shard in enumerate(shards) if shard.parameter.ndim == 2]
+        if sharded:
+            self._exchange.work(
+                [directions[i] for i in sharded],
+                [shards[i].parameter.shape for i in sharded],
+                lambda number, matrix: self._orthogonalized(shards[sharded[number]], matrix),
+            )
+        for i in (i for i in range(len(shards)) if i not in sharded):
+            directions[i] = self._orthogonalized(shards[i], directions[i])
         return directions
+
+    def parts(self, shard: Shard, local_values: Tensor) -> Iterator[tuple[Tensor, float]]:
+        """Yield views of this rank's values of the blocks of a matrix, and the factor of their steps.
+
+        A step moves a block by learning rate times factor times the orthogonalized block.
+        """
+        first_row = self._exchange.first_row(shard.parameter.shape[0]) if shard.parameter.ndim == 2 else 0
+        return self._blocks[id(shard.parameter)].parts(local_values, first_row)
+
+    def _orthogonalized(self, shard: Shard, matrix: Tensor) -> Tensor:
+        """Return a whole matrix, or whole matrices of a stack, with orthogonalized blocks."""
+        blocks = self._blocks[id(shard.parameter)]
+        parts = [orthogonalized(part) for part in blocks.whole_parts(matrix)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, blocks.dim)
 
     def _step_of(self, shards: Sequence[Shard], applied: Tensor | None) -> None:
         """Update at most as many matrices as there are ranks in all replicas that share the work.
@@ -160,53 +222,90 @@ class Muon(Optimizer):
         ranks = self._exchange.ranks
         parts = [shards[first : first + ranks] for first in range(0, len(shards), ranks)]
         own = parts[self._share.replica] if self._share.replica < len(parts) else []
-        directions = []
-        for shard in shards:
-            gradient, state = local(shard.parameter.grad), self.state[shard.parameter]  # type: ignore[arg-type]
-            momentum = self.param_groups[shard.group]["betas"][0]
-            with _masked(local(state["exp_avg"]), applied) as average:
-                average.lerp_(gradient, 1 - momentum)
-            if shard in own:
-                directions.append(gradient.lerp(average, momentum).bfloat16())
-            state["step"] += 1 if applied is None else applied.to(state["step"].device)
+        every = [self._average(shard, applied, needed=shard in own) for shard in shards]
+        directions = [direction for direction, shard in zip(every, shards, strict=True) if shard in own]
         if own:
             directions = self.orthogonalize(own, directions)
         local_shapes = [[shard.local_shape for shard in part] for part in parts]
         for shard, direction in zip(
             shards, self._share.gather(directions, local_shapes, shards[0].device), strict=True
         ):
-            with _masked(local(shard.parameter).detach(), applied) as weight:
-                group = self.param_groups[shard.group]
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(direction, alpha=-group["lr"] * step_scale(shard))
+            self._apply(shard, direction, applied)
+
+    def _average(self, shard: Shard, applied: Tensor | None, needed: bool = True) -> Tensor:
+        """Add the gradient to the momentum, and count the step.
+
+        Returns:
+            The direction to be orthogonalized, BF16; an empty tensor if it is not needed.
+        """
+        gradient, state = local(shard.parameter.grad), self.state[shard.parameter]  # type: ignore[arg-type]
+        momentum = self.param_groups[shard.group]["betas"][0]
+        with _masked(local(state["exp_avg"]), applied) as average:
+            average.lerp_(gradient, 1 - momentum)
+        state["step"] += 1 if applied is None else applied.to(state["step"].device)
+        return gradient.lerp(average, momentum).bfloat16() if needed else gradient.new_empty(0)
+
+    def _apply(self, shard: Shard, direction: Tensor, applied: Tensor | None) -> None:
+        """Decay the weights and move them along an orthogonalized direction."""
+        group = self.param_groups[shard.group]
+        with _masked(local(shard.parameter).detach(), applied) as weight:
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            pairs = zip(self.parts(shard, weight), self.parts(shard, direction), strict=True)
+            for (part, scale), (step, _) in pairs:
+                part.add_(step, alpha=-group["lr"] * scale)
 
 
-def step_scale(shard: Shard) -> float:
-    """Return the factor by which an orthogonalized matrix is multiplied besides the learning rate."""
-    return 0.2 * math.sqrt(max(shard.parameter.shape))
+def _checksum(values: Sequence[Any]) -> str:
+    return f"{len(values)} (checksum {zlib.crc32(repr(values).encode()):08x})"
+
+
+def other_choice(optimizer: Muon, saved: Iterable[tuple[Shard, bool]]) -> str:
+    """Return the first parameter that another optimizer updated when a state was saved, and the fix; "" if none.
+
+    Args:
+        saved: Parameters of the state, and whether they have a second moment, which Muon does not need.
+    """
+    for shard, has_second in saved:
+        if has_second == optimizer.updates(shard):
+            before, now = ("AdamW", "Muon") if has_second else ("Muon", "AdamW")
+            return (
+                f"{before} updated {shard.name!r}, and {now} does in this run; pass matrices= with the names of those "
+                "that Muon updated"
+            )
+    return ""
+
+
+def hidden_names(optimizer: Optimizer, shards: Iterable[Shard]) -> frozenset[str]:
+    """Return the names of the parameters that Muon updates; with another optimizer, those of its default rule."""
+    updates = optimizer.updates if isinstance(optimizer, Muon) else is_hidden
+    return frozenset(shard.name for shard in shards if updates(shard))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return BF16 (a, b): the matrix, scaled to norm 1, after Newton-Schulz iterations that move singular values
-    towards 1.
+    """Return BF16 (a, b) or (n, a, b): every matrix, scaled to norm 1, after Newton-Schulz iterations that move
+    singular values towards 1.
 
     x = A x + (B g + C g^2) x with g = x x^T, for the matrix or, if it has more rows than columns, its transpose. This
     equals PyTorch's Muon, which has no separate function for it, with every product rounded to BF16. On a CPU products
     of the BF16 numbers are computed in FP32: BF16 products take 1.5 to 2.5 times as long with BF16 instructions, and
     more than ten times without. Sums in another order may round differently.
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    if matrix.ndim == 2:
+        add_product, norm = torch.addmm, x.norm()
+    else:
+        add_product, norm = torch.baddbmm, torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     dtype = products_dtype(matrix.device)
 
     def to_bf16(product: Tensor) -> Tensor:
         return product.bfloat16().to(dtype)
 
-    x = (x / x.norm().clamp(min=1e-7)).to(dtype)
+    x = (x / norm.clamp(min=1e-7)).to(dtype)
     for _ in range(ITERATIONS):
-        gram = to_bf16(x @ x.T)
-        x = to_bf16(torch.addmm(x, to_bf16(torch.addmm(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
-    return (x.T if is_tall else x).bfloat16()
+        gram = to_bf16(x @ x.mT)
+        x = to_bf16(add_product(x, to_bf16(add_product(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
+    return (x.mT if is_tall else x).bfloat16()
 
 
 @contextmanager
@@ -220,40 +319,50 @@ def _masked(tensor: Tensor, applied: Tensor | None) -> Iterator[Tensor]:
     masked_copy_(tensor, changed, applied)
 
 
+def _check_dtypes(shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        if (dtype := shard.parameter.dtype) != torch.float32:
+            raise ValueError(
+                f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
+                "BF16 by mixed precision or autocast"
+            )
+
+
 def products_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def is_hidden(shard: Shard) -> bool:
-    """Return whether Muon updates the parameter: a matrix of a block."""
-    return shard.parameter.ndim == 2 and layer_of(shard.name) is not None
 
 
 def _group_of(shards: Sequence[Shard]) -> ProcessGroup | None:
     """Return the group over which all matrices are sharded by rows, or None if they are whole.
 
     Raises:
-        ValueError: A matrix is sharded otherwise.
+        ValueError: A matrix is sharded otherwise, or a matrix of a stack is not whole.
     """
     groups: dict[ProcessGroup | None, str] = {}
     for shard in shards:
-        parameter, sharded_axes = shard.parameter, []
+        parameter, sharded_axes, is_stack = shard.parameter, [], shard.parameter.ndim == 3
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
             # On top of column-wise tensor parallelism, `is_shard` is false for FSDP2's placement.
             sharded_axes = [
                 (axis, p) for axis, p in enumerate(parameter.placements) if not p.is_replicate() and sizes[axis] > 1
             ]
-        if is_slice(parameter) or len(sharded_axes) > 1 or any(placement != Cut(0) for _, placement in sharded_axes):
+        if is_stack:  # FSDP2 and expert parallelism may both divide it: each rank has whole matrices
+            needed = "stacks of whole matrices, sharded along their first dimension"
+            supported = all(getattr(placement, "dim", None) == 0 for _, placement in sharded_axes)
+        else:
+            needed = "matrices that are whole or sharded by rows"
+            supported = len(sharded_axes) <= 1 and all(placement == Cut(0) for _, placement in sharded_axes)
+        if is_slice(parameter) or not supported:
             raise ValueError(
-                f"Muon needs matrices that are whole or sharded by rows only, and {shard.name!r} of "
-                f"{tuple(parameter.shape)} is not; train without tensor parallelism and [sharding.levels], or with "
-                "[optimizer] name = 'AdamW'"
+                f"Muon needs {needed} only, and {shard.name!r} of {tuple(parameter.shape)} is not; train without "
+                "tensor parallelism and [sharding.levels], leave it to AdamW by matrices=, or set [optimizer] name = "
+                "'AdamW'"
             )
-        groups[parameter.device_mesh.get_group(sharded_axes[0][0]) if sharded_axes else None] = shard.name
+        if not is_stack:
+            groups[parameter.device_mesh.get_group(sharded_axes[0][0]) if sharded_axes else None] = shard.name
     if len(groups) > 1:
         raise ValueError(
             f"Muon needs matrices with the same sharding, but {' and '.join(map(repr, groups.values()))} differ"
         )
-    (group,) = groups
-    return group
+    return next(iter(groups), None)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.optimizers.muon import Muon, is_hidden
+from torchtitan_scape.optimizers.muon import Muon, hidden_names
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.layout import Layout
 
@@ -25,13 +25,13 @@ class OptimizerEntry:
         make: Constructor from named parameters, with keywords lr, betas, eps, weight_decay, `implementation` (PyTorch's
             AdamW: "fused", "foreach" or "for-loop"), `kernels`, `count`, which receives the bytes sent to each rank of
             the replica, and `share`, the `ReplicaShare` of replicas with equal gradients.
-        moments: Kinds of a parameter's state, FP32 of its shape. Each state also has "step", the number of applied
-            steps.
+        moments: Kinds of a parameter's state, FP32 of its shape, of (optimizer, parameter). Each state also has "step",
+            the number of applied steps.
         on_matrices: Whether it needs matrices that are whole or sharded by rows.
     """
 
     make: Callable[..., Optimizer]
-    moments: Callable[[Shard], tuple[str, ...]]
+    moments: Callable[[Optimizer, Shard], tuple[str, ...]]
     on_matrices: bool = False
 
 
@@ -55,15 +55,19 @@ def _muon(named: Any, *, implementation: str, kernels: str, **others: Any) -> Op
     return Muon(named, **others, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
+def _muon_moments(optimizer: Optimizer, shard: Shard) -> tuple[str, ...]:
+    return (FIRST,) if hidden_names(optimizer, [shard]) else (FIRST, SECOND)
+
+
 def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Optimizer:
     return SignSGD(named, lr, weight_decay)
 
 
 OPTIMIZERS = {
-    "AdamW": OptimizerEntry(_adamw, lambda shard: (FIRST, SECOND)),
-    "AdamS": OptimizerEntry(_adams, lambda shard: (FIRST,)),
-    "Muon": OptimizerEntry(_muon, lambda shard: (FIRST,) if is_hidden(shard) else (FIRST, SECOND), on_matrices=True),
-    "SignSGD": OptimizerEntry(_signsgd, lambda shard: ()),
+    "AdamW": OptimizerEntry(_adamw, lambda optimizer, shard: (FIRST, SECOND)),
+    "AdamS": OptimizerEntry(_adams, lambda optimizer, shard: (FIRST,)),
+    "Muon": OptimizerEntry(_muon, _muon_moments, on_matrices=True),
+    "SignSGD": OptimizerEntry(_signsgd, lambda optimizer, shard: ()),
 }
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload, count_entries
+from torchtitan_scape.core.workloads import LocalModel, Workload, count_entries
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.optimizers.cost import get_optimizer_cost, hidden_shapes
+from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -69,21 +69,21 @@ class PlannedRun:
             rest += cost.buffer_traffic(model, replicas)
         if self.overlap and replicas > 1:
             rest += cost.overlap_traffic(model, replicas)
-        optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model.shapes)
+        optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model)
         return pack, rest + (cost.updated_share(model, replicas) * optimizer if optimizer else 0.0)
 
-    def optimizer_flops(self, shapes: Shapes, ranks: int, replicas: int) -> float:
+    def optimizer_flops(self, model: LocalModel, ranks: int, replicas: int) -> float:
         """Return the optimizer's matrix products in a step on the busiest rank, in floating-point operations.
 
         Args:
-            shapes: Shapes of whole parameters.
+            model: Whole parameters.
             ranks: Ranks that divide the products.
             replicas: Number of replicas.
         """
         flops, cost = get_optimizer_cost(self.optimizer).flops, self.options.cost()
         if flops is None or cost.includes_optimizer:
             return 0.0
-        groups = cost.update_groups(shapes)
+        groups = cost.update_groups(model)
         return (1.0 + cost.extra_orthogonalizations(replicas)) * sum(flops(g, ranks) for g in groups) / len(groups)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
@@ -117,9 +117,9 @@ class PlannedRun:
         """Return the bytes of the sum of a round's steps."""
         if self.optimizer != "Muon" or not self.options.cost().extra_orthogonalizations(replicas):
             return {}
-        return {"round steps": 4.0 * count_entries(hidden_shapes(model.shapes))}
+        return {"round steps": 4.0 * count_entries(model.hidden_shapes)}
 
     def _optimizer_memory(self, model: LocalModel) -> dict[str, float]:
         if self.options.cost().includes_optimizer:
             return {}
-        return get_optimizer_cost(self.optimizer).device_memory(model.shapes)
+        return get_optimizer_cost(self.optimizer).device_memory(model)

@@ -8,7 +8,7 @@ collectives, and the options of each method what is sent. Units: seconds and byt
 import math
 from dataclasses import dataclass, field, replace
 
-from torchtitan_scape.core.workloads import LocalModel, Shapes, Workload
+from torchtitan_scape.core.workloads import LocalModel, Workload
 from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.sharding.cost import (
@@ -168,7 +168,7 @@ def fsdp_seconds(tiers: Tiers, workload: Workload, links: Links) -> float:
 
 
 def divides_matrices(
-    run: PlannedRun, shapes: Shapes, layout: Layout, links: Links, assumptions: Assumptions | None = None
+    run: PlannedRun, model: LocalModel, layout: Layout, links: Links, assumptions: Assumptions | None = None
 ) -> bool:
     """Return whether replicas divide the matrix products of the optimizer: if this is faster than to repeat them.
 
@@ -177,17 +177,17 @@ def divides_matrices(
     part of all bytes.
 
     Args:
-        shapes: Shapes of whole parameters.
+        model: Whole parameters.
     """
     device, cost = layout.machine.device, run.options.cost()
-    stages = gather_stages(run.optimizer, shapes, layout)
+    stages = gather_stages(run.optimizer, model, layout)
     if not stages or cost.per_replica_weights or cost.includes_optimizer or cost.divides_update or not device.runtime:
         return False
     if links.nominal and cost.compresses:
         return False
     ranks = layout.shard * layout.context
     replicas = layout.replicate
-    saved = run.optimizer_flops(shapes, ranks, replicas) - run.optimizer_flops(shapes, ranks * replicas, replicas)
+    saved = run.optimizer_flops(model, ranks, replicas) - run.optimizer_flops(model, ranks * replicas, replicas)
     rate = device.peak * 1e12 * (assumptions or Assumptions()).mfu
     return sum(stage_seconds(stages, links)) < saved / rate
 
@@ -237,7 +237,7 @@ def predict(
         flops = workload.flops_per_token() * workload.sequence * batch
         compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
     shard = levels.spread if levels else layout.shard
-    model = workload.local(shard)
+    model, whole = workload.local(shard), workload.whole()
     streaming = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
     rates = assumptions.passes.of(run) if assumptions.passes else (streaming, streaming)
     spanned = len(layout.hierarchy(layout.replicate_group(0)))
@@ -248,10 +248,10 @@ def predict(
         max(nbytes / rate, copied / (device.host_link * 1e9))
         for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
     )
-    divided = levels is None and divides_matrices(run, workload.shapes(), layout, links, assumptions)
+    divided = levels is None and divides_matrices(run, whole, layout, links, assumptions)
     by_replicas = divided or (levels is None and run.options.cost().divides_update)
     sharing = layout.shard * layout.context * (layout.replicate if by_replicas else 1)
-    flops = run.optimizer_flops(workload.shapes(), sharing, layout.replicate)
+    flops = run.optimizer_flops(whole, sharing, layout.replicate)
     products = run.options.cost().matrix_flops(model, layout.replicate)
     flops += sum(rate * count for rate, count in zip(BF16_PER[device.runtime], products, strict=True))
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
@@ -272,10 +272,10 @@ def predict(
     else:
         traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
     matrices = matrix_stages(
-        run.optimizer, workload.shapes(), layout, 1.0 + run.options.cost().extra_orthogonalizations(layout.replicate)
+        run.optimizer, whole, layout, 1.0 + run.options.cost().extra_orthogonalizations(layout.replicate)
     )
     if divided:
-        matrices += gather_stages(run.optimizer, workload.shapes(), layout)
+        matrices += gather_stages(run.optimizer, whole, layout)
     predicted = predict_step(
         run,
         tiers,

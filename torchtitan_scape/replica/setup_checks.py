@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
 from torchtitan_scape.methods.registry import MethodEntry
+from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.group_queries import gather_lists
@@ -189,6 +190,8 @@ def agree(
         **optimizer.options.fingerprint(),
     }
     described = [(name, tuple(values.shape), values.dtype) for name, values in frozen]
+    if isinstance(optimizer.inner, Muon):
+        run_settings = run_settings | optimizer.inner.fingerprint()
     run_settings = run_settings | {"frozen parameters": zlib.crc32(repr(described).encode())}
     check_replicas_agree(optimizer.collectives, settings | run_settings, optimizer.param_groups)
     return settings

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchtitan_scape.core.parameters import Shard, collect_shards, local, stored
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.matrix_choice import unreported
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 Named = list[tuple[str, nn.Parameter]]
@@ -59,7 +60,8 @@ class ReplicaWeights:
     @classmethod
     def copy_of(cls, shards: Sequence[Shard], make_optimizer: MakeOptimizer) -> "ReplicaWeights":
         """Return another replica with equal weights and an optimizer of its own."""
-        optimizer = make_optimizer([(s.name, nn.Parameter(s.parameter.detach().clone())) for s in shards])
+        with unreported():
+            optimizer = make_optimizer([(s.name, nn.Parameter(s.parameter.detach().clone())) for s in shards])
         copies = collect_shards(optimizer.param_groups)
         for copy, shard in zip(copies, shards, strict=True):
             copy.counted = shard.counted

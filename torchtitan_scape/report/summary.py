@@ -178,9 +178,9 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
         entries = float(trainer.layout.shard * sum(row.entries for row in rows))
         return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
     sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
-    optimizer, shapes = trainer.job_config.optimizer.name, workload_of(trainer.job_config).shapes()
+    optimizer, model = trainer.job_config.optimizer.name, workload_of(trainer.job_config).whole()
     times = 1.0 + options_of(trainer.job_config.sync).cost().extra_orthogonalizations(trainer.layout.replicate)
-    for stage in matrix_stages(optimizer, shapes, trainer.layout, times):
+    for stage in matrix_stages(optimizer, model, trainer.layout, times):
         sent[stage.level, UPDATE] = stage.sent
     return {pair: value / stages for pair, value in sent.items()}
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torchtitan_scape.core.workloads import Shape, Shapes, Workload
+from torchtitan_scape.core.workloads import LocalModel, Shape, Workload
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
@@ -228,19 +228,19 @@ def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro
     return [Stage(call.stage.level, call.times * call.stage.rounds, call.times * call.stage.sent) for call in calls]
 
 
-def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout, times: float = 1.0) -> list[Stage]:
+def matrix_stages(optimizer: str, model: LocalModel, layout: Layout, times: float = 1.0) -> list[Stage]:
     """Return the stages of the optimizer's matrix exchange between the ranks of a replica, averaged over ranks.
 
     Each rank receives one whole matrix at a time and returns its parts. Other optimizers exchange nothing.
 
     Args:
-        shapes: Shapes of whole parameters.
+        model: Whole parameters.
         times: Exchanges of every matrix per step.
     """
     group, parts_of = layout.shard_group(0), get_optimizer_cost(optimizer).parts
     if parts_of is None or len(group) == 1:
         return []
-    parts = parts_of(shapes, len(group))
+    parts = parts_of(model, len(group))
     sent: dict[str, float] = defaultdict(float)
     for owner, nbytes in parts:
         for rank in (rank for rank in group if rank != group[owner]):
@@ -250,26 +250,26 @@ def matrix_stages(optimizer: str, shapes: Shapes, layout: Layout, times: float =
     return [Stage(one.level, times * exchanges * one.rounds, times * sent[one.level]) for one in stages]
 
 
-def gathered_matrices(optimizer: str, shapes: Shapes, layout: Layout) -> list[int]:
+def gathered_matrices(optimizer: str, model: LocalModel, layout: Layout) -> list[int]:
     """Return the bytes per rank of each all-gather of matrices that replicas divide; [] if there are none.
 
     Args:
-        shapes: Shapes of whole parameters.
+        model: Whole parameters.
     """
     ranks, replicas = len(layout.shard_group(0)), layout.replicate
     parts_of = get_optimizer_cost(optimizer).parts
     if parts_of is None or replicas == 1:
         return []
-    sizes = [int(nbytes) for _, nbytes in parts_of(shapes, ranks)]
+    sizes = [int(nbytes) for _, nbytes in parts_of(model, ranks)]
     per_replica = [sum(sizes[first : first + ranks]) for first in range(0, len(sizes), ranks)]
     rounds = [per_replica[first : first + replicas] for first in range(0, len(per_replica), replicas)]
     return [-(-max(part) // _ALIGNED) * _ALIGNED for part in rounds]
 
 
-def gather_stages(optimizer: str, shapes: Shapes, layout: Layout) -> list[Stage]:
+def gather_stages(optimizer: str, model: LocalModel, layout: Layout) -> list[Stage]:
     """Return the stages of these all-gathers."""
     tiers = [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))]
-    gathers = gathered_matrices(optimizer, shapes, layout)
+    gathers = gathered_matrices(optimizer, model, layout)
     return [stage for nbytes in gathers for stage in all_gather_stages(tiers, nbytes)]
 
 

@@ -150,7 +150,7 @@ def _share_of(job_config: JobConfig, layout: Layout, replicas: Replicas) -> Repl
     """Return the division of the optimizer's matrices among replicas if the planner finds it faster, else None."""
     collectives, links = replicas.all, Links.from_machine(layout.machine)
     if job_config.topology.simulate_replicas > 1 or not divides_matrices(
-        method_of(job_config), workload_of(job_config).shapes(), layout, links
+        method_of(job_config), workload_of(job_config).whole(), layout, links
     ):
         return None
     logger.info(

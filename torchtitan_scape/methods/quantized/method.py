@@ -5,7 +5,7 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 1-bit SGD (Seide et al., 2014) and LoCo (Xie et al., arXiv:2407.04480).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight, fill_
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
-from torchtitan_scape.optimizers.muon import is_hidden
+from torchtitan_scape.optimizers.muon import hidden_names
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Chunk
 
@@ -53,18 +53,20 @@ class Quantized(ChunkedMethod):
         self._uncompressed = False  # in this step
         self._bases = None
         if options.whiten_every and self.collectives.replicas > 1:
-            self._bases = WhiteningBases.of(context.shards, options.whiten_every)
-            self._check_bases()
+            hidden = hidden_names(context.optimizer, context.shards)
+            self._bases = WhiteningBases.of(context.shards, options.whiten_every, hidden)
+            self._check_bases(hidden)
         one_level = len(self.collectives.levels) == 1
         self._passes = exchange_passes(backend, (torch.float32,)) if one_level else None
         self._slices: dict[int, BlockSlices] = {}  # by chunk
         # Bases move errors to other entries. None after a load: another layout may have had other owners.
         self._errors_elsewhere: bool | None = self._bases is not None
 
-    def _check_bases(self) -> None:
+    def _check_bases(self, hidden: Collection[str]) -> None:
         """Raise ValueError if no parameter of any pipeline stage is a matrix of a block."""
         shards = self.context.shards
-        if not any(self.collectives.gather_from_stages(any(map(is_hidden, shards)))[0]):
+        has_matrices = any(len(shard.whole_shape) == 2 for shard in shards if shard.name in hidden)
+        if not any(self.collectives.gather_from_stages(has_matrices)[0]):
             raise ValueError(
                 f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of blocks, named like "
                 f"'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
-from torchtitan_scape.core.workloads import LocalModel, Shape, layer_of
+from torchtitan_scape.core.workloads import LocalModel, Shape
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.methods.codes import encoded_bytes, encoded_size
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
@@ -150,8 +150,7 @@ class QuantizedCost(GradientCost):
         """Return shape and whitened sides of the matrices that have a basis."""
         if not self.options.whiten_every:
             return []
-        named = zip(model.names, model.shapes, strict=True)
-        return [(shape, whitened_sides(shape)) for name, shape in named if has_basis(name, shape)]
+        return [(shape, whitened_sides(shape)) for shape in model.hidden_shapes if has_basis(shape)]
 
     @property
     def chunk_bytes(self) -> float:
@@ -173,12 +172,13 @@ class QuantizedCost(GradientCost):
         return kinds
 
 
-def has_basis(name: str, shape: Shape) -> bool:
-    """Return whether a shard is encoded in a basis: the matrices of the blocks.
+def has_basis(shape: Shape) -> bool:
+    """Return whether a shard of one of Muon's parameters has a basis: a matrix, not a stack of matrices or a row.
 
-    Not those of embedding and output, whose rows differ by the frequency of a token.
+    Without Muon, these parameters are those of its default rule. Embedding and output are not among them, because
+    their rows differ by the frequency of a token.
     """
-    return len(shape) == 2 and layer_of(name) is not None and min(shape) > 1
+    return len(shape) == 2 and min(shape) > 1
 
 
 def whitened_sides(shape: Shape) -> tuple[bool, bool]:

@@ -123,7 +123,7 @@ class MatrixBasis:
 
 @dataclass
 class WhiteningBases:
-    """The bases of all matrices of a model's blocks, by the name of the parameter.
+    """The bases of the matrices that Muon updates, by the name of the parameter.
 
     A shard of a matrix, as FSDP2 makes it, is treated as a matrix.
 
@@ -137,11 +137,12 @@ class WhiteningBases:
     numbers: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, shards: Sequence[Shard], interval: int) -> "WhiteningBases":
+    def of(cls, shards: Sequence[Shard], interval: int, hidden: Collection[str]) -> "WhiteningBases":
+        """Return bases of the matrices among the parameters `hidden`, which Muon updates or would update."""
         found = cls(interval)
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
-            if has_basis(shard.name, shape):
+            if shard.name in hidden and has_basis(shape):
                 found.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device)
                 found.numbers.append(i)
         return found

@@ -27,7 +27,7 @@ from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCos
 from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import clip, one_for_several_steps, update
 from torchtitan_scape.optimizers.initial_state import create_state
-from torchtitan_scape.optimizers.muon import Muon, is_hidden
+from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.chunks import Exchange, double_buffered
 from torchtitan_scape.topology.codecs import Codec
@@ -98,7 +98,8 @@ class QuantizedUpdate(Method):
         self._last_exchanged: list[int] | None = None
         self._bases: SharedBases | None = None
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
-            whole = [(shard.name, self._owners.of_whole(i)) for i, shard in enumerate(shards) if is_hidden(shard)]
+            updates = context.optimizer.updates
+            whole = [(shard.name, self._owners.of_whole(i)) for i, shard in enumerate(shards) if updates(shard)]
             owners = {name: owner for name, owner in whole if owner is not None}
             self._bases = SharedBases(shards, owners, self.collectives)
         create_state(context.optimizer)  # in a step, replicas would create that of different parameters
@@ -428,4 +429,4 @@ class QuantizedUpdate(Method):
 
 def _is_whole(shard: Shard, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether one replica must update the whole parameter."""
-    return is_hidden(shard) if isinstance(optimizer, Muon) else type(optimizer).__name__ not in ELEMENTWISE
+    return optimizer.updates(shard) if isinstance(optimizer, Muon) else type(optimizer).__name__ not in ELEMENTWISE

@@ -1,12 +1,11 @@
 """Options and cost of quantized gradients and updates."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
-from torchtitan_scape.core.workloads import LocalModel, Shape, Shapes
+from torchtitan_scape.core.workloads import LocalModel, Shape
 from torchtitan_scape.methods.codes import EncodedSize, encoded_bytes
 from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
@@ -110,8 +109,7 @@ class QuantizedUpdateCost(GradientCost):
         self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False
     ) -> tuple[ExchangeGroup, ...]:
         """Return groups, owners and columns of Muon's parameters."""
-        named = zip(model.names, model.shapes, strict=True)
-        whole = [math.prod(shape) if has_basis(name, shape) else 0 for name, shape in named]
+        whole = [size if model.is_hidden(i) else 0 for i, size in enumerate(model.sizes)]
         shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
         limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
         return divide(
@@ -122,7 +120,7 @@ class QuantizedUpdateCost(GradientCost):
             limit=limit,
             equal_rows=equal_rows,
             groups=self.options.interval,
-            entries=[math.prod(shape) for shape in model.shapes],
+            entries=model.sizes,
         )
 
     def collective_calls(
@@ -146,8 +144,7 @@ class QuantizedUpdateCost(GradientCost):
                 CollectiveCall("all_gather", updates(column.width), chunks=1, active=active),
             ]
         calls = scaled(calls, 1.0 / len(groups))
-        named = zip(model.names, model.shapes, strict=True)
-        moments = [moment_entries(shape) for name, shape in named if has_basis(name, shape)]
+        moments = [moment_entries(shape) for shape in model.hidden_shapes if has_basis(shape)]
         if has_bases and moments:  # each is broadcast by its owner
             sent, share = MOMENT_BYTES * sum(moments), 1.0 / self.options.whiten_every
             calls.append(CollectiveCall("all_gather", sent, share=share, chunks=len(moments), active=1.0 / replicas))
@@ -182,9 +179,8 @@ class QuantizedUpdateCost(GradientCost):
         each = (20.0 + messages) * share + 20.0 * (1.0 - share) + 100.0 * self.updated_share(model, replicas)
         return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
 
-    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
-        entries = [math.prod(shape) for shape in shapes]
-        return [[shapes[i] for i in group] for group in assign_groups(entries, self.options.interval)]
+    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
+        return [model.select_numbers(group) for group in assign_groups(model.sizes, self.options.interval)]
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return self.bases.basis_flops(model, replicas, received=1.0 / (replicas * self.options.interval))

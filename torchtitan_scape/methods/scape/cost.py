@@ -74,8 +74,8 @@ class ScapeCost:
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 
-    def update_groups(self, shapes: Shapes) -> Sequence[Shapes]:
-        return [shapes]
+    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
+        return [model]
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return 0.0, 0.0

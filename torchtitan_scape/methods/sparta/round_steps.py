@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.optimizers.muon import Muon, step_scale
+from torchtitan_scape.optimizers.muon import Muon
 
 
 class RoundSteps:
@@ -30,8 +30,7 @@ class RoundSteps:
 
     def __init__(self, optimizer: Muon, shards: Sequence[Shard], anchors: Mapping[str, Tensor]) -> None:
         self._optimizer, self._anchors = optimizer, anchors
-        hidden = {id(shard.parameter) for shard in optimizer.hidden}
-        self._shards = [shard for shard in shards if id(shard.parameter) in hidden]
+        self._shards = [shard for shard in shards if optimizer.updates(shard)]
         self.steps = {shard.name: torch.zeros_like(anchors[shard.name]) for shard in self._shards}
         device = next(iter(self.steps.values())).device
         self._learning_rates = torch.zeros(len(optimizer.param_groups), device=device)  # sums of the round's steps
@@ -84,8 +83,10 @@ class RoundSteps:
         return self.steps[shard.name].sub(self._anchors[shard.name] * decay)
 
     def _correct(self, shard: Shard, step: Tensor, direction: Tensor, applied: Tensor) -> None:
-        length = step_scale(shard) * self._learning_rates[shard.group]
-        missing = direction.float().mul_(length).view_as(step).sub_(step)
+        wanted = direction.float()
+        for part, scale in self._optimizer.parts(shard, wanted):
+            part.mul_(scale * self._learning_rates[shard.group])
+        missing = wanted.view_as(step).sub_(step)
         for target in (self._anchors[shard.name], stored(shard.parameter).detach()):
             masked_copy_(target, target - missing.view_as(target), applied)
         masked_copy_(self.steps[shard.name], 0.0, applied)
