@@ -18,4 +18,4 @@ export SCAPE_CALLED_FROM="$PWD" # CONFIG_FILE is looked up there first; all othe
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh trainer
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m torchtitan_scape.runtime.start "$@"
+exec "$PYTHON" -m torchtitan_scape.start "$@"

@@ -17,7 +17,15 @@ LINKED = ("kernels", "topology")  # folders of the repository that are packages 
 ORDER = (
     *(("kernels", "topology"), ("core",), ("titan",), ("optimizers",), ("methods",), ("sharding",), ("replica",)),
     *(("config",), ("checkpoint",), ("data",), ("models",), ("planner",), ("huggingface",), ("observe",), ("report",)),
-    *(("runtime",), ("evaluation",), ("trainer",), ("train", "evaluate", "export"), ("scripts",)),
+    *(
+        ("runtime",),
+        ("evaluation",),
+        ("trainer",),
+        ("train", "evaluate", "export"),
+        ("start",),
+        ("__main__",),
+        ("scripts",),
+    ),
 )
 LONGEST = 450
 # Files outside methods/ that quote a method's name: the default of `[sync] method`, and TAGC on the shard axis.

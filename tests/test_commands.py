@@ -11,10 +11,10 @@ import pytest
 import torchtitan_scape
 from tests import server
 from tests.test_architecture import FILES, ROOT, graph, imports_of
+from torchtitan_scape import start
 from torchtitan_scape.__main__ import COMMANDS
 from torchtitan_scape.core.extras import EXTRAS, PROJECT, import_advice, install_command
 from torchtitan_scape.core.files import packaged
-from torchtitan_scape.runtime import start
 
 LIBRARY = {"torch", "triton", "numpy"}
 PUBLIC = {f"torchtitan_scape.{module}" for module in torchtitan_scape._MODULES.values()}

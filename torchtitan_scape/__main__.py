@@ -11,7 +11,7 @@ from torchtitan_scape.core.extras import PROJECT, end_in_one_line
 
 # Module and purpose of every command. `torchtitan-scape NAME ...` is `python -m MODULE ...`.
 COMMANDS = {
-    "train": ("torchtitan_scape.runtime.start", "train on the processes of this node, by default the embedded recipe"),
+    "train": ("torchtitan_scape.start", "train on the processes of this node, by default the embedded recipe"),
     "plan": ("torchtitan_scape.planner.plan", "recommend a method and a layout"),
     "preflight": ("torchtitan_scape.planner.preflight", "measure links and memory, under torchrun or srun"),
     "prepare": ("torchtitan_scape.data.prepare", "convert text to tokens"),

@@ -307,23 +307,6 @@ def test_measured_links_replace_those_of_the_preset(tmp_path: Path) -> None:
         layout_of(config)
 
 
-def test_a_foreign_package_named_kernels_raises_an_error(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("")
-
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-
-    message = f"the package 'kernels' that Python finds is {tmp_path / 'kernels'}"
-    result = start("-c", "import torchtitan_scape")
-    assert result.returncode != 0 and f"ImportError: {message}" in result.stderr
-    result = start("-m", "torchtitan_scape.train")
-    assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert result.stderr.startswith(f"error: {message}")
-
-
 def test_a_cache_folder_that_cannot_be_created_is_named() -> None:
     """PyTorch creates it while it is imported, before the trainer runs."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}

@@ -13,6 +13,7 @@ import pytest
 
 from tests import server
 from tests.marks import slow
+from torchtitan_scape import start
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = [
@@ -133,31 +134,31 @@ def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
         ("own.toml,none.toml", ""),
     ],
 )
-def test_recipes_are_relative_to_the_folder_of_the_call(given: str, expected: str, tmp_path: Path) -> None:
+def test_recipes_are_relative_to_the_folder_of_the_call(
+    given: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "call"
     (here / "train_configs").mkdir(parents=True)
     for name in ("own.toml", "my own.toml", "train_configs/study.toml"):
-        (here / name).write_text("[training]\nsteps = 1\n")
-    python = tmp_path / "python"  # imports everything, and prints the recipe that the launcher receives
-    python.write_text(
-        "#!/bin/sh\n"
-        'test "$1" = -m || exec echo 0.2.2\n'
-        'while test "$1" != --job.config_file; do shift; done\n'
-        'echo "$2"\n'
-    )
-    python.chmod(0o755)
-    result = subprocess.run(
-        [str(ROOT / "run_train.sh")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=here,
-        env={**os.environ, "PYTHON": str(python), "NGPU": "1", "CONFIG_FILE": given.format(here=here)},
-    )
+        (here / name).touch()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SCAPE_CALLED_FROM", str(here))
     if expected:
-        assert result.stdout.splitlines()[-1] == expected.format(here=here), result.stderr
+        assert start.recipe_files(given.format(here=here)) == expected.format(here=here)
     else:
-        assert result.returncode == 2 and "does not exist" in result.stderr and len(result.stderr.splitlines()) == 1
+        with pytest.raises(ValueError, match="does not exist; recipes are in train_configs/"):
+            start.recipe_files(given)
+
+
+def test_the_script_starts_in_the_repository_and_names_the_folder_of_the_call(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # imports everything
+    python.write_text('#!/bin/sh\ntest "$1" = -m || exec echo 0.2.2\necho "$PWD" "$SCAPE_CALLED_FROM" "$@"\n')
+    python.chmod(0o755)
+    command = [str(ROOT / "run_train.sh"), "--training.steps=1", "a b"]
+    environment = {**os.environ, "PYTHON": str(python)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    expected = f"{ROOT} {tmp_path} -m torchtitan_scape.start --training.steps=1 a b"
+    assert result.stdout.splitlines()[-1] == expected, result.stderr
 
 
 @pytest.mark.slow
@@ -221,8 +222,8 @@ def test_help_shows_our_sections() -> None:
     assert result.returncode == 2 and "--help sync.scope: the section is unknown; known are sync, " in result.stderr
     assert len(result.stderr.splitlines()) == 1
     result, _ = launch({}, "--sync.scape.wire=int4")
-    assert result.returncode == 2 and "wire is now sync.scape.code: set --sync.scape.code=int4\n" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert result.returncode == 2 and "wire is now sync.scape.code: set --sync.scape.code=int4" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_arguments_are_passed_to_the_trainer_only(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ WIDTH = 80
 _NAME_WIDTH = 24
 _USAGE = """\
 usage: {program} [--SECTION.KEY=VALUE ...]
-       {program} --help SECTION   keys of a section; "all" for all sections
+--help SECTION prints the keys of a section, --help all those of all sections.
 A boolean key takes no value: --checkpoint.enable or --checkpoint.no-enable.
 examples:
   {program} --sync.method=sparta --optimizer.name=Muon

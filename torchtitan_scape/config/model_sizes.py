@@ -6,7 +6,6 @@ No `from __future__ import annotations` here: TorchTitan recognizes sections by 
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from torchtitan_scape.core.files import packaged
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.titan.config import Model as TitanModel
 
@@ -66,9 +65,6 @@ class Model(TitanModel):
     """[model]: model, its size and its tokenizer. TorchTitan's keys, and `sizes`."""
 
     sizes: ModelSizes = field(default_factory=ModelSizes)
-
-    def __post_init__(self) -> None:
-        self.hf_assets_path = packaged(self.hf_assets_path)
 
     @property
     def title(self) -> str:

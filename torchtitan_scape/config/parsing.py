@@ -23,7 +23,7 @@ from torchtitan_scape.config.help import help_text
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.core.files import parse_json
+from torchtitan_scape.core.files import packaged, parse_json
 from torchtitan_scape.core.patching import environment
 from torchtitan_scape.core.renamed_keys import present_key, renamed
 from torchtitan_scape.core.type_checks import check_section, check_value
@@ -205,6 +205,7 @@ def resolve(arguments: list[str]) -> Resolved:
     if not isinstance(config, JobConfig):
         raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
     check_section(config, "")
+    config.model.hf_assets_path = packaged(config.model.hf_assets_path)
     return Resolved.of(config, recipe)
 
 

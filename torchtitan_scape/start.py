@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 from torchtitan_scape.core.files import packaged
 
@@ -32,8 +31,8 @@ def recipe_files(given: str) -> str:
         called = os.path.join(folder, name)
         path = called if folder != os.getcwd() and os.path.isfile(called) else packaged(name)
         if not os.path.isfile(path):
-            shown = name or "an empty name"
-            raise ValueError(f"CONFIG_FILE: {shown} does not exist; recipes are in {Path(packaged(EMBEDDED)).parent}/")
+            shown, recipes = name or "an empty name", os.path.dirname(packaged(EMBEDDED))
+            raise ValueError(f"CONFIG_FILE: {shown} does not exist; recipes are in {recipes}/")
         found.append(path)
     return ",".join(found)
 
