@@ -150,10 +150,8 @@ def test_trainer_of_torchtitan_0_3(tmp_path: Path) -> None:
     """Its environment takes 6 GB and some minutes. The trainer of this project needs TorchTitan 0.2.2."""
     venv.create(tmp_path / "environment", with_pip=True)
     python = tmp_path / "environment" / "bin" / "python"
-    for packages in (
-        ["torch==2.14.1", "torchtitan==0.3.0", "datasets<4.8", "numpy"],
-        ["--no-deps", "--editable", str(ROOT)],
-    ):
+    needed = ["torch==2.14.1", "torchtitan==0.3.0", "datasets<4.8", "numpy"]
+    for packages in (needed, ["--no-deps", "--editable", str(ROOT)]):
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, timeout=1800)
     native, dense = (titan(python, tmp_path / name, name) for name in ("native", "replicas"))
     quantized = titan(python, tmp_path / "quantized", "replicas", "--optimizer.method=quantized_update")
