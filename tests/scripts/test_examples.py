@@ -141,7 +141,8 @@ def titan(python: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (result,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(result)
     return found
 
 

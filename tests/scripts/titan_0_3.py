@@ -1,4 +1,4 @@
-"""Run a configuration of scripts.examples.titan_debug, and print what its test checks as the last line, in JSON.
+"""Run a configuration of scripts.examples.titan_debug, and print the figures that its test checks as a line of JSON.
 
     torchrun --nproc_per_node=4 --local-ranks-filter=0 -m tests.scripts.titan_0_3 CONFIG [TorchTitan's options]
 
