@@ -29,6 +29,7 @@ _COMMON = [
     *("--checkpoint.enable", "--checkpoint.no-last-save-model-only"),
 ]
 _TAGC = ["--sync.method=tagc", "--sync.tagc.density=0.1", "--optimizer.name=AdamW"]
+# At commit bc06ed0 the first key was sharding.gradients.
 _SHARD_TAGC = ["--sharding.gradients_code=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 _MEAN = "--checkpoint.residual=mean"
 
