@@ -152,7 +152,7 @@ def test_trainer_of_torchtitan_0_3(tmp_path: Path) -> None:
     venv.create(tmp_path / "environment", with_pip=True)
     python = tmp_path / "environment" / "bin" / "python"
     needed = ["torch==2.14.1", "torchtitan==0.3.0", "datasets<4.8", "numpy"]
-    for packages in (needed, ["--no-deps", "--editable", str(ROOT)]):
+    for packages in (needed, ["--editable", str(ROOT)]):
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, timeout=1800)
     native, dense = (titan(python, tmp_path / name, name) for name in ("native", "replicas"))
     quantized = titan(python, tmp_path / "quantized", "replicas", "--optimizer.method=quantized_update")
