@@ -99,7 +99,7 @@ choose_python() {
     probe='import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ("torch", "torchtitan", "triton")))'
     for python in "${PYTHON:-python3}" "$PWD/.venv/bin/python"; do
         if "$python" -c "$probe" 2>/dev/null; then
-            source scripts/environment.sh
+            source scripts/environment.sh trainer
             return
         fi
     done
