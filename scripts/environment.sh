@@ -80,7 +80,7 @@ ensure_environment() {
         echo "error: $PYTHON has torchtitan $release, but this project needs 0.2.2; install it, or set PYTHON" >&2
         return 1
     fi
-    if [ "$extra" = test ] && ! "$PYTHON" -c "import pytest, xdist, hypothesis, ruff, mypy" 2>/dev/null; then
+    if [ "$extra" = test ] && ! "$PYTHON" -c "import accelerate, hypothesis, lightning_fabric, mypy, pytest, ruff, xdist" 2>/dev/null; then
         if [ "$PYTHON" != "$PWD/.venv/bin/python" ]; then
             echo "error: $PYTHON has torchtitan but not the test tools; run: $PYTHON -m pip install -e '.[test]'" >&2
             return 1

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from scripts.common import RunError
+from torchtitan_scape.core.extras import import_advice
+
 # Okabe and Ito's colours without yellow, which is hard to see on white.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP*X<>"
@@ -20,8 +23,10 @@ def look(i: int, dense: bool) -> dict[str, Any]:
 
 def figure(rows: int, columns: int, size: tuple[float, float], title: str = "", **options: Any) -> tuple[Any, Any]:
     """Return the figure, and its axes, with grids, by row and column."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise RunError(import_advice(error)) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

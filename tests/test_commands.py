@@ -13,6 +13,7 @@ from tests import server
 from tests.test_architecture import FILES, ROOT, graph, imports_of
 from torchtitan_scape import start
 from torchtitan_scape.__main__ import COMMANDS
+from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.extras import EXTRAS, PROJECT, import_advice, install_command
 from torchtitan_scape.core.files import packaged
 
@@ -66,6 +67,24 @@ def test_advice_names_the_extra() -> None:
     assert import_advice(ImportError("torch 2.9.0 is installed;\ninstall")) == "torch 2.9.0 is installed; install"
 
 
+def test_programs_of_others_keep_their_tracebacks(tmp_path: Path) -> None:
+    """A package of a user that imports this library, as a command, with an import that fails."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import torchtitan_scape\n")
+    (tmp_path / "theirs" / "train.py").write_text("import missing\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "theirs.train"]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1 and "Traceback" in result.stderr
+
+
+def test_recipes_of_the_package_can_be_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.toml").write_text('extends = "train_configs/embedded.toml"\n[training]\nsteps = 5\n')
+    recipe = load("own.toml")
+    assert recipe.table["training"]["steps"] == 5 and recipe.table["sync"]["method"] == "scape"
+
+
 def test_versions_and_unknown_commands() -> None:
     result = server.run("torchtitan_scape.__main__", "--version")
     assert result.returncode == 0 and result.stdout.startswith(f"{PROJECT} {torchtitan_scape.__version__}, Python 3.")
@@ -82,6 +101,7 @@ def test_the_embedded_recipe_runs_in_any_folder(tmp_path: Path) -> None:
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
     assert "Recipe: /" in output and "torchtitan_scape/train_configs/embedded.toml" in output
+    assert "does not exist" not in output and "the command line sets model" not in output
     planned = server.run(
         "torchtitan_scape.__main__", "plan", "--model", "train_configs/radius_2b.toml", folder=tmp_path
     )
@@ -106,10 +126,30 @@ def test_the_launcher_starts_the_recipe_on_all_processes(tmp_path: Path, monkeyp
     for name, value in {"NGPU": "3", "NNODES": "2", "RDZV_ENDPOINT": "node0:29500", "CONFIG_FILE": "own.toml"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    arguments = start.prepare()
-    assert arguments[-3:] == ["torchtitan_scape.train", "--job.config_file", "own.toml"]
-    assert {"--nnodes=2", "--nproc_per_node=3", "--rdzv_endpoint=node0:29500"} <= set(arguments)
+    launcher, recipe = start.prepare()
+    assert {"--nnodes=2", "--nproc_per_node=3", "--rdzv_endpoint=node0:29500"} <= set(launcher)
+    assert recipe == "own.toml"
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
-    monkeypatch.setenv("CONFIG_FILE", "own.toml,other.toml")
-    with pytest.raises(ValueError, match=r"CONFIG_FILE: other\.toml does not exist; recipes are in /"):
+    for given, message in (
+        ("own.toml, other.toml", r"CONFIG_FILE: other\.toml does not exist; recipes are in /"),
+        (".", r"CONFIG_FILE: \. is a folder"),
+    ):
+        monkeypatch.setenv("CONFIG_FILE", given)
+        with pytest.raises(ValueError, match=message):
+            start.prepare()
+    monkeypatch.setenv("LOG_RANK", "a")
+    with pytest.raises(ValueError, match=r"LOG_RANK=a; it must be numbers of ranks, such as 0,1"):
         start.prepare()
+
+
+def test_gpus_are_counted_behind_the_output_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    for script, expected in (("echo welcome 7; echo 4", 4), ("echo lost >&2; exit 1", None), ("true", None)):
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        if expected is not None:
+            assert start.count_devices() == expected
+        else:
+            with pytest.raises(ValueError, match=r"cannot be counted: (lost|no output); set NGPU"):
+                start.count_devices()

@@ -98,7 +98,8 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-if sys.argv[:1] == ["-m"]:  # Python looks up a module of this package, to run it as a command
-    from torchtitan_scape.core.extras import end_in_one_line
+if sys.argv[:1] == ["-m"]:  # Python looks up the module that it will run
+    from torchtitan_scape.core.extras import end_in_one_line, is_own_command
 
-    sys.excepthook = end_in_one_line
+    if is_own_command(sys.orig_argv):
+        sys.excepthook = end_in_one_line

@@ -1,6 +1,7 @@
 """The command `torchtitan-scape`."""
 
 import argparse
+import os
 import platform
 import runpy
 import sys
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=versions(), help="print the versions")
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         name = sys.argv.pop(1)
+        sys.path.insert(0, os.getcwd())  # as with `python -m`, for modules that a recipe names
         runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
         return
     parser.parse_known_args(sys.argv[1:2])  # ends with --version and --help

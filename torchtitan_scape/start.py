@@ -13,6 +13,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
+from torchtitan_scape.config.recipes import split_names
 from torchtitan_scape.core.files import packaged
 
 EMBEDDED = "train_configs/embedded.toml"
@@ -27,12 +28,12 @@ def recipe_files(given: str) -> str:
         ValueError: A file does not exist.
     """
     found, folder = [], os.environ.get("SCAPE_CALLED_FROM", "")
-    for name in given.split(","):
+    for name in split_names(given):
         called = os.path.join(folder, name)
         path = called if folder != os.getcwd() and os.path.isfile(called) else packaged(name)
         if not os.path.isfile(path):
-            shown, recipes = name or "an empty name", os.path.dirname(packaged(EMBEDDED))
-            raise ValueError(f"CONFIG_FILE: {shown} does not exist; recipes are in {recipes}/")
+            wrong = "is a folder" if os.path.isdir(path) else "does not exist"
+            raise ValueError(f"CONFIG_FILE: {name} {wrong}; recipes are in {os.path.dirname(packaged(EMBEDDED))}/")
         found.append(path)
     return ",".join(found)
 
@@ -54,21 +55,28 @@ def count_devices() -> int:
 
     Raises:
         ImportError: There is no torch, or it cannot be imported.
+        ValueError: The process failed otherwise.
     """
     counting = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     counted = subprocess.run(counting, capture_output=True, text=True, check=False)
-    if counted.returncode:
+    *_, last = ["", *counted.stdout.split()]
+    if counted.returncode or not last.isdigit():
         import_module("torch")  # raises the error of that process
-    return int(counted.stdout)
+        *_, reason = ["no output", *counted.stderr.strip().splitlines()]
+        raise ValueError(f"the GPUs cannot be counted: {reason}; set NGPU to the number of processes")
+    return int(last)
 
 
-def prepare() -> list[str]:
-    """Set the variables of the ranks, and return the arguments of the launcher.
+def prepare() -> tuple[list[str], str]:
+    """Set the variables of the ranks, and return the options of the launcher and the recipe.
 
     Raises:
         ValueError: An environment variable has an invalid value.
     """
     ranks, nodes, endpoint = number_of("NGPU"), number_of("NNODES") or 1, os.environ.get("RDZV_ENDPOINT")
+    shown = os.environ.get("LOG_RANK") or "0"
+    if not re.fullmatch("[0-9]+(,[0-9]+)*", shown):
+        raise ValueError(f"LOG_RANK={shown}; it must be numbers of ranks, such as 0,1")
     recipe = recipe_files(os.environ.get("CONFIG_FILE") or EMBEDDED)
     ranks = ranks or count_devices() or 2
     # Log only errors of C++: the warnings about a lost store have 30 lines each and hide the name of the lost rank.
@@ -78,9 +86,8 @@ def prepare() -> list[str]:
     if nodes > 1 and not endpoint:
         raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
     launcher = [f"--nnodes={nodes}", f"--nproc_per_node={ranks}", "--rdzv_backend=fixed"]
-    launcher += [f"--rdzv_endpoint={endpoint or 'localhost:0'}", "--role=rank", "--tee=3"]
-    launcher += [f"--local-ranks-filter={os.environ.get('LOG_RANK') or 0}", "-m", "torchtitan_scape.train"]
-    return [*launcher, "--job.config_file", recipe]
+    launcher += [f"--rdzv_endpoint={endpoint or 'localhost:0'}", f"--local-ranks-filter={shown}"]
+    return [*launcher, "--role=rank", "--tee=3"], recipe
 
 
 def main() -> None:
@@ -90,20 +97,21 @@ def main() -> None:
         train(given)
         return
     try:
-        arguments = prepare()
+        launcher, recipe = prepare()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    arguments = ["--job.config_file", recipe]
     if mode:
         # One process acts as rank 0 of NGPU. --training.steps=N runs N steps; by default the run is only built.
         os.environ["LOCAL_RANK"] = "0"
-        train([*arguments[-2:], f"--comm.mode={mode}", "--training.steps=0", *given])
+        train([*arguments, f"--comm.mode={mode}", "--training.steps=0", *given])
         return
     if find_spec("torchtitan") is None:  # every rank would report it
         raise ModuleNotFoundError("No module named 'torchtitan'", name="torchtitan")
     from torchtitan_scape.runtime import launch
 
-    sys.argv[1:] = [*arguments, *given]
+    sys.argv[1:] = [*launcher, "-m", "torchtitan_scape.train", *arguments, *given]
     launch.main()
 
 

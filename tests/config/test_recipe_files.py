@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.test_recipes import RECIPES, check
 from torchtitan_scape.config.parsing import parse, resolve
-from torchtitan_scape.config.recipes import COMMAND_LINE, EARLIER, flatten, load
+from torchtitan_scape.config.recipes import COMMAND_LINE, EARLIER, RESOLVED, flatten, load
 from torchtitan_scape.config.resolved import Resolved
 
 
@@ -139,6 +139,34 @@ def test_resolved_toml_records_origins_and_starts_the_same_run(tmp_path: Path) -
     once_more = resolve([f"--job.config_file={path}"])
     assert once_more.files == other.files
     assert path.read_text() == other.text() != text and [p.name for p in path.parent.iterdir()] == ["resolved.toml"]
+
+
+def test_resolved_toml_of_an_earlier_version_starts_the_run(tmp_path: Path) -> None:
+    """It has all keys of the sections in use, by the names that they had. Other recipes with such a name are refused."""
+    text = """\
+{head}The rest of the line.
+# Files, of which a later one wins: train_configs/embedded.toml
+[sync]
+method = "sparta"  # command line
+[sync.scape]
+wire = "int4"  # train_configs/embedded.toml
+[sharding]
+weights = "int8"
+gradients = "dense"
+[sharding.levels]
+sum = "float32"
+[sharding.tagc]
+codec = "sketch"
+"""
+    path = tmp_path / "resolved.toml"
+    path.write_text(text.format(head=RESOLVED))
+    found = resolve([f"--job.config_file={path}"])
+    sharding = found.config.sharding
+    assert (found.config.sync.scape.code, sharding.weights_code, sharding.tagc.code) == ("int4", "int8", "sketch")
+    assert found.origins["sync.scape.code"] == "train_configs/embedded.toml"
+    path.write_text(text.format(head="# "))
+    with pytest.raises(ValueError, match=r"\[sync.scape\] wire is now code"):
+        resolve([f"--job.config_file={path}"])
 
 
 def test_resolved_toml_comments_values_that_toml_cannot_express() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.evaluation.conftest import CHOICES, CLOZES, TEXTS
 from tests.pool import Pool
+from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.evaluate import digest, main
 
 BYTES = "torchtitan_scape/data/byte_tokenizer/tokenizer.json"
@@ -269,7 +270,7 @@ def test_without_the_extra_the_error_names_the_command(exported: dict[str, Path]
     find = importlib.util.find_spec
     with patch("torchtitan_scape.evaluate.find_spec", lambda name: None if name == "lm_eval" else find(name)):
         for command in (["run", "--model", str(exported["llama"])], ["fetch"]):
-            assert "pip install -e '.[eval]'" in error_line([*command, "--tasks", "piqa"], capsys)
+            assert install_command("eval") in error_line([*command, "--tasks", "piqa"], capsys)
 
 
 def test_unknown_tasks_and_missing_data_are_one_line(

@@ -187,6 +187,9 @@ def resolve(arguments: list[str]) -> Resolved:
             section, _, name = key.rpartition(".")
             raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
     recipe = _recipe(arguments)
+    model = recipe.table.get("model", {})
+    if "hf_assets_path" in model:
+        model["hf_assets_path"] = packaged(model["hf_assets_path"])
     stderr = io.StringIO()
     try:
         # The parser prints its message in a box of this width; a narrow box would break the line.
@@ -205,7 +208,6 @@ def resolve(arguments: list[str]) -> Resolved:
     if not isinstance(config, JobConfig):
         raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
     check_section(config, "")
-    config.model.hf_assets_path = packaged(config.model.hf_assets_path)
     return Resolved.of(config, recipe)
 
 

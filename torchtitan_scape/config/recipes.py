@@ -13,6 +13,7 @@ from typing import Any
 from unicodedata import category
 
 from torchtitan_scape.core.files import packaged
+from torchtitan_scape.core.renamed_keys import present_key, with_present_keys
 from torchtitan_scape.core.type_checks import short
 
 MAX_BYTES = 1 << 20  # of a file
@@ -49,7 +50,7 @@ def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Rec
 
     Args:
         given: comma-separated paths, relative to the working directory, see `packaged`. Paths in `extends` are relative
-            to their file.
+            to their file, or name a recipe of this package.
         check: called with the table of every file; the file's name is added to a ValueError that it raises.
 
     Raises:
@@ -90,13 +91,16 @@ def _add(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None])
     if len(chain) > MAX_DEPTH + 1:
         raise ValueError(f"recipes extend each other in a chain of more than {MAX_DEPTH}: {_one_line(chain)}")
     text, table = _read(chain)
+    if text.startswith(RESOLVED):  # written by a run, perhaps of an earlier version
+        table = with_present_keys(table)
     extended = _extended(name, table.pop("extends", []))
     try:
         check(table)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     for other in extended:
-        _add(recipe, (*chain, os.path.join(os.path.dirname(path), other)), check)
+        beside = os.path.join(os.path.dirname(path), other)
+        _add(recipe, (*chain, beside if os.path.exists(beside) else packaged(other)), check)
     _merge(recipe.table, table)
     here = dict.fromkeys(flatten(table), name)
     before, recorded = _recorded_origins(text) if text.startswith(RESOLVED) else ([], here)
@@ -115,7 +119,8 @@ def _recorded_origins(text: str) -> tuple[list[str], dict[str, str]]:
         elif line.startswith("["):
             section = line.strip("[]")
         elif origin := _comment(line):
-            origins[f"{section}.{line.partition(' = ')[0]}"] = EARLIER if origin == COMMAND_LINE else origin
+            key = present_key(f"{section}.{line.partition(' = ')[0]}")
+            origins[key] = EARLIER if origin == COMMAND_LINE else origin
     return files, origins
 
 

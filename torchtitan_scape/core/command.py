@@ -1,7 +1,11 @@
 """Command-line parsing of the package's modules."""
 
 import argparse
+import os
+import sys
 from typing import NoReturn
+
+from torchtitan_scape.core.extras import PROJECT
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,9 +16,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(module: str, doc: str | None) -> Parser:
-    """Return the parser of `python -m MODULE`, with the docstring as help text and without abbreviated options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    return Parser(prog=f"python -m {module}", description=doc, formatter_class=raw, allow_abbrev=False)
+    """Return the parser of a command, with the docstring as help text and without abbreviated options."""
+    raw, (script, *given) = argparse.RawDescriptionHelpFormatter, sys.orig_argv[1:] or [""]
+    is_script = given and os.path.basename(script) == PROJECT
+    program = f"{PROJECT} {given[0]}" if is_script else f"python -m {module}"
+    return Parser(prog=program, description=doc, formatter_class=raw, allow_abbrev=False)
 
 
 def one_line(error: BaseException) -> str:

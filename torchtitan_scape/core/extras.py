@@ -1,9 +1,14 @@
 """The extras of pyproject.toml: the packages that each of them installs, and advice if one is missing."""
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from types import TracebackType
+
+from torchtitan_scape.core.files import PACKAGE
 
 PROJECT = "torchtitan-scape"
 # The packages of each extra, by the names that are imported.
@@ -23,12 +28,13 @@ EXTRAS = {
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs an extra."""
+    """Return the pip command that installs an extra for the running interpreter."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install"
     try:
         version(PROJECT)
     except PackageNotFoundError:  # a clone that is not installed
-        return f"python -m pip install -e '.[{extra}]'"
-    return f"python -m pip install '{PROJECT}[{extra}]'"
+        return f"{pip} -e '{PACKAGE.parent}[{extra}]'"
+    return f"{pip} '{PROJECT}[{extra}]'"
 
 
 def import_advice(error: ImportError) -> str:
@@ -39,6 +45,16 @@ def import_advice(error: ImportError) -> str:
             other = " (or install the build for your GPU)" if extra == "torch" else ""
             return f"the package {missing} is not installed; run: {install_command(extra)}{other}"
     return " ".join(str(error).split())
+
+
+def is_own_command(arguments: Sequence[str]) -> bool:
+    """Return whether Python was started with a module of this package: `python -m torchtitan_scape.export ...`.
+
+    Args:
+        arguments: All arguments of the interpreter, as in `sys.orig_argv`.
+    """
+    module = next((after for word, after in pairwise(arguments) if word == "-m"), "")
+    return f"{module}.".startswith(f"{PACKAGE.name}.")
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""Atomic file writes, and JSON of unknown origin."""
+"""Atomic file writes, JSON of unknown origin, and files of this package."""
 
 import errno
 import json

@@ -29,7 +29,8 @@ class Options:
 
     Raises:
         TypeError: An argument has the name of an earlier version.
-        ValueError: A value has the wrong type. Subclasses call `require` in `__post_init__` for all other rules.
+        ValueError: A value has the wrong type, or a key of an earlier version is set. Subclasses call `require` in
+            `__post_init__` for all other rules.
     """
 
     section: ClassVar[str]  # as in the recipe, for example "sync.scape"
@@ -40,6 +41,11 @@ class Options:
             if message := renamed(cls.section, key, value):
                 raise TypeError(message)
         return super().__new__(cls)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if message := renamed(self.section, key, value):
+            raise ValueError(message)
+        super().__setattr__(key, value)
 
     def __post_init__(self) -> None:
         check_section(self, self.section)

