@@ -142,7 +142,7 @@ def test_resolved_toml_records_origins_and_starts_the_same_run(tmp_path: Path) -
 
 
 def test_resolved_toml_of_an_earlier_version_starts_the_run(tmp_path: Path) -> None:
-    """It has all keys of the sections in use, by the names that they had. Other recipes with such a name are refused."""
+    """It has all keys of the sections in use, by their former names. Other recipes with such a name are refused."""
     text = """\
 {head}The rest of the line.
 # Files, of which a later one wins: train_configs/embedded.toml
