@@ -11,6 +11,8 @@ TorchTitan's trainer that uses data parallelism, with `data_parallel_replicate_d
   hence `reduction="sum"`.
 - `replicate` applies `training.max_norm`. TorchTitan clips before the step, when the replicas' gradients still differ.
 - titan_checkpoints.py replaces the checkpoint manager, because the state of the replicas differs.
+- Muon orthogonalizes the fused `wqkv` as one matrix: its rows are interleaved by KV head, and `split` is for contiguous
+  blocks.
 """
 
 import copy

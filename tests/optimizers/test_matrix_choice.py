@@ -113,6 +113,13 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "layers.0.weight hidden_layers.2.weight",
         "0.weight 2.weight 0.0.weight net.0.weight classifier.3.weight layer1.weight layer1.0.weight",
     ),
+    "heads and embeddings of several layers": (
+        "layers.0.unbiased.weight layers.0.q_head.weight layers.0.kv_head.weight layers.0.attn.head.weight "
+        "attention.heads.0.key.weight multi_head.layers.0.query.weight embedder.layers.0.wq.weight",
+        "lm_head.layers.0.weight classifier.layers.0.weight score.layers.0.fc.weight heads.0.mlp.fc.weight "
+        "embeddings.layers.0.proj.weight model.patch_embed.blocks.1.fc.weight layers.0.mlm_head.weight "
+        "layers.0.rel_bias.weight",
+    ),
 }
 
 
@@ -194,7 +201,11 @@ def test_a_users_choice() -> None:
         (lambda name, p: True, r"chooses 'net.0.bias'"),
         (lambda name, p: False, r"chooses none of the 7 parameters from 'embed.weight'; pass matrices="),
         ([], "chooses none"),
-        ([3], "contains 3; it must contain names or patterns"),
+        ([3], "has a value of type int; pass names or patterns"),
+        (5, "has a value of type int; pass names or patterns"),
+        (nn.Parameter(torch.ones(2, 2)), "has a value of type Parameter; pass names"),
+        ([nn.Parameter(torch.ones(2, 2))], "has a value of type Parameter; pass names"),
+        (["lm.weight"], "matches no parameter; .*; a tied weight has the first of its names"),
     ],
 )
 def test_impossible_choices_are_refused(matrices: Any, message: str) -> None:
@@ -211,16 +222,25 @@ def test_parameters_without_names_and_without_blocks_are_refused() -> None:
     assert len(Muon(model.named_parameters(), matrices=["2.weight"]).hidden) == 1
 
 
+def test_param_groups_cannot_be_added_later() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    groups = [{"params": [(f"{i}.{n}", p) for n, p in m.named_parameters()]} for i, m in enumerate((first, second))]
+    optimizer = Muon(groups, matrices=["*.weight"])
+    assert len(optimizer.hidden) == 2
+    with pytest.raises(RuntimeError, match=r"cannot add the param group \['params'\].*; build a new Muon"):
+        optimizer.add_param_group({"params": list(nn.Linear(8, 8).named_parameters())})
+
+
 def test_the_choice_is_logged() -> None:
     with logged() as lines:
         Muon(parameters(**MODEL), matrices=["net.*.weight"])
-        experts = {"layers__0__moe__experts__w1": (4, 8, 6)}
+        experts = {"layers__0__moe__experts__w1": (4, 64, 32)}
         Muon(parameters(layers__0__wq__weight=(8, 8), **experts), split={"*.wq.*": 2})
     assert lines == [
-        "Muon: 2 matrices (1 shape, 128 entries), for example net.0.weight; AdamW: 5 parameters (608 entries): "
-        "conv.weight, embed.weight, layers.0.wq.weight and 2 others",
-        "Muon: 1 matrix and 1 stack of matrices (2 shapes, 256 entries, 1 in blocks), for example "
-        "layers.0.moe.experts.w1; AdamW: no parameters",
+        "Muon: 2 parameters of 128 entries ('net.0.weight', 'net.2.weight'), 0 divided into blocks; AdamW: 5 "
+        "parameters of 608 entries ('conv.weight', 'embed.weight', 'layers.0.wq.weight' and 2 others)",
+        "Muon: 2 parameters of 8,256 entries ('layers.0.moe.experts.w1', 'layers.0.wq.weight'), 1 divided into blocks; "
+        "AdamW: 0 parameters of 0 entries ()",
     ]
 
 
@@ -236,9 +256,8 @@ def test_the_trainer_logs_the_choice_once(pool1: Pool, pool2: Pool, tmp_path: Pa
     simulated = [*METHODS["diloco-muon"], "--topology.simulate_replicas=3"]
     for (line,) in [*results, *pool1(lines_of_a_run, str(tmp_path / "three"), simulated)]:
         assert re.fullmatch(
-            r"Muon: \d+ matrices \(\d shapes, \S+ k entries\), for example layers\.\d\.\S+\.weight; "
-            r"AdamW: \d+ parameters \(\S+ k entries\): tok_embeddings.weight, output.weight, .*norm.weight "
-            r"and \d+ others",
+            r"Muon: \d+ parameters of \d+,\d+ entries \('layers\..* and \d+ others\), 0 divided into blocks; AdamW: "
+            r"\d+ parameters of \d+,\d+ entries \('tok_embeddings.weight', 'output.weight', .* and \d+ others\)",
             line,
         ), line
 
@@ -249,7 +268,7 @@ def test_stacks_of_unknown_meaning_are_reported(caplog: pytest.LogCaptureFixture
     shapes |= dict(blocks__0__c_fc=(8, 8), blocks__0__pos_embed=(4, 8, 8), wte__weight=(20, 8))
     Muon(parameters(**shapes))
     (warning,) = (entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING)
-    assert "AdamW updates 1 parameter of blocks" in warning and "blocks.0.attn.qkv_w of (3, 8, 8)" in warning
+    assert "AdamW updates parameters of blocks with three dimensions ('blocks.0.attn.qkv_w')" in warning
     caplog.clear()
     Muon(parameters(**shapes), matrices=["*.c_fc"])
     assert not [entry for entry in caplog.records if entry.levelno == logging.WARNING]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.optimizers.test_muon import RATES, Gathers
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from torchtitan_scape import Muon, checkpoint_states, load_checkpoint, replicate
+from torchtitan_scape import AdamS, Muon, checkpoint_states, load_checkpoint, replicate
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
@@ -207,8 +207,12 @@ def test_divided_experts_are_refused(pool2: Pool) -> None:
         ({"wte.*": 2}, "matches none of Muon's matrices"),
         ({QKV: 5}, r"a matrix of \(24, 8\), is 5; it must divide the rows"),
         ({QKV: (8, 8)}, r"is \(8, 8\), 16 together; the sizes must add up"),
-        ({QKV: 0}, "is 0; it must be a number"),
-        ({QKV: "qkv"}, "is 'qkv'; it must be a number"),
+        ({QKV: 0}, "is 0 of type int; it must be a number"),
+        ({QKV: "qkv"}, "is 'qkv' of type str; it must be a number"),
+        ({QKV: [True, 23]}, r"is \[True, 23\] of type list; .* positive integers"),
+        ({QKV: (2, (4, 4, 4))}, "Blocks are contiguous; leave out matrices whose query, key and value are interleaved"),
+        ([QKV], r"split, of type list, must be a dictionary .* such as {'\*.c_attn.weight': 3}"),
+        ({5: 3}, "must be a dictionary from names or patterns to blocks"),
         ({QKV: 3, "layers.0.attn.*": 3}, "both match 'layers.0.attn.c_attn.weight'; keep one"),
         ({"*.thrice": 3}, r"as in transformers' Conv1D: pass the sizes \(8, 8, 8\)"),
     ],
@@ -217,6 +221,12 @@ def test_impossible_splits_are_refused(split: Any, message: str) -> None:
     named = [*parameters().items(), ("layers.0.thrice", nn.Parameter(torch.zeros(8, 24)))]
     with pytest.raises(ValueError, match=message):
         Muon(named, split=split)
+
+
+def test_the_blocks_of_a_square_matrix_are_rows() -> None:
+    name = "layers.0.out.weight"
+    optimizer = Muon([(name, nn.Parameter(torch.ones(8, 8)))], split={name: (4, 4)})
+    assert [part.shape for part, _ in optimizer.parts(optimizer.hidden[0], torch.ones(8, 8))] == [(4, 8), (4, 8)]
 
 
 def test_replicas_that_divide_the_matrices_have_the_same_bits() -> None:
@@ -298,9 +308,31 @@ def test_a_state_of_another_choice_is_refused() -> None:
     fewer = Muon(weights.items(), **RATES, matrices=["layers.*"])
     with pytest.raises(ValueError, match=r"another choice .*Muon updated 'h.0.attn.c_attn.weight', and AdamW does in"):
         fewer.load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"AdamW updated 'h.0.attn.c_attn.weight', and Muon does in .*matrices= with"):
+    names = f"'{EXPERTS}', 'layers.0.moe.experts.w13', '{QKV}' and 2 others"
+    with pytest.raises(ValueError, match=f"AdamW updated 'h.0.attn.c_attn.weight', and Muon does in .*, {names}"):
         Muon(weights.items(), **RATES).load_state_dict(fewer.state_dict())
     Muon(weights.items(), **OPTIONS).load_state_dict(saved)  # the blocks are no part of the state
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "message"),
+    [
+        (torch.optim.AdamW, 1, "8 of 8 parameters have a second moment"),
+        (AdamS, 1, "0 of 8 parameters have a second moment"),
+        (torch.optim.AdamW, 0, "it has no moments of 'wte.weight'"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(kind: Any, steps: int, message: str) -> None:
+    """Without the advice to choose the matrices of the saved run, as there were none."""
+    weights = parameters()
+    other = kind(weights.items(), lr=0.1)
+    for step in range(steps):
+        for name, weight in weights.items():
+            weight.grad = gradient_of(name, step)
+        other.step()
+    with pytest.raises(ValueError, match=f"state is not Muon's: {message}.*; load it into .* start Muon") as error:
+        Muon(weights.items()).load_state_dict(other.state_dict())
+    assert "matrices=" not in str(error.value)
 
 
 def own_loop(method: str, **options: Any) -> tuple[nn.Module, Any]:

@@ -35,7 +35,8 @@ from torchtitan_scape.checkpoint.state import (
 from torchtitan_scape.core.parameters import Shard as LocalShard
 from torchtitan_scape.core.parameters import is_slice, local
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.optimizers.muon import Muon, other_choice
+from torchtitan_scape.optimizers.matrix_choice import other_choice
+from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
@@ -352,8 +353,8 @@ class StateReader:
             return self.has(f"state.{shard.name}.{kind}") or self.has(f"{stored_kind(kind, self.saved)}.{shard.name}")
 
         saved = [(shard, has_moment(shard, SECOND)) for shard in self._shards if has_moment(shard, FIRST)]
-        error = other_choice(inner, saved)
-        return f"{self.path} is of another choice of matrices: {error}" if error else ""
+        error = other_choice(inner.updates, saved)
+        return f"{self.path} {error}" if error else ""
 
     def _check_parameters(self) -> None:
         """Raise ValueError on every rank if a parameter has no saved state. Collective."""

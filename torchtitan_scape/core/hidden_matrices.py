@@ -6,6 +6,7 @@ AdamW. Names of modules say which matrices these are, because models number the 
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 _PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original\d*")  # of torch.nn.utils.parametrize
 # A number, or a module with a number of its own, such as torchvision's `encoder_layer_0`.
@@ -15,10 +16,16 @@ _NUMBERED = re.compile(r"\d+|(?:\w+_)?(?:layer|block)s?_?\d+")
 _LIST_OF_LAYERS = re.compile(r"h|\w*(?:layer|block|hidden)\w*(?<!\d)")
 # Anywhere in the block: embeddings and tables, and the factors of LoRA, whose product is the matrix.
 _TABLE = re.compile(r"embed|codebook|(?:^|_)(?:emb|embs|embd|wte|wpe|lora|cpb)(?:_|$)|(?:^|_)rel(?:ative)?_?pos")
-# A module anywhere in the block: an output head. `heads` and `multi_head` are those of attention.
-_HEAD = re.compile(r"(?!multi)(?:\w+_)?head|classifier")
+# A module to the left of the list: embeddings, but not a whole model that is called `embedder`.
+_EMBEDDING = re.compile(r"(?:\w+_)?(?:emb|embd|embed|embedding)s?")
+# A module anywhere in the block, outside of attention: an output head. `heads` of a block are those of attention.
+_NAMED_HEAD = r"(?!multi|(?:q|k|v|o|kv|qkv|query|key|value)_)(?:\w+_)?head"
+_HEAD = re.compile(rf"{_NAMED_HEAD}|classifier")
+# The list or a module to the left of it.
+_HEADS = re.compile(rf"{_NAMED_HEAD}s?|classifiers?|scores?")
+_ATTENTION = re.compile(r"att(?:n|ention)?s?(?![a-z])|^(?:sa|mha)$")
 # The parameter or its module: biases of several dimensions, and the weights of norms.
-_VECTOR = re.compile(r"bias|norm(?:_?\d+)?$|(?:^|_)norm_|(?:^|_)ln(?:_|\d|$)")
+_VECTOR = re.compile(r"(?:^|_)bias|norm(?:_?\d+)?$|(?:^|_)norm_|(?:^|_)ln(?:_|\d|$)")
 # The parameter itself: state-space models' A_log and the like, RWKV's time_decay and r_k, learned tokens, and factors.
 _NO_MAP = re.compile(
     r"(?:^|_)(?:log|imag|real)(?:_|$)|^time_|^r_k$|(?:^|_)(?:tokens?|latents?|prompts?|registers?)$"
@@ -63,17 +70,24 @@ def is_unknown_stack(name: str, shape: Sequence[int]) -> bool:
 
 def _path_of_map(name: str) -> list[str]:
     """Return the path of a linear map from its list of blocks on, in lower case; [] if the name says otherwise."""
-    path = _path_in_block(name)
-    if not path or _STATE_SPACE.fullmatch(path[-1]):
+    left, inside = _path_in_block(name)
+    if not inside or _STATE_SPACE.fullmatch(inside[-1]):
         return []
-    path = [part.lower() for part in path]
-    if any(_TABLE.search(part) or _HEAD.fullmatch(part) for part in path):
+    left, inside = [part.lower() for part in left], [part.lower() for part in inside]
+    path = [left[-1], *inside]
+    if any(map(_TABLE.search, path)) or any(map(_EMBEDDING.fullmatch, left)):
+        return []
+    if _has_head(left, _HEADS) or _has_head(path, _HEAD):
         return []
     return [] if any(map(_VECTOR.search, path[-2:])) or _NO_MAP.search(path[-1]) else path
 
 
-def _path_in_block(name: str) -> list[str]:
-    """Return the name of a list of blocks and the path in a block, without numbers; [] outside of such lists.
+def _has_head(path: Sequence[str], head: re.Pattern[str]) -> bool:
+    return any(head.fullmatch(part) and not _ATTENTION.search(parent) for parent, part in pairwise(["", *path]))
+
+
+def _path_in_block(name: str) -> tuple[list[str], list[str]]:
+    """Return the path to a list of blocks and the path in a block, without numbers; [] twice outside of such lists.
 
     A list has a name: the members of an `nn.Sequential` that is the model itself are its first and its last layer too.
     """
@@ -84,5 +98,5 @@ def _path_in_block(name: str) -> list[str]:
             continue
         inside = [p for p in parts[i + 1 :] if not p.isdigit()]
         if len(inside) > 1 or (inside and part.isdigit() and _LIST_OF_LAYERS.fullmatch(named[-1].lower())):
-            return [named[-1], *inside]
-    return []
+            return named, inside
+    return [], []

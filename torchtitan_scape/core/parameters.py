@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -102,6 +103,11 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def matching(shards: Iterable[Shard], pattern: str) -> list[Shard]:
+    """Return the shards with this name, or with a name that the pattern matches, as of `fnmatch`."""
+    return [shard for shard in shards if shard.name == pattern or fnmatchcase(shard.name, pattern)]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.core.parameters import Shard, is_slice
+from torchtitan_scape.core.parameters import Shard, is_slice, matching
 from torchtitan_scape.core.workloads import layer_of
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
@@ -89,7 +88,7 @@ def _of_paper(family: str, shards: Sequence[Shard]) -> Iterator[str]:
 
 
 def _matching(pattern: str, shards: Sequence[Shard]) -> list[Shard]:
-    found = [shard for shard in shards if fnmatchcase(shard.name, pattern)]
+    found = matching(shards, pattern)
     if not found:
         raise ValueError(
             f"[observe] names: {pattern!r} matches no parameter; the parameters are "

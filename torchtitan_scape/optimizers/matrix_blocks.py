@@ -1,14 +1,14 @@
-"""Blocks of rows or columns of a matrix that Muon orthogonalizes one by one, such as query, key and value."""
+"""Contiguous blocks of rows or columns that Muon orthogonalizes one by one, such as query, key and value."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.parameters import Shard, matching
 
 # By name or pattern: the number of equal blocks of rows, or the sizes of blocks of rows or columns.
 MatrixSplit = Mapping[str, int | Sequence[int]]
@@ -61,33 +61,44 @@ def _step_scale(shape: Sequence[int]) -> float:
     return 0.2 * math.sqrt(max(shape))
 
 
-def blocks_of(hidden: Sequence[Shard], split: MatrixSplit | None) -> list[MatrixBlocks]:
-    """Return the blocks of Muon's matrices.
+def blocks_of(hidden: Sequence[Shard], split: MatrixSplit | None) -> dict[int, MatrixBlocks]:
+    """Return the blocks of Muon's matrices, by id of the parameter, in the order of `hidden`.
 
     Raises:
         ValueError: A pattern matches none of them, two match the same, or the sizes do not fit.
     """
-    found = [MatrixBlocks.whole(shard) for shard in hidden]
+    found = {id(shard.parameter): MatrixBlocks.whole(shard) for shard in hidden}
     by: dict[int, str] = {}
-    for pattern, blocks in (split or {}).items():
-        matches = [i for i, s in enumerate(hidden) if s.name == pattern or fnmatchcase(s.name, pattern)]
+    split = {} if split is None else split
+    if not isinstance(split, Mapping) or not all(isinstance(pattern, str) for pattern in split):
+        raise ValueError(
+            f"split, of type {type(split).__name__}, must be a dictionary from names or patterns to blocks, such as "
+            "{'*.c_attn.weight': 3}"
+        )
+    for pattern, blocks in split.items():
+        matches = matching(hidden, pattern)
         if not matches:
             raise ValueError(
                 f"split contains {pattern!r}, which matches none of Muon's matrices, such as {hidden[0].name!r}; * is "
                 "a wildcard, and matrices= chooses further ones"
             )
-        for i in matches:
+        for shard in matches:
+            i = id(shard.parameter)
             if i in by:
-                raise ValueError(f"{by[i]!r} and {pattern!r} of split both match {hidden[i].name!r}; keep one of them")
+                raise ValueError(f"{by[i]!r} and {pattern!r} of split both match {shard.name!r}; keep one of them")
             by[i] = pattern
-            found[i] = _divided(hidden[i].name, found[i].shape, blocks)
+            found[i] = _divided(shard.name, found[i].shape, blocks)
     return found
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _divided(name: str, shape: tuple[int, int], blocks: int | Sequence[int]) -> MatrixBlocks:
     rows, columns = shape
     given = f"split of {name!r}, a matrix of ({rows}, {columns}), is {blocks!r}"
-    if isinstance(blocks, int) and not isinstance(blocks, bool) and blocks > 0:
+    if _is_count(blocks):
         if blocks > 1 and columns == blocks * rows:
             width = columns // blocks
             raise ValueError(
@@ -98,8 +109,12 @@ def _divided(name: str, shape: tuple[int, int], blocks: int | Sequence[int]) -> 
             raise ValueError(f"{given}; it must divide the rows, or be the sizes of all blocks")
         return MatrixBlocks(shape, (rows // blocks,) * blocks)
     sizes = tuple(blocks) if isinstance(blocks, Sequence) and not isinstance(blocks, str) else ()
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"{given}; it must be a number of equal blocks of rows, or the sizes of all blocks")
+    if not sizes or not all(map(_is_count, sizes)):
+        raise ValueError(
+            f"{given} of type {type(blocks).__name__}; it must be a number of equal blocks of rows, or the sizes of "
+            "all blocks, positive integers. Blocks are contiguous; leave out matrices whose query, key and value are "
+            "interleaved"
+        )
     if sum(sizes) not in shape:
         raise ValueError(f"{given}, {sum(sizes)} together; the sizes must add up to its rows or its columns")
     return MatrixBlocks(shape, sizes, ROWS if sum(sizes) == rows else COLUMNS)

@@ -1,15 +1,15 @@
 """The choice of the parameters that Muon updates: by a user's names, patterns or function, or by the default rule."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
 from torchtitan_scape.core.hidden_matrices import is_hidden_matrix, is_unknown_stack
-from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.parameters import Shard, matching
 
 # A function of (name, parameter), names or patterns as of `fnmatch`, or None for the default rule.
 MatrixChoice = Callable[[str, Tensor], bool] | Sequence[str] | None
@@ -34,7 +34,8 @@ def choose_matrices(shards: Sequence[Shard], matrices: MatrixChoice) -> list[Sha
         chosen = [shard for shard in shards if matrices(shard.name, shard.parameter)]
         _check_matrices(chosen)
     else:
-        chosen = _matching(shards, [matrices] if isinstance(matrices, str) else list(matrices))
+        several = isinstance(matrices, Iterable) and not isinstance(matrices, str | Tensor)
+        chosen = _matching(shards, list(matrices) if several else [matrices])
     if not chosen:
         raise ValueError(_nothing_chosen(shards, matrices))
     return chosen
@@ -49,17 +50,20 @@ def check_names(param_groups: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _matching(shards: Sequence[Shard], patterns: Sequence[str]) -> list[Shard]:
+def _matching(shards: Sequence[Shard], patterns: Sequence[Any]) -> list[Shard]:
     """Return the parameters that names or patterns match. A pattern with wildcards leaves out vectors."""
     chosen: dict[str, Shard] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ValueError(f"matrices contains {pattern!r}; it must contain names or patterns, such as 'h.*.weight'")
-        found = [s for s in shards if s.name == pattern or fnmatchcase(s.name, pattern)]
+            raise ValueError(
+                f"matrices has a value of type {type(pattern).__name__}; pass names or patterns, such as "
+                "['h.*.weight'], or a function of (name, parameter)"
+            )
+        found = matching(shards, pattern)
         if not found:
             raise ValueError(
                 f"matrices contains {pattern!r}, which matches no parameter; the first is {shards[0].name!r}, the last "
-                f"{shards[-1].name!r}, and * is a wildcard"
+                f"{shards[-1].name!r}, and * is a wildcard; a tied weight has the first of its names"
             )
         kept = [s for s in found if len(s.whole_shape) > 1]
         _check_matrices(kept or found)
@@ -89,6 +93,56 @@ def _nothing_chosen(shards: Sequence[Shard], matrices: MatrixChoice) -> str:
     )
 
 
+# ---------------------------------------------------------------------------------------- saved states
+
+
+def checksum(values: Sequence[Any]) -> str:
+    """Return the number of the values, and a checksum."""
+    return f"{len(values)} (checksum {zlib.crc32(repr(values).encode()):08x})"
+
+
+_OTHER_OPTIMIZER = "load it into the optimizer that saved it, or start Muon without it"
+
+
+def other_choice(updates: Callable[[Shard], bool], saved: Iterable[tuple[Shard, bool]]) -> str:
+    """Return how a saved state differs from this run's choice, and the fix; "" if it does not.
+
+    Args:
+        updates: Whether Muon updates a parameter in this run.
+        saved: Parameters of the state, and whether they have a second moment, which Muon does not need.
+    """
+    pairs = list(saved)
+    different = [(shard, has_second) for shard, has_second in pairs if has_second == updates(shard)]
+    if not different:
+        return ""
+    before = [shard for shard, has_second in pairs if not has_second]
+    if not before or any(len(shard.whole_shape) not in (2, 3) for shard in before):
+        return (
+            f"is not Muon's: {len(pairs) - len(before)} of {len(pairs)} parameters have a second moment, and Muon "
+            f"saves those of all parameters but its matrices; {_OTHER_OPTIMIZER}"
+        )
+    shard, has_second = different[0]
+    one, other = ("AdamW", "Muon") if has_second else ("Muon", "AdamW")
+    return (
+        f"is of another choice of matrices: {one} updated {shard.name!r}, and {other} does in this run; pass matrices= "
+        f"with those that Muon updated in the saved run, {_listed(before)}"
+    )
+
+
+def check_state(state_dict: dict[str, Any], shards: Sequence[Shard], updates: Callable[[Shard], bool]) -> None:
+    """Raise ValueError for a state with second moments of Muon's parameters, without those of AdamW's, or without all
+    moments of a parameter.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    saved = [state_dict["state"].get(number, {}) for number in numbers]
+    if len(saved) == len(shards):  # else torch raises
+        if without := [shard.name for shard, one in zip(shards, saved, strict=True) if not one]:
+            raise ValueError(f"the state is not Muon's: it has no moments of {without[0]!r}; {_OTHER_OPTIMIZER}")
+        pairs = [(shard, "exp_avg_sq" in one) for shard, one in zip(shards, saved, strict=True)]
+        if error := other_choice(updates, pairs):
+            raise ValueError(f"the state {error}")
+
+
 # ---------------------------------------------------------------------------------------------- the log
 
 
@@ -103,47 +157,29 @@ def unreported() -> Iterator[None]:
 
 
 def report_choice(shards: Sequence[Shard], hidden: Sequence[Shard], divided: int, matrices: MatrixChoice) -> None:
-    """Log which parameters Muon updates, and which AdamW.
+    """Log numbers and examples of the parameters that Muon updates, and of those of AdamW.
 
     Args:
         divided: Number of matrices that are divided into blocks.
     """
-    rest = [shard for shard in shards if not any(shard is one for one in hidden)]
-    logger.info(f"Muon: {_described(hidden, divided)}; AdamW: {_listed(rest)}")
+    chosen = {id(shard) for shard in hidden}
+    rest = [shard for shard in shards if id(shard) not in chosen]
+    logger.info(f"Muon: {_counted(hidden)}, {divided} divided into blocks; AdamW: {_counted(rest)}")
     unknown = [s for s in rest if is_unknown_stack(s.name, s.whole_shape)] if matrices is None else []
     if unknown:
         logger.warning(
-            f"AdamW updates {_count(len(unknown), 'parameter')} of blocks with three dimensions, such as "
-            f"{unknown[0].name} of {tuple(unknown[0].whole_shape)}, because the names are not those of experts; if "
-            "each is a stack of matrices, choose them by matrices="
+            f"AdamW updates parameters of blocks with three dimensions ({_listed(unknown)}), because the names are not "
+            "those of experts; if each is a stack of matrices, choose them by matrices="
         )
 
 
-def _described(hidden: Sequence[Shard], divided: int) -> str:
-    stacks = sum(len(shard.whole_shape) == 3 for shard in hidden)
-    counts = [_count(len(hidden) - stacks, "matrix", "matrices")] if len(hidden) > stacks else []
-    counts += [_count(stacks, "stack of matrices", "stacks of matrices")] if stacks else []
-    shapes = _count(len({tuple(shard.whole_shape) for shard in hidden}), "shape")
-    blocks = f", {divided} in blocks" if divided else ""
-    return f"{' and '.join(counts)} ({shapes}, {_entries(hidden)}{blocks}), for example {hidden[0].name}"
+def _counted(shards: Sequence[Shard]) -> str:
+    entries = sum(shard.entries for shard in shards)
+    return f"{len(shards)} parameters of {entries:,} entries ({_listed(shards)})"
 
 
-def _count(number: int, one: str, several: str = "") -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"
-
-
-def _listed(rest: Sequence[Shard]) -> str:
-    if not rest:
-        return "no parameters"
-    largest = sorted(rest, key=lambda shard: -shard.entries)
-    names = ", ".join(shard.name for shard in largest[:3])
-    others = f" and {_count(len(rest) - 3, 'other')}" if len(rest) > 3 else ""
-    return f"{_count(len(rest), 'parameter')} ({_entries(rest)}): {names}{others}"
-
-
-def _entries(shards: Sequence[Shard]) -> str:
-    count = float(sum(shard.entries for shard in shards))
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit} entries"
-    return f"{count:.0f} entries"
+def _listed(shards: Sequence[Shard]) -> str:
+    """Return the names of the largest three, and the number of the others."""
+    names = [repr(shard.name) for shard in sorted(shards, key=lambda shard: -shard.entries)]
+    others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + others

@@ -4,7 +4,6 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,8 @@ from torchtitan_scape.optimizers.matrix_blocks import MatrixSplit, blocks_of
 from torchtitan_scape.optimizers.matrix_choice import (
     MatrixChoice,
     check_names,
+    check_state,
+    checksum,
     choose_matrices,
     is_hidden,
     report_choice,
@@ -40,7 +41,7 @@ class Muon(Optimizer):
     matrices inside numbered lists of blocks, such as `layers.0.attention.wq.weight`; see `core.hidden_matrices`. AdamW
     updates embeddings, output, norms and biases, as recommended by Muon's authors and PyTorch's documentation. Both use
     one learning rate: the root mean square of a Muon step is 0.2 lr, about that of AdamW (PyTorch's
-    `match_rms_adamw`). A log line of level INFO lists the chosen parameters.
+    `match_rms_adamw`). A log line of level INFO has the numbers of both and the largest three names of each.
 
     Every matrix of a stack (experts, rows, columns) is orthogonalized by itself.
 
@@ -65,9 +66,12 @@ class Muon(Optimizer):
         share: Divides the matrices among replicas; None for no division. Every replica updates all stacks.
         matrices: The parameters that Muon updates: a function of (name, parameter), or names or patterns with
             wildcards, such as "encoder.*.weight". Patterns leave out vectors. None for the default.
-        split: Fused matrices that are orthogonalized in blocks, by name or pattern: a number of equal blocks of rows,
-            as in `{"*.c_attn.weight": 3}` for query, key and value, or the sizes of all blocks, which add up to the
-            rows or the columns. The length of a block's step follows from its own shape. None for whole matrices.
+        split: Fused matrices that are orthogonalized in contiguous blocks, by name or pattern: a number of equal blocks
+            of rows, as in `{"*.c_attn.weight": 3}` for query, key and value, or the sizes of all blocks, which add up
+            to the rows or the columns; to the rows, if the matrix is square. The length of a block's step follows from
+            its own shape. None for whole matrices. Leave out matrices with interleaved rows, whose blocks would mix
+            heads: TorchTitan 0.3.0's `wqkv` (KV heads, query heads per KV head + 2, head dimension), and
+            `query_key_value` of GPT-NeoX (heads, 3, head dimension).
 
     Attributes:
         hidden: The parameters that Muon updates, the largest first.
@@ -97,8 +101,7 @@ class Muon(Optimizer):
         _check_dtypes(shards)
         # Sorted by size, so that matrices exchanged together take about the same time.
         self.hidden = sorted(choose_matrices(shards, matrices), key=lambda shard: -shard.entries)
-        blocks = blocks_of(self.hidden, split)
-        self._blocks = {id(shard.parameter): one for shard, one in zip(self.hidden, blocks, strict=True)}
+        self._blocks = blocks_of(self.hidden, split)
         rest = [
             [s.parameter for s in shards if s.group == i and not self.updates(s)] for i in range(len(self.param_groups))
         ]
@@ -116,7 +119,20 @@ class Muon(Optimizer):
             kinds = ("exp_avg",) if self.updates(shard) else ("exp_avg", "exp_avg_sq")
             moments = {kind: torch.zeros_like(parameter, dtype=torch.float32).detach() for kind in kinds}
             self.state[parameter] = {"step": step, **moments}
-        report_choice(shards, self.hidden, sum(len(one.sizes) > 1 for one in blocks), matrices)
+        report_choice(shards, self.hidden, sum(len(one.sizes) > 1 for one in self._blocks.values()), matrices)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch's constructor does.
+
+        Raises:
+            RuntimeError: The optimizer is built already.
+        """
+        if hasattr(self, "_shards"):
+            raise RuntimeError(
+                f"Muon has chosen its matrices and cannot add the param group {list(param_group)} afterwards; build "
+                "a new Muon with all param groups"
+            )
+        super().add_param_group(param_group)
 
     def updates(self, shard: Shard) -> bool:
         """Return whether Muon updates the parameter; if not, AdamW does."""
@@ -126,28 +142,19 @@ class Muon(Optimizer):
         """Return numbers and checksums of the chosen matrices and of the divided ones, equal on all replicas."""
         chosen = [(s.name, self._blocks[id(s.parameter)]) for s in self.hidden]
         divided = [(name, blocks) for name, blocks in chosen if len(blocks.sizes) > 1]
-        return {"matrices": _checksum([name for name, _ in chosen]), "split": _checksum(divided)}
+        return {"matrices": checksum([name for name, _ in chosen]), "split": checksum(divided)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as torch does, but keep the step counters on their devices.
 
         Raises:
-            ValueError: Muon updated other matrices when the state was saved.
+            ValueError: Muon updated other matrices when the state was saved, or the state is another optimizer's.
         """
-        self._check_choice(state_dict)
+        check_state(state_dict, self._shards, self.updates)
         devices = {parameter: state["step"].device for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, device in devices.items():
             self.state[parameter]["step"] = self.state[parameter]["step"].to(device, torch.float32)
-
-    def _check_choice(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError for a state with second moments of Muon's parameters or without those of AdamW's."""
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        saved = [state_dict["state"].get(number, {}) for number in numbers]
-        if len(saved) == len(self._shards):  # else torch raises
-            pairs = [(shard, "exp_avg_sq" in one) for shard, one in zip(self._shards, saved, strict=True) if one]
-            if error := other_choice(self, pairs):
-                raise ValueError(f"the state is of another choice of matrices: {error}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -253,26 +260,6 @@ class Muon(Optimizer):
             pairs = zip(self.parts(shard, weight), self.parts(shard, direction), strict=True)
             for (part, scale), (step, _) in pairs:
                 part.add_(step, alpha=-group["lr"] * scale)
-
-
-def _checksum(values: Sequence[Any]) -> str:
-    return f"{len(values)} (checksum {zlib.crc32(repr(values).encode()):08x})"
-
-
-def other_choice(optimizer: Muon, saved: Iterable[tuple[Shard, bool]]) -> str:
-    """Return the first parameter that another optimizer updated when a state was saved, and the fix; "" if none.
-
-    Args:
-        saved: Parameters of the state, and whether they have a second moment, which Muon does not need.
-    """
-    for shard, has_second in saved:
-        if has_second == optimizer.updates(shard):
-            before, now = ("AdamW", "Muon") if has_second else ("Muon", "AdamW")
-            return (
-                f"{before} updated {shard.name!r}, and {now} does in this run; pass matrices= with the names of those "
-                "that Muon updated"
-            )
-    return ""
 
 
 def hidden_names(optimizer: Optimizer, shards: Iterable[Shard]) -> frozenset[str]:

@@ -63,13 +63,14 @@ class Quantized(ChunkedMethod):
         self._errors_elsewhere: bool | None = self._bases is not None
 
     def _check_bases(self, hidden: Collection[str]) -> None:
-        """Raise ValueError if no parameter of any pipeline stage is a matrix of a block."""
+        """Raise ValueError if no parameter of any pipeline stage is a matrix that Muon updates."""
         shards = self.context.shards
         has_matrices = any(len(shard.whole_shape) == 2 for shard in shards if shard.name in hidden)
         if not any(self.collectives.gather_from_stages(has_matrices)[0]):
             raise ValueError(
-                f"[sync.quantized] whiten_every = {self.options.whiten_every} is for matrices of blocks, named like "
-                f"'layers.0.weight', and none of {shards[0].name!r} to {shards[-1].name!r} is one; set it to 0"
+                f"[sync.quantized] whiten_every = {self.options.whiten_every} is for the matrices of two dimensions "
+                "that Muon updates, or would update by its default rule, such as 'layers.0.wq.weight'; none of "
+                f"{shards[0].name!r} to {shards[-1].name!r} is one. Set it to 0, or choose others by matrices= of Muon"
             )
 
     def begin(self) -> None:
