@@ -8,6 +8,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -109,6 +110,8 @@ def main() -> None:
         return
     if find_spec("torchtitan") is None:  # every rank would report it
         raise ModuleNotFoundError("No module named 'torchtitan'", name="torchtitan")
+    # Threads that torch starts when it is imported must not receive the signals that the launcher waits for.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
     from torchtitan_scape.runtime import launch
 
     sys.argv[1:] = [*launcher, "-m", "torchtitan_scape.train", *arguments, *given]

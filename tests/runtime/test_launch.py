@@ -223,6 +223,23 @@ def test_help_shows_our_sections() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_no_thread_of_the_launcher_receives_its_signals() -> None:
+    """Threads of OpenBLAS start while torch is imported. With one of them, SIGTERM ended the launcher without a save."""
+    code = """
+import pathlib, signal
+from torchtitan_scape import start
+try:
+    start.main()
+except SystemExit:
+    lines = [line for task in pathlib.Path("/proc/self/task").iterdir() for line in open(task / "status")]
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk")]
+    print(len(masks) > 1, {mask >> signal.SIGTERM - 1 & 1 for mask in masks})
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NGPU": "1", "OMP_NUM_THREADS": "2", "MAX_RESTARTS": "none"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "True {1}\n", result.stdout + result.stderr
+
+
 def test_a_renamed_key_ends_with_exit_code_2() -> None:
     result, _ = launch({}, "--sync.scape.wire=int4")
     message = "sync.scape.wire is now sync.scape.code: set --sync.scape.code=int4"
