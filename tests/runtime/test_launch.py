@@ -224,7 +224,7 @@ def test_help_shows_our_sections() -> None:
 
 
 def test_no_thread_of_the_launcher_receives_its_signals() -> None:
-    """Threads of OpenBLAS start while torch is imported. With one of them, SIGTERM ended the launcher without a save."""
+    """Threads of OpenBLAS start while torch is imported. With them, SIGTERM ended the launcher without a save."""
     code = """
 import pathlib, signal
 from torchtitan_scape import start
