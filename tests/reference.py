@@ -99,6 +99,8 @@ def runs() -> dict[str, Record]:
 
     for layout, where in LAYOUTS.items():
         for method, options in methods.items():
+            if any("simulate_replicas" in option for option in options):
+                continue
             add(f"{layout}/{method}", 4 if layout in _FOUR_REAL else 2, [*options, *where])
     for method, options in methods.items():
         if not any(part in option for option in options for part in _NOT_SIMULATED):
