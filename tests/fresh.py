@@ -5,7 +5,7 @@ In a fork of the test server this takes a tenth of the time of a new interpreter
 
 import sys
 
-PACKAGES = ("torchtitan", "torchtitan_scape", "topology", "kernels", "scripts")
+PACKAGES = ("torchtitan", "torchtitan_scape", "scripts")
 
 if __name__ == "__main__":
     for name in list(sys.modules):

@@ -35,6 +35,11 @@ def versions() -> str:
 def main() -> None:
     """Run a command. Its arguments are those after its name."""
     sys.excepthook = end_in_one_line
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        name = sys.argv.pop(1)
+        sys.path.insert(0, os.getcwd())  # as with `python -m`, for modules that a recipe names
+        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+        return
     commands = "\n".join(f"  {name:10} {purpose}" for name, (_, purpose) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         PROJECT,
@@ -43,11 +48,6 @@ def main() -> None:
         usage=f"{PROJECT} COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=versions(), help="print the versions")
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        name = sys.argv.pop(1)
-        sys.path.insert(0, os.getcwd())  # as with `python -m`, for modules that a recipe names
-        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
-        return
     parser.parse_known_args(sys.argv[1:2])  # ends with --version and --help
     given = f"{sys.argv[1]!r} is not a command" if sys.argv[1:] else "no command is given"
     parser.error(f"{given}; commands are {', '.join(COMMANDS)}")

@@ -63,7 +63,7 @@ def run(folder: str, arguments: list[str], steps: int, look: Callable[[Any], dic
         trainer.train()
     trainer.replica_optimizer.finish_previous_step()
     found["loss"], found["after"] = trainer.metrics_processor.last_loss, look(trainer)
-    found["told"] = [line for line in lines if line.startswith("Resumed from")]
+    found["resume_lines"] = [line for line in lines if line.startswith("Resumed from")]
     trainer.close()
     return found
 

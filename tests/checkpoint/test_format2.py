@@ -99,7 +99,7 @@ def trainer(folder: str, arguments: list[str]) -> tuple[list[str], bool]:
     dist.barrier()
     resumed = run(f"{folder}/saved", arguments, 9, look)
     equal = all(torch.equal(_local(a), _local(resumed["after"][key])) for key, a in whole["after"].items())
-    return resumed["told"], equal and whole["loss"] == resumed["loss"]
+    return resumed["resume_lines"], equal and whole["loss"] == resumed["loss"]
 
 
 def _local(tensor: Any) -> Tensor:
@@ -108,5 +108,5 @@ def _local(tensor: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_trainer_resumes_exactly(name: str, pool2: Pool, tmp_path: Path) -> None:
-    told, equal = pool2(trainer, str(tmp_path), TRAINERS[name])[0]
-    assert equal and len(told) == 1 and "differ" not in told[0], told
+    lines, equal = pool2(trainer, str(tmp_path), TRAINERS[name])[0]
+    assert equal and len(lines) == 1 and "differ" not in lines[0], lines

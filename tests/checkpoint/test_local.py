@@ -147,7 +147,7 @@ def test_local_state_migrates_to_another_layout_or_method(
     steps = 9 if into in LOCAL else 7  # rounds of four steps end at step 8
     results = pool_of(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], steps)
     found = results[0]["loaded"]
-    (line,) = results[0]["told"]
+    (line,) = results[0]["resume_lines"]
     if method in LOCAL and into in LOCAL:
         # The mean of three or more replicas is rounded to FP32.
         assert largest(model_of(found), model_of(saved)) <= (1e-7 if method == "noloco" else 0.0)

@@ -93,7 +93,11 @@ def first(folder: str, arguments: list[str]) -> dict[str, Any]:
 def second(folder: str, arguments: list[str]) -> dict[str, Any]:
     """Return the state after loading, and the weights two steps later."""
     found = run(folder, arguments, 8, look)
-    return found["loaded"] | {"loss": found["loss"], "told": found["told"], "after": found["after"]["weights"]}
+    return found["loaded"] | {
+        "loss": found["loss"],
+        "resume_lines": found["resume_lines"],
+        "after": found["after"]["weights"],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +179,7 @@ def test_another_layout_or_method_keeps_pending_updates(
     assert largest(saved[0]["pending"], resumed[0]["pending"]) < 1e-6
     narrow = "bf16" in into or into == "scape-offload"
     assert largest(saved[0]["weights"], resumed[0]["weights"]) < (4e-3 if narrow or method.endswith("bf16") else 1e-9)
-    (line,) = resumed[0]["told"]
+    (line,) = resumed[0]["resume_lines"]
     assert any(
         said in line
         for said in ("next exchange is complete", "added to the first moment", "pending gradients", "as it was")
@@ -208,7 +212,7 @@ def test_options_may_change(
         assert largest(a["weights"], b["weights"]) == 0.0
         assert largest(a["pending"], b["pending"]) < (1e-6 if dense else 1e-12)
         assert b["dense"] == dense
-    (line,) = resumed[0]["told"]
+    (line,) = resumed[0]["resume_lines"]
     names = {option.split("=")[0].split(".")[-1].replace("beta1", "betas") for option in changed}
     assert all(f"{name} " in line for name in names) and ("next exchange is complete" in line) == dense
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
@@ -223,7 +227,7 @@ def test_residuals_saved_as_a_mean_or_dropped(method: str, residual: str, pool2:
     distance = largest(saved[0]["pending"], resumed[0]["pending"])
     assert distance < 1e-6 if residual == "mean" else distance > 0.1
     assert resumed[0]["dense"] is False
-    assert residual in resumed[0]["told"][0] or "not saved" in resumed[0]["told"][0]
+    assert residual in resumed[0]["resume_lines"][0] or "not saved" in resumed[0]["resume_lines"][0]
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
