@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
-from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state
+from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, usual_norms
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
 from torchtitan_scape.methods.interface import State
@@ -256,7 +256,7 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
     each = [method.states() for method in optimizer.methods]
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
-    missing = not reader.fill_of_this_shard(each[0])
+    missing = not reader.fill_of_this_shard([*each[0], *usual_norms(optimizer)])
     for states in each[1:]:
         for state, first in zip(states, each[0], strict=True):
             for name, values in state.tensors.items() if not state.by_parameter else ():

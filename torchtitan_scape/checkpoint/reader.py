@@ -38,6 +38,7 @@ from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.matrix_choice import other_choice
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
+from torchtitan_scape.replica.checks import check_states
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 
@@ -157,11 +158,13 @@ class OptimizerCheckpoint(Stateful):
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
         others = {name for name in parameters if not self._optimizers.methods[0].saves_optimizer_state(name)}
         dense = {key: t for key, t in dense_state(self._optimizers).items() if _parameter_of(key) not in others}
+        saved = states(self._optimizers, self._residual)
+        check_states(self._optimizers, saved, dense, self._optimizers.attempted_steps)
         found = self._layout.of_optimizer(dense, parameters)
         for name, (parameter, bits) in saved_weights(self._optimizers).items():
             found[f"{_WEIGHTS}.{name}"] = self._layout.whole(parameter, _own_storage(bits))
         total = self._layout.replicas * self._layout.simulated
-        for state in states(self._optimizers, self._residual):
+        for state in saved:
             for name, values in state.tensors.items():
                 if state.packed:
                     values = state.entries(name, local(parameters[name]).shape)

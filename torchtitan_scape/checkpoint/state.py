@@ -69,7 +69,16 @@ def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
     if residual != "exact":
         found = [state for state in found if not (residual == "drop" and state.is_pending)]
         found = [_mean(optimizer, state) if state.per_replica else state for state in found]
-    return [*found, *optimizer.sharding.unsent.states(residual, optimizer.shards())]
+    return [*found, *usual_norms(optimizer), *optimizer.sharding.unsent.states(residual, optimizer.shards())]
+
+
+def usual_norms(optimizer: ReplicaOptimizer) -> list[State]:
+    """Return the usual norms of the gradients of this process's replicas, if the method limits them."""
+    of_replica = zip(optimizer.replicas.endpoints, optimizer.guard.limits, strict=False)
+    tensors = {f"replica_{endpoint.replica}": limit.usual for endpoint, limit in of_replica}
+    if not tensors:
+        return []
+    return [State("usual_norm", tensors, per_replica=False, on_migration="copy", by_parameter=False, if_absent=0.0)]
 
 
 def _of_replica(optimizer: ReplicaOptimizer, replica: int, residual: str) -> list[State]:
@@ -88,6 +97,7 @@ def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dic
     declared = [s for s in optimizer.methods[0].declared_states() if not s.is_in_model(residual)]
     if optimizer.weights:
         declared += optimizer.weights[0].states()
+    declared += usual_norms(optimizer)
     found = {}
     for state in declared:
         if residual == "drop" and state.is_pending:
@@ -112,7 +122,10 @@ def _sizes_of_shard(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int
     """Return the bytes of the state that belongs to this shard alone, by kind."""
     of_shard = [state for state in optimizer.methods[0].declared_states() if not state.by_parameter]
     kept = [state for state in of_shard if not (residual == "drop" and state.is_pending)]
-    return {state.kind: sum(values.nbytes for values in state.tensors.values()) for state in kept}
+    found = {state.kind: sum(values.nbytes for values in state.tensors.values()) for state in kept}
+    for state in usual_norms(optimizer):
+        found[state.kind] = optimizer.collectives.replicas * next(iter(state.tensors.values())).nbytes
+    return found
 
 
 def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:

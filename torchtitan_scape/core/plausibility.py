@@ -1,4 +1,4 @@
-"""Check for damaged parameters: NaN, infinity, or values that no training produces.
+"""Check for damaged parameters and states: NaN, infinity, or values that no training produces.
 
 A flipped exponent bit multiplies a weight by a power of two. The loss may then stay finite, near the logarithm of the
 vocabulary, with zero gradients, so that neither the finite check nor the consistency check of methods with per-replica
@@ -18,23 +18,23 @@ _FACTOR = 10.0  # distance to the shared weights, relative to the tensor's large
 
 
 class DamagedParametersError(RuntimeError):
-    """A parameter has values that no training produces."""
+    """A parameter, or a state of the optimizer or the method, has values that no training produces."""
 
     exit_code = 3  # Exit code of the process: a restart from the last checkpoint helps.
 
 
-def is_plausible(values: Tensor, shared: Tensor | None = None) -> Tensor:
+def is_plausible(values: Tensor, shared: Tensor | None = None, largest: Tensor | float = LARGEST) -> Tensor:
     """Return bool () on the device: whether all values are finite and small enough, also relative to `shared`.
 
     Args:
-        values: a replica's parameter, of any shape.
+        values: a replica's parameter or state, of any shape.
+        largest: absolute value that is too large; infinity if finite values are enough.
         shared: the weights that all replicas share, of the same size, if the replicas' weights differ. They may be on
             the host.
     """
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
-    largest = _largest_magnitude(values)
-    plausible = largest < LARGEST  # false for NaN
+    plausible = _largest_magnitude(values) < largest  # false for NaN
     if shared is None:
         return plausible
     shared = shared.to(values.device).view(values.shape)
@@ -50,35 +50,32 @@ def _largest_magnitude(values: Tensor) -> Tensor:
 
 
 def check_plausible(
-    parameters: Iterable[tuple[str, Tensor, Tensor | None]], collectives: ReplicaCollectives, step: int
+    tensors: Iterable[tuple[str, Tensor]], collectives: ReplicaCollectives, step: int, what: str = "parameters"
 ) -> None:
-    """Check the parameters of all ranks. Collective; waits for the device.
+    """Check the tensors of all ranks. Collective; waits for the device.
 
     Args:
-        parameters: (name, values, shared weights) of this process, see `is_plausible`.
+        tensors: (description, result of `is_plausible`) of those of this process; there is at least one.
+        what: all of them, in the message.
 
     Raises:
         DamagedParametersError: on every rank, with ranks and parameters.
     """
     if collectives.is_fake:
         return
-    names, flags = [], []
-    for name, values, shared in parameters:
-        names.append(name)
-        flags.append(is_plausible(values, shared))
-    plausible = torch.stack(flags)
+    names, flags = zip(*tensors, strict=True)
+    plausible = torch.stack([flag.to(flags[0].device) for flag in flags])
     if not collectives.sum_over_all((~plausible).sum().float()).item():
         return
     damaged = [name for name, good in zip(names, plausible.tolist(), strict=True) if not good]
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = [(where, some) for where, some in sorted(collectives.gather_objects((rank, damaged))) if some]
     texts = [
-        f"rank {where}, parameter {some[0]!r}" + (f" and {len(some) - 1} more" if len(some) > 1 else "")
-        for where, some in found
+        f"rank {where}, {some[0]}" + (f" and {len(some) - 1} more" if len(some) > 1 else "") for where, some in found
     ]
     more = f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else ""
     raise DamagedParametersError(
-        f"parameters are damaged at step {step}: {'; '.join(texts[:4])}{more}. They are not finite, or too large for "
+        f"{what} are damaged at step {step}: {'; '.join(texts[:4])}{more}. They are not finite, or too large for "
         "any training, although all gradients that were applied are finite: suspect the memory of that device. Start "
         "the run again from the last checkpoint"
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
@@ -22,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_NORM = 2.0**56  # of a gradient that a method squares, encodes or transforms
 
-_DAMAGE = (
-    "a residual, a moment or a message may be damaged; suspect the memory of a device, and start the run again from "
-    "the last checkpoint"
-)
+_DAMAGE = "the memory of a device may be damaged; start the run again from the last checkpoint"
 _ABSURD_NORM = f"the norm of the gradient is more than {ABSURD:g} times the usual one on some rank"
 _NORM_NOT_FINITE = "the norm of the synchronized gradient was not finite, although every gradient was"
 
@@ -260,7 +258,8 @@ class FiniteGuard:
             usual_before: whether that of the step before was usual on all ranks.
         """
         if self._alarm.judge(norm):
-            logger.warning(f"the norm of the gradient is {norm:.3g}, usually {self._alarm.usual:.3g}: {_DAMAGE}")
+            usual = f"{norm:.3g}, usually {self._alarm.usual:.3g}"
+            logger.warning(f"the norm of the gradient is {usual}; if this lasts, memory may be damaged")
         self._alarms_in_a_row = 0 if usual_before else self._alarms_in_a_row + 1
         if self._alarms_in_a_row >= self.max_skipped_steps:
             raise DamagedParametersError(f"{_ABSURD_NORM}, for {self._alarms_in_a_row} steps: {_DAMAGE}")
@@ -290,3 +289,24 @@ class FiniteGuard:
             for rank, names in found
         ]
         return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")
+
+
+def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
+    """Return the check of the gradients of all replicas of a `ReplicaOptimizer` that is being built. Collective.
+
+    Args:
+        scale: by which the gradients are multiplied afterwards.
+    """
+    shards, collectives, device = optimizer.shards(), optimizer.collectives, optimizer.grad_norm.device
+    limits = [NormLimit(device) for method in optimizer.methods if method.limits_gradients]
+    by_norms = bool(optimizer.weights or limits)
+    return FiniteGuard(
+        [shard.name + endpoint.label for endpoint in optimizer.replicas.endpoints for shard in shards],
+        gradient_check(kernels, shards, scale * collectives.replicas, by_norms),
+        optimizer.timer.timed("wait", collectives.minimum_over_all),
+        collectives.gather_objects,
+        dist.get_rank() if dist.is_initialized() else 0,
+        max_skipped_steps,
+        limits,
+        RateComparison(lambda: optimizer.param_groups, collectives) if collectives.replicas > 1 else None,
+    )

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
+from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import LocalMethod
@@ -22,9 +22,7 @@ from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import checks, rank_state, setup_checks, simulation
-from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
-from torchtitan_scape.replica.norms import NormLimit
-from torchtitan_scape.replica.rates import RateComparison
+from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
@@ -50,7 +48,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         options: those of the synchronization method, which determine its class.
         replicas: the replicas of this process.
         model: the module whose parameters are optimized.
-        max_norm, reduction, total_steps, overlap, max_skipped_steps, kernels: see `replicate`.
+        max_norm, reduction, total_steps, overlap, max_skipped_steps, consistency_interval, kernels: see `replicate`.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -79,6 +77,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         total_steps: int = 0,
         overlap: bool = False,
         max_skipped_steps: int = 10,
+        consistency_interval: int = 0,
         kernels: str = "auto",
     ) -> None:
         setup_checks.check_arguments(max_norm, reduction)
@@ -101,6 +100,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
         self.timer = PhaseTimer(device)
         self.attempted_steps = 0
+        self._consistency_interval = consistency_interval
         self._counted_from = 0  # the step from which the ledger counts
         self._full_exchange_next = self._full_exchange_in_flight = False  # requested for the next, the last step
         # The shapes of the first rank's shards on all ranks, so that all choose the same options.
@@ -109,7 +109,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.settings = setup_checks.agree(
             self,
             {"max_norm": max_norm, "reduction": reduction},
-            {"total_steps": total_steps, "max_skipped_steps": max_skipped_steps, "optimizer": type(optimizer).__name__},
+            {
+                "total_steps": total_steps,
+                "max_skipped_steps": max_skipped_steps,
+                "consistency_interval": consistency_interval,
+                "optimizer": type(optimizer).__name__,
+            },
             frozen,
         )
         trained = [stored(shard.parameter) for shard in self._shards]
@@ -125,7 +130,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.methods = replicas.run(lambda replica: method(self._context(replica, common), self.options))
         for made in self.methods:
             made.declared_states()  # before an exchange is in flight
-        self.guard = self._finite_guard(scale, kernels, max_skipped_steps)
+        self.guard = guard_of(self, scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
         self.first_step_check = setup_checks.check_at_first_step(self)
         if self._overlap is not None:
@@ -138,20 +143,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         weights = self.weights[replica] if self.weights else None
         shards, optimizer = (weights.shards, weights.optimizer) if weights else (self._shards, self.inner)
         return MethodContext(shards, self.replicas.endpoints[replica], optimizer, **common, **own)
-
-    def _finite_guard(self, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
-        """Return the check of the gradients of all replicas, which are multiplied by `scale` afterwards."""
-        limits = [NormLimit(self.grad_norm.device) for method in self.methods if method.limits_gradients]
-        return FiniteGuard(
-            [shard.name + endpoint.label for endpoint in self.replicas.endpoints for shard in self._shards],
-            gradient_check(kernels, self._shards, scale * self.collectives.replicas, bool(self.weights or limits)),
-            self.timer.timed("wait", self.collectives.minimum_over_all),
-            self.collectives.gather_objects,
-            dist.get_rank() if dist.is_initialized() else 0,
-            max_skipped_steps,
-            limits,
-            RateComparison(lambda: self.param_groups, self.collectives) if self.collectives.replicas > 1 else None,
-        )
 
     _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it.
 
@@ -198,6 +189,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self.timer.phase("exchange"):
             self.finish_previous_step()
+        if self._consistency_interval and self.attempted_steps % self._consistency_interval == 0:
+            self.check_consistency(self.attempted_steps)
         with self.timer.phase("check"):
             gradients = self._gradients()
             complete = self._overlap.complete if self._overlap else ()
@@ -274,7 +267,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Read whether the previous step was applied, and commit or drop its running exchanges. `step` calls it."""
         try:
             applied = self.guard.finish_previous_step()
-        except NonFiniteGradientError:
+        except (NonFiniteGradientError, DamagedParametersError):
             self._finish(False)
             self.check_parameters(self.attempted_steps)  # a restart heals these two causes
             self.check_consistency(self.attempted_steps)

@@ -49,6 +49,7 @@ def _replica_state(optimizer: Any) -> dict[str, Any]:
         "methods": optimizer.replicas.run(lambda i: optimizer.methods[i].state_dict()),
         "weights": [[stored(shard.parameter) for shard in one.shards] for one in optimizer.weights],
         "optimizers": [one.optimizer.state_dict() for one in optimizer.weights[1:]],
+        "usual_norms": [limit.usual for limit in optimizer.guard.limits],
         "attempted_steps": optimizer.attempted_steps,
         "skipped": (optimizer.guard.skipped, optimizer.guard.skipped_in_a_row),
         "sent_bytes": dict(optimizer.collectives.ledger.sent),
@@ -114,6 +115,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         one.optimizer.load_state_dict(saved["optimizers"][i])
         optimizer.weights[i + 1] = ReplicaWeights.of(one.shards, one.optimizer)
     optimizer.replicas.run(lambda i: optimizer.methods[i].load_state_dict(saved["methods"][i]))
+    for limit, usual in zip(optimizer.guard.limits, saved.get("usual_norms", ()), strict=False):
+        limit.usual.copy_(usual)
     optimizer.attempted_steps = saved["attempted_steps"]
     optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = saved["skipped"]
     optimizer.collectives.ledger.sent.clear()

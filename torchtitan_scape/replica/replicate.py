@@ -32,6 +32,7 @@ def replicate(
     total_steps: int = 0,
     overlap: bool = False,
     max_skipped_steps: int = 10,
+    consistency_interval: int = 100,
     kernels: str = "auto",
 ) -> ReplicaOptimizer:
     """Wrap an optimizer so that `step()` synchronizes the replicas, clips by the synchronized norm and updates.
@@ -61,6 +62,8 @@ def replicate(
         overlap: start the exchange during the backward pass, if the method supports it. Gradients must not be changed
             between the backward pass and `step`.
         max_skipped_steps: raise `NonFiniteGradientError` after so many steps in a row with a non-finite gradient.
+        consistency_interval: steps between two calls of `check_consistency`; 0 for none. One reads the parameters, and
+            waits for the device.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
 
     Returns:
@@ -89,6 +92,7 @@ def replicate(
         total_steps=total_steps,
         overlap=overlap,
         max_skipped_steps=max_skipped_steps,
+        consistency_interval=consistency_interval,
         kernels=kernels,
     )
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from torchtitan_scape.checkpoint import failed_steps
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import call_on_rank_0, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
@@ -191,6 +192,12 @@ class ReplicaCheckpointer(CheckpointManager):
             newest = f"the last good checkpoint is step-{intact[-1]}" if intact else "there is no other checkpoint"
             raise ValueError(f"{text}; {newest}") from error
 
+    def note_failure(self, step: int) -> None:
+        """Record a step at which damage was found, see `checkpoint.failed_steps`."""
+        if self.enable and not self.load_only and dist.get_rank() == 0:
+            with suppress(OSError):
+                failed_steps.note(self.folder, step)
+
     def close(self) -> None:
         """Wait for an asynchronous save in progress, so that a failure is reported."""
         if (
@@ -276,7 +283,14 @@ class ReplicaCheckpointer(CheckpointManager):
             logger.warning(
                 f"{self._create_checkpoint_id(unfinished)} has no manifest: it is incomplete and will not be loaded"
             )
-        for candidate in reversed(steps):
+        left_out, failed = call_on_rank_0(lambda: failed_steps.newest_to_leave_out(self.folder, steps))
+        if left_out:
+            logger.warning(
+                f"the run failed {left_out + 1} times at step {failed}: the state of "
+                f"{self._create_checkpoint_id(steps[-left_out])} may be damaged; loading an older checkpoint"
+            )
+            self._not_counted |= set(steps[-left_out:])
+        for candidate in reversed(steps[: len(steps) - left_out]):
             path = self._create_checkpoint_id(candidate)
             if (damage := first_damage(path)) is None:
                 return path

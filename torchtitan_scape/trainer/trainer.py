@@ -18,6 +18,8 @@ from torchtitan_scape.checkpoint.reader import GlobalLayout
 from torchtitan_scape.config.checks import remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
+from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError
@@ -368,8 +370,12 @@ class ScapeTrainer(Trainer):
             self.replica_optimizer.check_consistency(self.step)
 
     def train(self) -> None:
-        with patches.profiler_activities():
-            super().train()
+        try:
+            with patches.profiler_activities():
+                super().train()
+        except (DamagedParametersError, ReplicasDifferError):
+            self.checkpointer.note_failure(self.step)
+            raise
         if self.observation is not None:
             self.observation.write()
             self.replica_optimizer.observe(None)
