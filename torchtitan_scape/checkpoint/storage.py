@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_scape.core.files import parse_json, require_plain_name, sync_folder
+from torchtitan_scape.core.files import parse_json, pointer_text, require_plain_name, sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
@@ -320,6 +320,8 @@ def _wrong_size(path: Path, one: FileSum) -> str | None:
         return f"{path / one.name} cannot be read: {error.strerror}"
     if size == one.size:
         return None
+    if pointer := pointer_text(path / one.name):
+        return pointer
     return f"{path / one.name} is {'truncated' if size < one.size else 'too long'}: has {size:,} of {one.size:,} bytes"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
+_LFS_BEGIN, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def packaged(path: str) -> str:
@@ -31,6 +32,27 @@ def parse_json(content: str | bytes) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+
+
+def pointer_text(path: Path) -> str:
+    """Return an error message if a file is a pointer of Git LFS, else "".
+
+    Until `git lfs pull`, a clone has pointers in the place of large files: texts of less than 1,024 bytes (Git LFS
+    specification). A missing file is no pointer.
+    """
+    if not path.is_file() or path.stat().st_size >= _LFS_BYTES:
+        return ""
+    with open(path, "rb") as file:
+        if file.read(len(_LFS_BEGIN)) != _LFS_BEGIN:
+            return ""
+    return f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its repository, or download the file"
+
+
+def refuse_pointers(*paths: Path) -> None:
+    """Raise ValueError if one of these files is a pointer of Git LFS."""
+    for path in paths:
+        if text := pointer_text(path):
+            raise ValueError(text)
 
 
 def require_plain_name(name: str, where: Path) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from torchtitan_scape.core.files import sync_folder
+from torchtitan_scape.core.files import refuse_pointers, sync_folder
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -173,6 +173,7 @@ class Pair:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         path, index_path = paths_of(prefix)
+        refuse_pointers(path, index_path)
         try:
             index = np.asarray(np.memmap(index_path, np.uint8, "r")) if index_path.stat().st_size else np.empty(0, "u1")
             size = path.stat().st_size

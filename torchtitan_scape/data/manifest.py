@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_scape.core.files import parse_json, require_plain_name, write_whole
+from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name, write_whole
 from torchtitan_scape.data.indexed import IndexedShard, paths_of
 from torchtitan_scape.titan.data import BaseTokenizer
 
@@ -92,6 +92,7 @@ class Manifest:
                 damaged.
         """
         path = folder / MANIFEST
+        refuse_pointers(path)
         try:
             found = parse_json(path.read_bytes())
             if found.pop("format") != FORMAT:
@@ -115,6 +116,7 @@ class Manifest:
             for file, size in zip(paths_of(folder / shard.name), shard.sizes(dtype), strict=True):
                 actual = file.stat().st_size if file.is_file() else None
                 if actual != size:
+                    refuse_pointers(file)
                     wrong = "is missing" if actual is None else f"has {actual} bytes, {size} expected"
                     raise ValueError(f"the prepared data are damaged: {file} {wrong}; run the prepare command again")
         return manifest

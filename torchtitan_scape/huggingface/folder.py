@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan_scape.core.files import parse_json, require_plain_name
+from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name
 
 MAX_FILE_BYTES = 5_000_000_000
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -90,5 +90,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         missing = error.filename or files[0]
         raise ValueError(f"{folder} is not a Hugging Face model: {missing} is missing") from None
     except _DAMAGES as error:
+        refuse_pointers(folder / CONFIG, *folder.glob("*.safetensors*"))
         raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from None
     return config, tensors

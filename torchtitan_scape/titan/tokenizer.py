@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import refuse_pointers
 from torchtitan_scape.titan.config import JobConfig
 from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTokenizer, build_hf_tokenizer
 
@@ -12,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, both BOS and EOS.
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_OTHER_FILES = ("merges.txt", "tokenizer_config.json")
 
 
 def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
@@ -47,6 +49,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     if not any((folder / name).is_file() for name in _FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
     try:
+        refuse_pointers(*(folder / name for name in (*_FILES, *_OTHER_FILES)))
         tokenizer = build_hf_tokenizer(job_config)
     except Exception as error:  # The tokenizers library raises no narrower type.
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
