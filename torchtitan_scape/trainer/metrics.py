@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import duration_text, sent_text, shards_text
@@ -64,6 +65,17 @@ class ReplicaMetrics(MetricsProcessor):
         self.forecast = ""  # predicted step time of a simulated run, appended to every line
         self._sent_before: dict[Entry, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
+
+    def begin(self, step: int) -> None:
+        """Mark the first step of this process in TensorBoard's file.
+
+        Names of folders end with the minute: a run that is started again within it writes to the same folder.
+        TensorBoard then drops the values of the earlier start from `step` on, as with `purge_step`.
+        """
+        for one in getattr(self.logger, "_loggers", ()):
+            if (writer := getattr(one, "writer", None)) is not None:
+                start = SessionLog(status=SessionLog.START)
+                writer.file_writer.add_event(Event(step=step, session_log=start))
 
     def log(
         self,
