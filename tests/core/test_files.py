@@ -1,6 +1,8 @@
-"""Files of unknown origin: pointers of Git LFS in the place of a tokenizer, prepared data or weights."""
+"""Files of unknown origin, such as pointers of Git LFS in the place of data or weights; and full disks."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 from torchtitan_scape.checkpoint.storage import FileSum, _write_manifest, find_damage
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.files import pointer_text
+from torchtitan_scape.core.files import pointer_text, write_whole
 from torchtitan_scape.data.indexed import Pair
 from torchtitan_scape.data.manifest import Manifest
 from torchtitan_scape.huggingface.folder import read_folder
@@ -62,3 +64,14 @@ def test_a_pointer_in_a_checkpoint_is_its_damage(tmp_path: Path) -> None:
 def test_a_longer_text_on_pointers_is_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(POINTER + "A document about Git LFS. " * 40)
     assert pointer_text(tmp_path / "a.txt") == pointer_text(tmp_path / "none") == ""
+
+
+def test_a_file_that_cannot_be_written_is_named_and_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_whole(tmp_path / "a.json", "before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.json'"):
+        write_whole(tmp_path / "a.json", "after")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.json", "before")]

@@ -14,6 +14,7 @@ from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.borders import BoundaryTokenizer, border_ids
 from torchtitan_scape.data.loader import TextDataset
+from torchtitan_scape.data.prepare_parts import Encoder
 from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -160,6 +161,8 @@ def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.
         ValueError, match=r"the tokenizer failed on a text of 65 characters, 'x{40}'\.{3}: .*; use another"
     ):
         encoder.encode("x" * 64 + "!")
+    with pytest.raises(ValueError, match=r"on a text of 66 characters, 'x{40}'"):
+        Encoder(build_tokenizer(job), "eos")(["ab", "x" * 65 + "!"])
 
 
 def test_the_largest_token_is_compared_with_the_embedding(tmp_path: Path) -> None:

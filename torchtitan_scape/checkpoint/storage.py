@@ -260,6 +260,9 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
     except FileNotFoundError:
         if (path / METADATA).is_file():
             raise ValueError(f"{path} has no {MANIFEST}, so its files cannot be checked") from None
+        if steps := [one for one in path.glob("step-*") if is_finished(one) and one.name[5:].isdigit()]:
+            newest = max(steps, key=lambda one: int(one.name[5:]))
+            raise ValueError(f"{path} is the folder of all checkpoints; give one of them, such as {newest}") from None
         raise ValueError(f"{path} has no {MANIFEST}: it is half-written") from None
     except OSError as error:
         raise ValueError(f"{path / MANIFEST} cannot be read: {error.strerror}") from None

@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
+FULL = (errno.ENOSPC, errno.EDQUOT)  # A full disk, or an exhausted quota.
 _LFS_BEGIN, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
@@ -62,13 +64,22 @@ def require_plain_name(name: str, where: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write text (UTF-8) or bytes to a file in an existing folder. The content is synced to disk before the rename."""
+    """Write text (UTF-8) or bytes to a file in an existing folder. The content is synced to disk before the rename.
+
+    Raises:
+        OSError: It cannot be written, with its name. No part of it is left.
+    """
     part = path.with_name(f"{path.name}.part")
-    with open(part, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error  # Errors of writing have no name.
     sync_folder(path.parent)
 
 

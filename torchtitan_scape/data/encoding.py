@@ -30,24 +30,23 @@ class TextEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if the tokenizer fails on it."""
-        return self._call(lambda: self._tokenizer.encode(text, add_special_tokens=False).ids, text)
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        except BaseException as error:
+            if reason := panic_text(error):
+                text = f"a text of {len(text):,} characters, {text[:40]!r}..."
+                raise ValueError(f"the tokenizer failed on {text}: {reason}") from None
+            raise
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Raises ValueError if the tokenizer fails on one."""
-        return self._call(
-            lambda: [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)], *texts
-        )
-
-    @staticmethod
-    def _call(encode: Any, *texts: str) -> Any:
         try:
-            return encode()
+            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         except BaseException as error:
-            if reason := panic_text(error):
-                raise ValueError(
-                    f"the tokenizer failed on a text of {max(map(len, texts)):,} characters, {texts[0][:40]!r}...: {reason}"
-                ) from None
-            raise
+            if not panic_text(error):
+                raise
+        return [self.encode(text) for text in texts]  # Raises the error of the text on which it fails.
 
 
 class SpecialTokenCount:

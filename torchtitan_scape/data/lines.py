@@ -31,6 +31,7 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import FULL
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +235,10 @@ def _examine(files: list[Path], builder: str, path: str, folder: Path, links: Pa
         cause = "no UTF-8" if kind in ("string", "large_string") else f"has a column {column!r} of {kind}"
         cause += "; expected strings"
     except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
-        found, cause = None, one_line(error.__cause__ or error)
+        source = error.__cause__ or error
+        if isinstance(source, OSError) and source.errno in FULL:
+            raise source from None
+        found, cause = None, one_line(source)
     if found is None:
         raise ValueError(
             f"dataset_path: {path!r} cannot be read as {builder}: {_first_defect(files, builder, column) or cause}"
@@ -256,24 +260,30 @@ def load_files(files: list[Path], builder: str, path: str, column: str = "text")
         A dataset with the single column "text". It may contain empty and null texts, which readers skip.
 
     Raises:
-        ValueError: A file is damaged as a whole, or has no good line; more than a tenth of all lines are bad; or no
-            document is left.
+        ValueError: A file is damaged as a whole, or has no good line; more than a tenth of all lines are bad; no
+            document is left; or the library's cache cannot be written to.
     """
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps([3, builder, stats] + [column] * (column != "text")).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
-    cache.mkdir(parents=True, exist_ok=True)
     folder, links = cache / key, cache / f"{key}.files"
-    with FileLock(str(folder) + ".lock"):
-        if not (folder / "report.json").exists():
-            work = Path(tempfile.mkdtemp(dir=cache))
-            try:
-                report = _examine(files, builder, path, work, links, column)
-                (work / "report.json").write_text(json.dumps(asdict(report)))
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(work, folder)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder) + ".lock"):
+            if not (folder / "report.json").exists():
+                work = Path(tempfile.mkdtemp(dir=cache))
+                try:
+                    report = _examine(files, builder, path, work, links, column)
+                    (work / "report.json").write_text(json.dumps(asdict(report)))
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(work, folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:  # Errors of reading the files are ValueErrors.
+        raise ValueError(
+            f"HF_DATASETS_CACHE: {cache} cannot be written to ({error.strerror or one_line(error)}); free space there, "
+            "or set HF_DATASETS_CACHE to another folder"
+        ) from error
     report = Report(**json.loads((folder / "report.json").read_text()))
     if report.bad or report.empty:
         logger.warning(f"{report.line(path)}; the first: {report.first}")

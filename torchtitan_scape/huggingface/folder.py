@@ -68,6 +68,16 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     return files
 
 
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError with the first tensor that contains NaN or infinity."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and (wrong := int((~tensor.float().isfinite()).sum())):
+            raise ValueError(
+                f"the tensor {name} in {where} has {wrong:,} of {tensor.numel():,} entries that are NaN or infinite; "
+                "take the model of an earlier step, or download the file again"
+            )
+
+
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and all tensors.
 

@@ -1,6 +1,7 @@
 """TorchTitan's tokenizer, with checks of its folder and an EOS token for every document."""
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """
     folder = Path(job_config.model.hf_assets_path)
     expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
-    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {folder}"
+    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {shlex.quote(str(folder))}"
     if not folder.is_dir():
         raise ValueError(
             f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"

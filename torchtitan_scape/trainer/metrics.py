@@ -5,6 +5,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,14 @@ class ReplicaMetrics(MetricsProcessor):
     optimizers: TitanOptimizers
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
-        super().__init__(job_config, parallel_dims, tag)
+        try:
+            super().__init__(job_config, parallel_dims, tag)
+        except OSError as error:
+            folder = Path(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+            raise ValueError(
+                f"[metrics] save_tb_folder: {folder} cannot be written to ({error.strerror}); free space there, or set "
+                "--job.dump_folder to another folder"
+            ) from error
         self.last_loss: float | None = None
         self.zero_gradient = False  # whether some rank's gradient norm was exactly 0 at the last logged step
         self.steps_since_log = 0
