@@ -141,7 +141,5 @@ def test_lspci_that_cannot_be_run_is_a_missing_one(tmp_path: Path, monkeypatch: 
 def test_a_folder_of_tensorboard_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MetricsProcessor, "__init__", lambda *_: full_disk())
     config: Any = JobConfig()
-    with pytest.raises(
-        ValueError, match=r"\[metrics\] save_tb_folder: outputs/tb cannot .* space there, or set --job"
-    ):
+    with pytest.raises(ValueError, match=r"\[metrics\] save_tb_folder: outputs/tb cannot .* space there, or set --job"):
         ReplicaMetrics(config, None)  # type: ignore[arg-type]

@@ -40,13 +40,13 @@ def pointer_text(path: Path) -> str:
     """Return an error message if a file is a pointer of Git LFS, else "".
 
     Until `git lfs pull`, a clone has pointers in the place of large files: texts of less than 1,024 bytes (Git LFS
-    specification). A missing file is no pointer.
+    specification). A file that is missing or cannot be read is no pointer.
     """
-    if not path.is_file() or path.stat().st_size >= _LFS_BYTES:
-        return ""
-    with open(path, "rb") as file:
-        if file.read(len(_LFS_BEGIN)) != _LFS_BEGIN:
+    try:
+        if path.stat().st_size >= _LFS_BYTES or not path.read_bytes().startswith(_LFS_BEGIN):
             return ""
+    except OSError:  # Reported by the reader of the file.
+        return ""
     return f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its repository, or download the file"
 
 

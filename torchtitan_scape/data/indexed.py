@@ -178,8 +178,8 @@ class Pair:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         path, index_path = paths_of(prefix)
-        refuse_pointers(path, index_path)
         try:
+            refuse_pointers(path, index_path)
             index = np.asarray(np.memmap(index_path, np.uint8, "r")) if index_path.stat().st_size else np.empty(0, "u1")
             size = path.stat().st_size
         except OSError as error:

@@ -3,6 +3,7 @@
 Several files form one dataset: they must have the same format and the same columns.
 """
 
+import functools
 import logging
 import os
 import zlib
@@ -87,18 +88,17 @@ def _files_below(root: Path) -> Iterator[tuple[Path, bool]]:
         saved = _saved_names(folder, {*folders, *names})
         if saved is not None:
             folders[:] = [name for name in folders if name in saved]
-        # `map` and `filter` write such files into the library's own folders.
-        cached = "cache-" if "dataset_info.json" in names else None
+        has_caches = "dataset_info.json" in names  # `map` and `filter` write files into the library's own folders.
         for name in names:
             file = folder / name
-            if not file.exists():
+            if file.is_file():
+                is_cache = has_caches and name.startswith("cache-")
+                yield file, _ending(file) is not None and not is_cache and (saved is None or name in saved)
+            elif not file.exists():
                 raise ValueError(
                     f"dataset_path: the link {file} leads to {os.path.realpath(file)}, which does not exist; restore "
                     "that, or delete the link"
                 )
-            if file.is_file():
-                is_cache = cached is not None and name.startswith(cached)
-                yield file, _ending(file) is not None and not is_cache and (saved is None or name in saved)
 
 
 def _saved_names(folder: Path, names: set[str]) -> set[str] | None:
@@ -125,8 +125,9 @@ def _saved_names(folder: Path, names: set[str]) -> set[str] | None:
 def _without_links(root: Path, files: Sequence[Path]) -> list[Path]:
     """Return the files without further names of the same file; logs how many there are."""
     first: dict[str, Path] = {}
-    for file in sorted(files, key=Path.is_symlink):  # A file itself comes before links to it.
-        first.setdefault(os.path.realpath(file), file)
+    real = functools.cache(os.path.realpath)
+    for is_link, file in sorted((file.is_symlink(), file) for file in files):  # A file comes before links to it.
+        first.setdefault(real(file) if is_link else os.path.join(real(file.parent), file.name), file)
     if more := len(files) - len(first):
         logger.warning(f"{root}: links to files that are read already are left out: {more:,}")
     return sorted(first.values())
