@@ -210,7 +210,8 @@ def test_resuming_equals_the_uninterrupted_run(
         assert torch.equal(a["parameters"], b["parameters"])
 
 
-def test_tensorboard_contains_the_metrics(run_of_12: Any) -> None:
+def test_tensorboard_contains_the_metrics(run_of_12: Any, tmp_path: Path) -> None:
+    """Also once each if the run is started twice within a minute, which is the end of the folder's name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = (run_of_12("embedded", "1x2")[0] / "tb").rglob("events*")
@@ -225,6 +226,11 @@ def test_tensorboard_contains_the_metrics(run_of_12: Any) -> None:
     assert expected <= tags
     density = [event.value for event in accumulator.Scalars("sync/density")]
     assert density[0] == 1.0 and density[-1] == pytest.approx(0.1, abs=2e-3)
+    for start in ("1", "2"):
+        shutil.copy(events, tmp_path / f"{events.name}.{start}")
+    twice = EventAccumulator(str(tmp_path))
+    twice.Reload()
+    assert [event.step for event in twice.Scalars("sync/density")] == list(range(1, 13))
 
 
 def test_invalid_data_raise_an_error_on_every_rank(pool2: Pool, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.extras import install_command
-from torchtitan_scape.core.files import parse_json, write_whole
+from torchtitan_scape.core.files import parse_json, refuse_pointers, write_whole
 from torchtitan_scape.huggingface.loading import DifferentError
 
 _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
@@ -163,6 +163,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Return config.json of an exported model. Raises ValueError for any other folder."""
+    refuse_pointers(*_files(folder))
     try:
         found: dict[str, Any] = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -176,11 +177,16 @@ def _config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _files(folder: Path) -> list[Path]:
+    """Return the files of an exported model that decide its scores, sorted."""
+    others = (folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json"))
+    return sorted([*folder.glob("*.safetensors*"), *filter(Path.is_file, others)])
+
+
 def digest(folder: Path) -> str:
     """Return the first 16 digits of the SHA-256 of an exported model: weights, config, tokenizer and their names."""
     whole = hashlib.sha256()
-    others = (folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json"))
-    for path in sorted([*folder.glob("*.safetensors*"), *filter(Path.is_file, others)]):
+    for path in _files(folder):
         with open(path, "rb") as file:
             whole.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()[:16]

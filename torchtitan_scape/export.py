@@ -11,6 +11,7 @@ is renamed to its final name.
 
 import argparse
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, fi
 from torchtitan_scape.huggingface.families import FAMILIES, check_same, resolve_tie
 from torchtitan_scape.huggingface.folder import (
     CONFIG,
+    check_finite,
     read_folder,
     whole_or_not,
     write_json,
@@ -127,6 +129,7 @@ def export(options: argparse.Namespace, keys: list[str]) -> None:
         saved = open_checkpoint(path)
         spec, args, model = whole_model(config)
         values = read_model(path, _shapes(model), options.weights == "master")
+        check_finite(values, str(path))
         _check_record(saved, config)
         tokenizer = tokenizer_of(config, config.training.seq_len)
         theirs = spec.state_dict_adapter(args, config.model.hf_assets_path).to_hf(_trained(values, config))
@@ -178,6 +181,7 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
     spec, args, model = whole_model(config)
     with whole_or_not(options.output) as part:
         described, theirs = read_folder(options.model)
+        check_finite(theirs, str(options.model))
         adapter = spec.state_dict_adapter(args, None)
         try:
             ours = FAMILIES[config.model.name](args, adapter.to_hf(dict(model.named_parameters())))
@@ -194,7 +198,8 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
     if note:
         print(note)
     print(f"{options.output} holds the model of {options.model}; a run of {options.config} starts from it with")
-    print(f"  --checkpoint.enable --checkpoint.initial_load_path={options.output} --job.dump_folder=NEW_FOLDER")
+    path = shlex.quote(f"--checkpoint.initial_load_path={options.output}")
+    print(f"  --checkpoint.enable {path} --job.dump_folder=NEW_FOLDER")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

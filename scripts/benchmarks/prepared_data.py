@@ -66,7 +66,7 @@ def encoding(folder: Path) -> dict[str, float]:
 
     def tokenizer(_: int) -> int:
         batches = (texts[i : i + 512] for i in range(0, len(texts), 512))
-        return sum(len(one.ids) for batch in batches for one in encoder._encode(batch, add_special_tokens=False))
+        return sum(len(ids) for batch in batches for ids in encoder._encode(batch))
 
     def worker(number: int) -> int:
         unfinished = folder / str(number) / "unfinished"

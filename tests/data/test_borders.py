@@ -1,18 +1,22 @@
 """Tokens between documents, for tokenizers that define BOS and EOS in different ways."""
 
 import json
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan_scape.config.job_config import Data, JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.borders import BoundaryTokenizer, border_ids
 from torchtitan_scape.data.loader import TextDataset
+from torchtitan_scape.data.prepare_parts import Encoder
 from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 
 def made(folder: Path, special: list[str], template: str = "", **config: Any) -> Any:
@@ -90,3 +94,89 @@ def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
     assert inputs["input"].tolist()[0] == bos
     with pytest.raises(ValueError, match="border"):
         Data(border="bos")  # type: ignore[arg-type]
+
+
+SPELLED = "before <|end_of_text|> after"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_text_that_spells_a_special_token(allowed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is text by default, also in another process, and documents with it are counted."""
+    job = JobConfig(data=Data(allow_special_tokens=allowed))
+    job.model.hf_assets_path = str(BYTE_TOKENIZER)
+    tokenizer = build_tokenizer(job)
+    encoder = BoundaryTokenizer(tokenizer, "eos")
+    for encode in (encoder.encode, pickle.loads(pickle.dumps(encoder)).encode):
+        caplog.clear()
+        ids, *_ = [encode(text) for text in (SPELLED, "plain", *[SPELLED] * 9)]
+        assert ids.count(tokenizer.eos_id) == (2 if allowed else 1) and len(ids) == (
+            15 if allowed else len(SPELLED) + 1
+        )
+        assert tokenizer.decode(ids) == ("before  after" if allowed else SPELLED)
+        how = "the token" if allowed else "ordinary text"
+        counts = [
+            f"spell a special token: {n}, the last one '<|end_of_text|>'; it is encoded as {how}" for n in (1, 10)
+        ]
+        assert len(caplog.messages) == 2 and all(map(str.__contains__, caplog.messages, counts))
+
+
+def test_special_tokens_that_the_model_itself_contains_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = [("<unk>", 0.0), ("</s>", 0.0), *((character, -1.0) for character in "a</s>▁")]
+    tokenizer = Tokenizer(models.Unigram(entries, 0))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    job = JobConfig()
+    job.model.hf_assets_path = str(tmp_path)
+    build_tokenizer(job)
+    assert "encodes text that spells <unk>, </s> as these special tokens, because its model" in caplog.text
+
+
+def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> None:
+    made(tmp_path, [])
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([END_OF_TEXT])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    job = JobConfig()
+    job.model.hf_assets_path = str(tmp_path)
+    built = build_tokenizer(job)
+    assert built.eos_id == 256 and BoundaryTokenizer(built, "eos").encode(f"a{END_OF_TEXT}").count(256) == 1
+
+
+def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library panics, with an error that is no Exception, if a regular expression takes exponential time."""
+    made(tmp_path, ["</s>"], eos_token="</s>")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+)+$|(a+)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    job = JobConfig()
+    job.model.hf_assets_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be read: it fails on runs of equal characters .*retry-lim"):
+        build_tokenizer(job)
+    monkeypatch.setattr("torchtitan_scape.titan.tokenizer._PROBE", "")
+    encoder = BoundaryTokenizer(build_tokenizer(job), "eos")
+    with pytest.raises(
+        ValueError, match=r"the tokenizer failed on a text of 65 characters, 'x{40}'\.{3}: .*; use another"
+    ):
+        encoder.encode("x" * 64 + "!")
+    with pytest.raises(ValueError, match=r"on a text of 66 characters, 'x{40}'"):
+        Encoder(build_tokenizer(job), "eos")(["ab", "x" * 65 + "!"])
+
+
+def test_the_largest_token_is_compared_with_the_embedding(tmp_path: Path) -> None:
+    """It exceeds the number of entries if their numbers have gaps."""
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 10}')
+    (tmp_path / "merges.txt").write_text("")
+    job = JobConfig()
+    job.model.hf_assets_path = str(tmp_path)
+    run: Any = SimpleNamespace(
+        tokenizer=build_tokenizer(job), job_config=job, model_args=SimpleNamespace(vocab_size=11)
+    )
+    ScapeTrainer._check_vocabulary(run)
+    run.model_args.vocab_size = 10
+    with pytest.raises(
+        ValueError, match=r"the largest token of the tokenizer in .* is 10, but the embedding .* 10 rows"
+    ):
+        ScapeTrainer._check_vocabulary(run)

@@ -1,5 +1,6 @@
 """Datasets, tokenizer and validator as TorchTitan builds them."""
 
+import errno
 import gzip
 import json
 import os
@@ -21,6 +22,7 @@ from torchtitan_scape.titan.data import HuggingFaceTextDataset
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer import validator
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 12345\n"
 TEXTS = [f"Document {i}: " + "spam and eggs, " * 20 for i in range(6)]
 ROWS = [{"text": text, "meta": i} for i, text in enumerate(TEXTS)]
 
@@ -159,6 +161,25 @@ def _mixed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _linked(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path.parent
+
+
+def _unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "b").mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    return tmp_path
+
+
 def _written(path: Path, content: str) -> Path:
     path.write_text(content)
     return path
@@ -184,7 +205,7 @@ MISTAKES = {
     ),
     "no text column": (
         lambda t, m: _jsonl(t / "a.jsonl", [{"body": "x"}]),
-        r"1 of 1 documents are unusable; the first: .*a\.jsonl:1 has no column 'text', but \['body'\]",
+        r"none of its lines is usable; the first: .*a\.jsonl:1 has no column 'text', but \['body'\]",
     ),
     "no text column in parquet": (
         lambda t, m: _parquet(t / "a.parquet", [{"body": "x"}]),
@@ -201,6 +222,19 @@ MISTAKES = {
         r"a\.jsonl' cannot be read as json",
     ),
     "not an object": (lambda t, m: _written(t / "a.jsonl", '["text"]\n'), "is a list, not an object"),
+    "UTF-16": (
+        lambda t, m: (t / "a.jsonl").write_bytes('{"text": "x"}\n'.encode("utf-16")) and t / "a.jsonl",
+        r"a\.jsonl' cannot be read as json: it is UTF-16 .* iconv -t UTF-8",
+    ),
+    "a link that leads nowhere": (
+        lambda t, m: _linked(_jsonl(t / "a.jsonl").with_name("b"), t / "gone"),
+        r"the link .*/b leads to .*/gone, which does not exist; restore that, or delete the link",
+    ),
+    "an unreadable folder": (_unreadable_folder, r"the folder .*/b cannot be read \(Permission denied\)"),
+    "a pointer of Git LFS": (
+        lambda t, m: _written(t / "a.txt", POINTER),
+        r"a\.txt is a Git LFS pointer, not the file itself; run git lfs pull",
+    ),
     "damaged parquet": (
         lambda t, m: _written(t / "a.parquet", "no parquet"),
         r"a\.parquet' cannot be read as",

@@ -1,8 +1,10 @@
 """Damaged lines are left out and counted; files that are damaged as a whole are refused."""
 
+import errno
 import gzip
 import json
 import multiprocessing
+import os
 import re
 from pathlib import Path
 
@@ -213,3 +215,20 @@ def test_ranks_load_at_the_same_time(tmp_path: Path, cache: Path) -> None:
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0, 0, 0]
     assert len(list((cache / "torchtitan_scape").glob("*/"))) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_full_disk_is_no_damage_of_the_data(
+    name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write(tmp_path / "a.jsonl", GOOD)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["document"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(lines, "_load" if name == "a.parquet" else "_copy", full)
+    with pytest.raises(
+        ValueError, match=rf"^HF_DATASETS_CACHE: {cache}/.* \(No space left on device\); free space there"
+    ):
+        ours.load_text_files(tmp_path / name)
+    assert not list((cache / "torchtitan_scape").glob("*/"))

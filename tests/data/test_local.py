@@ -7,11 +7,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.local import load_text_files
+from torchtitan_scape.data.prepare_parts import TextSource
 from torchtitan_scape.data.validation_batches import validation_batches
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
@@ -39,6 +40,57 @@ def test_arrow_files_of_both_forms_are_read(name: str, tmp_path: Path) -> None:
 def test_files_saved_by_the_library_are_read(tmp_path: Path) -> None:
     Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
     assert load_text_files(tmp_path)["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_of_a_saved_dataset_only_its_own_files_are_read(splits: bool, tmp_path: Path) -> None:
+    """`map` and `filter` write other files into the folder of a dataset that was loaded from it."""
+    folder = tmp_path / "saved"
+    data = Dataset.from_dict({"text": TEXTS})
+    (DatasetDict(train=data) if splits else data).save_to_disk(str(folder))
+    own = folder / "train" if splits else folder
+    Dataset.load_from_disk(str(own)).map(lambda row: {"text": row["text"].upper()})
+    assert any(file.name.startswith("cache-") for file in own.iterdir())
+    (folder / "old").mkdir()
+    write(folder / "old" / "file.arrow", text=["old"])
+    assert load_text_files(tmp_path)["text"][:] == TEXTS
+    next(own.glob("data-*.arrow")).unlink()
+    with pytest.raises(ValueError, match=r"data-00000-of-00001\.arrow is missing, which state\.json there names"):
+        load_text_files(tmp_path)
+
+
+def test_views_of_strings_are_read(tmp_path: Path) -> None:
+    """Polars writes them."""
+    write(tmp_path / "a.parquet", body=pyarrow.array([*TEXTS, "a longer text than twelve"], pyarrow.string_view()))
+    write(tmp_path / "b.parquet", body=TEXTS)
+    data = load_text_files(tmp_path, column="body")
+    assert data["text"][:] == [*TEXTS, "a longer text than twelve", *TEXTS]
+    assert sum(TextSource(data, "train").sizes) == sum(map(len, data["text"]))
+
+
+@pytest.mark.parametrize("name", ["a::b.txt", "a::b.parquet", "a::b.jsonl"])
+def test_names_are_no_addresses(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        write(path, text=["one"])
+    else:
+        path.write_text("one" if path.suffix == ".txt" else json.dumps({"text": "one"}))
+    assert load_text_files(tmp_path)["text"][:] == ["one"]
+
+
+def test_a_link_to_a_file_of_the_folder_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "b.parquet", text=TEXTS)
+    (tmp_path / "a.parquet").symlink_to("b.parquet")
+    with caplog.at_level("WARNING"):
+        assert load_text_files(tmp_path)["text"][:] == TEXTS
+    assert f"{tmp_path}: links to files that are read already are left out: 1" in caplog.text
+
+
+def test_a_file_without_a_good_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 100)
+    (tmp_path / "b.jsonl").write_text("<html>\n")
+    with pytest.raises(ValueError, match=r"b\.jsonl' cannot be read .*: none of its lines is usable; .*b\.jsonl:1"):
+        load_text_files(tmp_path)
 
 
 def test_columns_in_another_order_and_longer_texts_are_the_same(tmp_path: Path) -> None:

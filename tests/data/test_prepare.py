@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import BYTE_TOKENIZER, prepare, prepare_parts
+from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare, prepare_parts
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.indexed import Pair, PairWriter
 from torchtitan_scape.data.manifest import Manifest
@@ -80,20 +80,26 @@ def test_every_document_is_in_one_split_and_counted(reference: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("border", ["bos_eos", "eos"])
-def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("border, special", [("bos_eos", []), ("eos", []), ("eos", ["--allow-special-tokens"])])
+def test_tokens_are_those_of_the_text_loader(
+    border: str, special: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = jsonl(tmp_path / "text")
-    call(tmp_path / "out", "--validation", "0", "--border", border, text=text)
+    (text / "0.jsonl").write_text('{"text": "a <|end_of_text|> b"}\n' + (text / "0.jsonl").read_text())
+    call(tmp_path / "out", "--validation", "0", "--border", border, *special, text=text)
+    how = "these tokens" if special else "text; --allow-special-tokens allows them"
+    assert f"train: 1 documents spell a special token, which was encoded as {how}\n" in capsys.readouterr().out
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(text)
     config.training.local_batch_size, config.training.seq_len, config.data.epochs = 1, 15, 1
-    config.data.border = border  # type: ignore[assignment]
+    config.data.border, config.data.allow_special_tokens = border, bool(special)  # type: ignore[assignment]
     tokenizer = build_tokenizer(config)
     # TorchTitan takes 16 tokens for a sequence of 15.
     loader = build_dataloader(1, 0, tokenizer, config)
     read = [[*inputs["input"][0].tolist(), int(labels[0, -1])] for inputs, labels in loader]
     assert (0 in read[0]) == (border == "bos_eos") and any(1 in row for row in read)
+    assert read[0].count(1) == (2 if special else 0)
     shards = [Pair(tmp_path / "out" / shard.name).tokens for shard in Manifest.read(tmp_path / "out").shards]
     assert [token for row in read for token in row] == np.concatenate(shards)[: 16 * len(read)].tolist()
 
@@ -174,6 +180,29 @@ def test_verify_reads_everything_and_a_lost_file_is_prepared_again(
     path.unlink()
     call(out, "--validation", "0.2", text=reference / "text")
     assert files(out) == files(reference / "out")
+
+
+def test_all_text_identifies_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one document of a thousand with as many bytes; and data of earlier versions, without the digest."""
+    path, out, options = tmp_path / "a.jsonl", tmp_path / "out", ("--shard-tokens", "1000000", "--validation", "0")
+    rows = [json.dumps({"text": f"document {i:04}"}) + "\n" for i in range(1000)]
+    path.write_text("".join(rows))
+    call(out, *options, text=path)
+    path.write_text("".join(rows).replace("document 0002", "document 9999"))
+    datasets._read_once.cache_clear()
+    call(out, *options, text=path, status=2)
+    assert "contains data of another source" in capsys.readouterr().err
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["source"]["train"]["text_digest"], manifest["allow_special_tokens"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    path.write_text("".join(rows))
+    datasets._read_once.cache_clear()
+    call(out, *options, text=path)
+    assert f"{out} is finished already" in capsys.readouterr().out
+    (out / "train-00000.bin").unlink()  # Earlier versions encoded special tokens.
+    call(out, *options, text=path, status=2)
+    assert "another allow_special_tokens: True, not False; add or leave out --allow-spec" in capsys.readouterr().err
+    call(out, *options, "--allow-special-tokens", text=path)
 
 
 def test_a_separate_validation_split_and_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

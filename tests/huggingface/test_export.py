@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.pool import Pool
@@ -231,6 +232,7 @@ def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> Non
     for given, words in (
         ([*recipe, "--checkpoint", str(steps / "step-2")], ("no checkpoint", f"step-{STEPS}")),
         ([*recipe, "--checkpoint", str(half)], ("half-written",)),
+        ([*recipe, "--checkpoint", str(steps)], ("is the folder of all checkpoints; give one", f"step-{STEPS}")),
         ([*recipe, f"--job.dump_folder={half}"], ("latest", "--checkpoint.enable")),
         ([*recipe, "--checkpoint=best", f"--job.dump_folder={half}"], ("best.json",)),
         (
@@ -280,3 +282,10 @@ def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) 
         (found / "config.json").write_text(json.dumps(wrong))
         code, output = run_main([*given, "--output", str(tmp_path / "back")])
         assert code == 2 and (word or "rope_theta = 500000.0") in output, output
+    (found / "config.json").write_text(json.dumps(config))
+    weights = load_file(found / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, found / "model.safetensors", metadata={"format": "pt"})
+    code, output = run_main([*given, "--output", str(tmp_path / "back")])
+    assert code == 2 and "the tensor model.norm.weight in" in output and "has 1 of " in output, output
+    assert not (tmp_path / "back").exists()

@@ -1,6 +1,11 @@
-"""Human-readable figures."""
+"""Human-readable figures and commands."""
 
+import shlex
+from pathlib import Path
+
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import duration_text, kinds_text, seconds_text, sent_text, size_text
+from torchtitan_scape.report.summary import _to_export
 
 
 def test_figures_have_a_suitable_unit() -> None:
@@ -17,3 +22,11 @@ def test_bytes_sent_are_compared_with_dense() -> None:
     assert sent_text({"node": 1e6, "network": 3e6}, 8e6) == "node 1.00 MB, network 3.00 MB (dense 8.00 MB, 2.0x less)"
     assert sent_text({"node": 8e6}, 8e6) == "node 8.00 MB (dense 8.00 MB)"
     assert sent_text({}, 0.0) == "nothing (one replica)"
+
+
+def test_the_export_command_is_quoted() -> None:
+    config = JobConfig()
+    config.checkpoint.enable = True
+    ((_, command),) = _to_export(config, Path("/data/my runs/a;b"))
+    words = ["python", "-m", "torchtitan_scape.export", "--config", "/data/my runs/a;b/resolved.toml"]
+    assert shlex.split(command) == [*words, "--checkpoint", "latest", "--output", "/data/my runs/a;b/export"]

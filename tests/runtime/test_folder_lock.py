@@ -1,5 +1,6 @@
 """The lock of a dump folder, between processes."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -52,8 +53,20 @@ def test_a_file_without_an_owner_is_no_lock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/proc/none", "/dev/null/out"])
 def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
-    with pytest.raises(ValueError, match=f"nothing can be written to {folder} .*; choose another folder"):
+    with pytest.raises(
+        ValueError, match=f"nothing can be written to {folder} .*; free space there, or choose another folder"
+    ):
         FolderLock(folder)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ValueError, match=rf"written to {tmp_path} \(No space left on device\); .*--job.dump_folder"):
+        FolderLock(tmp_path)
+    assert not (tmp_path / NAME).exists()
 
 
 def test_an_empty_name_is_no_folder() -> None:

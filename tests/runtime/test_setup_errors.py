@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.runtime.setup_errors import setup_error
 from torchtitan_scape.titan import patches
+from torchtitan_scape.titan.components import MetricsProcessor
+from torchtitan_scape.trainer.metrics import ReplicaMetrics
 
 
 def raised(work: Callable[[], Any]) -> BaseException:
@@ -37,6 +40,10 @@ def torchtitan(name: str, *values: Any) -> Callable[[], Any]:
     return lambda: apply_ac(torch.nn.Module(), ActivationCheckpoint(mode="memory_budget"))
 
 
+def full_disk(*names: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *names)
+
+
 def missing_cause() -> None:
     try:
         os.mkdir("/dev/null/cache")
@@ -50,6 +57,11 @@ def missing_cause() -> None:
         (lambda: os.mkdir("/dev/null/tb"), "/dev/null/tb cannot be used: Not a directory; choose another path"),
         (lambda: os.mkdir("/dev/null/.cache/huggingface"), "Not a directory; set HF_HOME to a folder"),
         (lambda: os.mkdir("/dev/null/torchinductor_me"), "set TORCHINDUCTOR_CACHE_DIR to a folder"),
+        (full_disk, r"No space left on device: free space in job\.dump_folder, HF_HOME, .* or TMPDIR"),
+        (
+            lambda: full_disk("/data/tb"),
+            "/data/tb cannot be used: No space left on device; free space there, or choose",
+        ),
         (missing_cause, "/dev/null/cache cannot be used: Not a directory"),
         (lambda: __import__("nosuch"), "a module cannot be imported: No module named 'nosuch'; install it"),
         (
@@ -124,3 +136,10 @@ def test_lspci_that_cannot_be_run_is_a_missing_one(tmp_path: Path, monkeypatch: 
     with patches.optional_lspci():
         assert utils.get_peak_flops("NVIDIA H200") == 989e12
     assert not isinstance(utils.subprocess, SimpleNamespace)
+
+
+def test_a_folder_of_tensorboard_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricsProcessor, "__init__", lambda *_: full_disk())
+    config: Any = JobConfig()
+    with pytest.raises(ValueError, match=r"\[metrics\] save_tb_folder: outputs/tb cannot .* space there, or set --job"):
+        ReplicaMetrics(config, None)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_scape.core.files import parse_json, require_plain_name, sync_folder
+from torchtitan_scape.core.files import parse_json, pointer_text, require_plain_name, sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
@@ -260,6 +260,9 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
     except FileNotFoundError:
         if (path / METADATA).is_file():
             raise ValueError(f"{path} has no {MANIFEST}, so its files cannot be checked") from None
+        if steps := [one for one in path.glob("step-*") if is_finished(one) and one.name[5:].isdigit()]:
+            newest = max(steps, key=lambda one: int(one.name[5:]))
+            raise ValueError(f"{path} is the folder of all checkpoints; give one of them, such as {newest}") from None
         raise ValueError(f"{path} has no {MANIFEST}: it is half-written") from None
     except OSError as error:
         raise ValueError(f"{path / MANIFEST} cannot be read: {error.strerror}") from None
@@ -320,6 +323,8 @@ def _wrong_size(path: Path, one: FileSum) -> str | None:
         return f"{path / one.name} cannot be read: {error.strerror}"
     if size == one.size:
         return None
+    if pointer := pointer_text(path / one.name):
+        return pointer
     return f"{path / one.name} is {'truncated' if size < one.size else 'too long'}: has {size:,} of {one.size:,} bytes"
 
 

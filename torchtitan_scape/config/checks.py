@@ -183,6 +183,7 @@ def _check_hugging_face(config: JobConfig) -> None:
 
 _INT32 = 2**31 - 1
 _SECONDS = 10**8  # three years; larger values overflow the timeouts of process groups
+_BELOW_1 = 1 - 1e-12
 # By the switch of a section ("" for none): key -> (minimum, maximum). A key that is None is not checked. Values outside
 # the range would fail later, or train incorrectly.
 _RANGES: dict[str, dict[str, tuple[float, float]]] = {
@@ -196,8 +197,8 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "training.dataloader.prefetch_factor": (1, _INT32),
         "metrics.log_freq": (1, _INT32),
         "optimizer.lr": (0, 1e6),
-        "optimizer.beta1": (0, 1 - 1e-12),
-        "optimizer.beta2": (0, 1 - 1e-12),
+        "optimizer.beta1": (0, _BELOW_1),
+        "optimizer.beta2": (0, _BELOW_1),
         "optimizer.eps": (0, 1),
         "optimizer.weight_decay": (0, 1e6),
         "lr_scheduler.warmup_steps": (0, _INT32),
@@ -241,6 +242,7 @@ def _check_ranges(config: JobConfig) -> None:
             if value is not None and not least <= value <= most:
                 section, _, name = key.rpartition(".")
                 bound = f"{least:g} or more" if value < least else f"{most:g} or less"
+                bound = "0 or more, and less than 1" if most == _BELOW_1 else bound
                 raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
     if config.training.global_batch_size == 0:
         raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch per rank")

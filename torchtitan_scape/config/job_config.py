@@ -185,6 +185,10 @@ class Data(Options):
     """Separation of documents: BOS before each and EOS after it, or EOS only; a tokenizer with one token for both, such
     as GPT-2's, writes it once in either case. Prepared data must have been prepared with the same value"""
 
+    allow_special_tokens: bool = False
+    """Encode text that spells a special token of the tokenizer, such as <|end_of_text|>, as that token; by default it
+    is ordinary text. Prepared data must have been prepared with the same value"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.epochs >= 0, "epochs", "it must be 0 (no end) or more")

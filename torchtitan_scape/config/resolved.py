@@ -104,7 +104,10 @@ class Resolved:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
         except OSError as error:
-            raise ValueError(f"[job] dump_folder = {folder!r} cannot be written to: {error.strerror}") from None
+            raise ValueError(
+                f"[job] dump_folder = {folder!r} cannot be written to: {error.strerror}; free space there, or set "
+                "--job.dump_folder to another folder"
+            ) from None
 
 
 def toml(value: Any) -> str:

@@ -3,10 +3,13 @@
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
+FULL = (errno.ENOSPC, errno.EDQUOT)  # A full disk, or an exhausted quota.
+_LFS_BEGIN, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def packaged(path: str) -> str:
@@ -33,6 +36,27 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError("its JSON is nested too deeply") from None
 
 
+def pointer_text(path: Path) -> str:
+    """Return an error message if a file is a pointer of Git LFS, else "".
+
+    Until `git lfs pull`, a clone has pointers in the place of large files: texts of less than 1,024 bytes (Git LFS
+    specification). A file that is missing or cannot be read is no pointer.
+    """
+    try:
+        if path.stat().st_size >= _LFS_BYTES or not path.read_bytes().startswith(_LFS_BEGIN):
+            return ""
+    except OSError:  # Reported by the reader of the file.
+        return ""
+    return f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its repository, or download the file"
+
+
+def refuse_pointers(*paths: Path) -> None:
+    """Raise ValueError if one of these files is a pointer of Git LFS."""
+    for path in paths:
+        if text := pointer_text(path):
+            raise ValueError(text)
+
+
 def require_plain_name(name: str, where: Path) -> None:
     """Raise ValueError if a file name that was read from `where` leads out of that file's folder."""
     if not isinstance(name, str) or name != Path(name).name:
@@ -40,13 +64,22 @@ def require_plain_name(name: str, where: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write text (UTF-8) or bytes to a file in an existing folder. The content is synced to disk before the rename."""
+    """Write text (UTF-8) or bytes to a file in an existing folder. The content is synced to disk before the rename.
+
+    Raises:
+        OSError: It cannot be written, with its name. No part of it is left.
+    """
     part = path.with_name(f"{path.name}.part")
-    with open(part, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error  # Errors of writing have no name.
     sync_folder(path.parent)
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_scape.data.encoding import SpecialTokenCount, TextEncoder
 from torchtitan_scape.data.pieces import PIECE, SplitRule, rule_of
 from torchtitan_scape.titan.data import BaseTokenizer
 
@@ -72,14 +73,15 @@ class BoundaryTokenizer:
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self.tokenizer = tokenizer.tokenizer
-        self._encode = tokenizer.tokenizer.encode
+        self._encode, self._special = TextEncoder(self.tokenizer).encode, SpecialTokenCount(self.tokenizer)
         self._border, self._split = Border(tokenizer, border), PieceSplitter(tokenizer)
 
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
+        if begin == 0:
+            self._special.add_and_log(text)
         for first, piece, last in self._split(text, begin):
-            ids: list[int] = self._encode(piece, add_special_tokens=False).ids
-            yield first, self._border.around(first, ids, last)
+            yield first, self._border.around(first, self._encode(piece), last)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [token for _, ids in self.encode_pieces(text) for token in ids]

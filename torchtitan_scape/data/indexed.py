@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from torchtitan_scape.core.files import sync_folder
+from torchtitan_scape.core.files import refuse_pointers, sync_folder
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -59,6 +59,7 @@ class IndexedShard:
         documents, tokens: Number of documents and of tokens, borders of documents included.
         bytes: UTF-8 bytes of the documents' text.
         bin_sha256, idx_sha256: SHA-256 of the two files.
+        special_documents: Documents whose text spells a special token.
     """
 
     name: str
@@ -68,6 +69,7 @@ class IndexedShard:
     bytes: int
     bin_sha256: str
     idx_sha256: str
+    special_documents: int = 0
 
     def sizes(self, dtype: np.dtype[Any]) -> tuple[int, int]:
         """Return the sizes of the two files in bytes."""
@@ -83,15 +85,16 @@ class PairWriter:
         self._file: IO[bytes] = open(self._parts[0], "wb")  # noqa: SIM115  # Closed by finish or discard.
         self._digest = hashlib.sha256()
         self._lengths = array("i")
-        self.tokens = self.bytes = 0
+        self.tokens = self.bytes = self.special_documents = 0
 
-    def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int) -> None:
+    def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int, special_documents: int = 0) -> None:
         """Append documents.
 
         Args:
             ids: Concatenated ids of all documents.
             lengths: Tokens of each document.
             n_bytes: Bytes of their text.
+            special_documents: Number of them whose text spells a special token.
 
         Raises:
             OverflowError: An id does not fit the dtype.
@@ -102,6 +105,7 @@ class PairWriter:
         self._digest.update(data)
         self._lengths.extend(lengths)
         self.tokens, self.bytes = self.tokens + len(ids), self.bytes + n_bytes
+        self.special_documents += special_documents
 
     def finish(self, folder: Path) -> IndexedShard | None:
         """Sync the pair to disk and rename it. Return its record, or None, without a file, if it contains no token."""
@@ -117,7 +121,8 @@ class PairWriter:
             os.replace(part, path)
         sync_folder(folder)
         sums = self._digest.hexdigest(), hashlib.sha256(index).hexdigest()
-        return IndexedShard(self.name, self.split, len(self._lengths), self.tokens, self.bytes, *sums)
+        counts = len(self._lengths), self.tokens, self.bytes
+        return IndexedShard(self.name, self.split, *counts, *sums, self.special_documents)
 
     def discard(self) -> None:
         """Delete the partial files."""
@@ -174,6 +179,7 @@ class Pair:
         self.prefix = prefix
         path, index_path = paths_of(prefix)
         try:
+            refuse_pointers(path, index_path)
             index = np.asarray(np.memmap(index_path, np.uint8, "r")) if index_path.stat().st_size else np.empty(0, "u1")
             size = path.stat().st_size
         except OSError as error:

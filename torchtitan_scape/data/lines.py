@@ -5,6 +5,7 @@ own reader fails as a whole on a single bad line, and crashes on one that is nes
 formats are read by the library. Nothing is cached for refused files.
 """
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -17,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ import datasets.config
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import FULL
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ def read_line(line: bytes, column: str = "text") -> str:
         ValueError: With the defect of the line.
     """
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
         raise ValueError(f"no JSON in UTF-8 ({one_line(error)})") from None
     if not isinstance(row, dict):
@@ -93,20 +96,21 @@ def read_line(line: bytes, column: str = "text") -> str:
     return text
 
 
-def _numbered(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yield (file:line, content) of every line that is not blank.
+def _numbered(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (file:line, content) of every line of a file that is not blank.
 
     Raises:
-        ValueError: A file cannot be read.
+        ValueError: The file cannot be read.
     """
-    for file in files:
-        try:
-            with open_lines(file) as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield f"{file}:{number}", line
-        except _READ_ERRORS as error:
-            raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
+    try:
+        with open_lines(file) as lines:
+            for number, line in enumerate(lines, 1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+                    raise ValueError("it is UTF-16 or UTF-32; convert it with iconv -t UTF-8")
+                if line.strip():
+                    yield f"{file}:{number}", line
+    except (ValueError, *_READ_ERRORS) as error:
+        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
 
 
 def _first_defect(files: list[Path], builder: str, column: str) -> str:
@@ -139,23 +143,41 @@ def _refuse(path: str, builder: str, report: Report) -> None:
         raise ValueError(f"dataset_path: {path!r} has zero documents with text")
 
 
+def _texts(file: Path, column: str) -> Iterator[tuple[str | None, str]]:
+    """Yield (text, defect) of every line of a file that is not blank; the text of a bad line is None.
+
+    Raises:
+        ValueError: The file cannot be read, or has bad lines only: it is another file than its name says.
+    """
+    first, good = "", False
+    for location, line in _numbered(file):
+        try:
+            text = read_line(line, column)
+        except ValueError as error:
+            first = first or f"{location} {error}"
+            yield None, f"{location} {error}"
+            continue
+        good = True
+        yield text, "" if text else f"{location} has an empty text"
+    if first and not good:
+        raise ValueError(
+            f"dataset_path: {str(file)!r} cannot be read as json: none of its lines is usable; the first: {first}"
+        )
+
+
 def _copy(files: list[Path], target: Path, column: str) -> Report:
     """Write the good lines as an arrow stream of one column, line by line."""
     schema = pyarrow.schema([("text", pyarrow.large_string())])
     documents = bad = empty = size = 0
     first, rows = "", []
     with pyarrow.ipc.new_stream(str(target), schema) as writer:
-        for location, line in _numbered(files):
-            try:
-                text = read_line(line, column)
-            except ValueError as error:
-                bad, first = bad + 1, first or f"{location} {error}"
+        for text, defect in chain.from_iterable(_texts(file, column) for file in files):
+            first = first or defect
+            if text is None:
+                bad += 1
                 continue
-            if text:
-                documents += 1
-            else:  # It stays, so that positions are those in the files; readers skip it.
-                empty, first = empty + 1, first or f"{location} has an empty text"
-            rows.append(text)
+            documents, empty = documents + bool(text), empty + (not text)
+            rows.append(text)  # Also an empty one, so that positions are those in the files; readers skip it.
             size += len(text)
             if size > 1 << 23:
                 writer.write_table(pyarrow.table({"text": rows}, schema=schema))
@@ -184,18 +206,20 @@ def _inspect(data: Dataset) -> Report | None:
 def _load(files: list[Path], builder: str, links: Path, column: str) -> Dataset:
     """Read a column of files by the datasets library, as the column "text".
 
-    The library takes names for patterns: files with wildcards are read by links.
+    The library takes names for patterns and for addresses: files with wildcards or "::" are read by links.
     """
     options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
     names = [str(file) for file in files]
     for i, file in enumerate(files):
-        if glob.has_magic(names[i]):
+        if glob.has_magic(names[i]) or "::" in names[i]:
             links.mkdir(exist_ok=True)
             link = links / f"{i:06}"
             names[i] = str(link)
             if not link.is_symlink():
                 link.symlink_to(file.resolve())
     data = load_dataset(builder, data_files=names, split="train", **options).select_columns([column])
+    if getattr(data.features[column], "dtype", "") == "string_view":  # Arrow cannot compute the lengths of views.
+        data = data.cast_column(column, Value("large_string"))
     return data if column == "text" else data.rename_column(column, "text")
 
 
@@ -211,7 +235,10 @@ def _examine(files: list[Path], builder: str, path: str, folder: Path, links: Pa
         cause = "no UTF-8" if kind in ("string", "large_string") else f"has a column {column!r} of {kind}"
         cause += "; expected strings"
     except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
-        found, cause = None, one_line(error.__cause__ or error)
+        source = error.__cause__ or error
+        if isinstance(source, OSError) and source.errno in FULL:
+            raise source from None
+        found, cause = None, one_line(source)
     if found is None:
         raise ValueError(
             f"dataset_path: {path!r} cannot be read as {builder}: {_first_defect(files, builder, column) or cause}"
@@ -233,23 +260,30 @@ def load_files(files: list[Path], builder: str, path: str, column: str = "text")
         A dataset with the single column "text". It may contain empty and null texts, which readers skip.
 
     Raises:
-        ValueError: A file is damaged as a whole; more than a tenth of the lines are bad; or no document is left.
+        ValueError: A file is damaged as a whole, or has no good line; more than a tenth of all lines are bad; no
+            document is left; or the library's cache cannot be written to.
     """
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([2, builder, stats] + [column] * (column != "text")).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([3, builder, stats] + [column] * (column != "text")).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
-    cache.mkdir(parents=True, exist_ok=True)
     folder, links = cache / key, cache / f"{key}.files"
-    with FileLock(str(folder) + ".lock"):
-        if not (folder / "report.json").exists():
-            work = Path(tempfile.mkdtemp(dir=cache))
-            try:
-                report = _examine(files, builder, path, work, links, column)
-                (work / "report.json").write_text(json.dumps(asdict(report)))
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(work, folder)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder) + ".lock"):
+            if not (folder / "report.json").exists():
+                work = Path(tempfile.mkdtemp(dir=cache))
+                try:
+                    report = _examine(files, builder, path, work, links, column)
+                    (work / "report.json").write_text(json.dumps(asdict(report)))
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(work, folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:  # Errors of reading the files are ValueErrors.
+        raise ValueError(
+            f"HF_DATASETS_CACHE: {cache} cannot be written to ({error.strerror or one_line(error)}); free space there, "
+            "or set HF_DATASETS_CACHE to another folder"
+        ) from error
     report = Report(**json.loads((folder / "report.json").read_text()))
     if report.bad or report.empty:
         logger.warning(f"{report.line(path)}; the first: {report.first}")

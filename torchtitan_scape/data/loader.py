@@ -74,7 +74,10 @@ class TextDataset(HuggingFaceTextDataset):
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digests of text and tokenizer, for checkpoints; validation does not need them."""
-        return {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(self._tokenizer.tokenizer)}
+        tokenizer = self._tokenizer.tokenizer
+        allowed = "false" if tokenizer.encode_special_tokens else "true"
+        digests = {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(tokenizer)}
+        return digests | {"data.allow_special_tokens": allowed}
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:
         """Return the documents of an epoch. Called at the beginning of every epoch.
@@ -194,8 +197,8 @@ class TextDataset(HuggingFaceTextDataset):
         for kind, own in self.digests.items():
             if (other := digests.get(kind, own)) != own:
                 raise ValueError(
-                    f"the checkpoint was trained on {self.dataset_name} with another {kind}: digest {other}, this "
-                    f"run's {own}; use the same {kind}, or {restart}"
+                    f"the checkpoint was trained on {self.dataset_name} with another {kind}: {other}, this run's "
+                    f"{own}; use the same {kind}, or {restart}"
                 )
         return position
 

@@ -3,6 +3,7 @@
 Several files form one dataset: they must have the same format and the same columns.
 """
 
+import functools
 import logging
 import os
 import zlib
@@ -16,6 +17,7 @@ import pyarrow.parquet
 from datasets import Dataset
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import parse_json, pointer_text
 from torchtitan_scape.data.lines import KEY_OF_COLUMN, load_files, open_lines
 
 # File extension -> format. Plain .json is excluded: next to data it is usually metadata.
@@ -61,17 +63,74 @@ def _check_readable(path: Path, folder: bool) -> None:
         raise ValueError(f"dataset_path: {str(path)!r} is not readable by this user: check its permissions")
 
 
-def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the files below a folder, hidden ones excluded. Links are followed, but no folder is visited twice."""
+def _files_below(root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the files below a folder, hidden ones excluded, and whether each may contain documents.
+
+    Links are followed, but no folder is visited twice.
+
+    Raises:
+        ValueError: A folder cannot be read, a link leads nowhere, or a file of a saved dataset is missing.
+    """
+
+    def fail(error: OSError) -> None:
+        raise ValueError(f"dataset_path: the folder {error.filename} cannot be read ({error.strerror})") from error
+
     visited: set[str] = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
+    for path, folders, names in os.walk(root, followlinks=True, onerror=fail):
+        folder, real = Path(path), os.path.realpath(path)
         if real in visited:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        # A file system has its own folder lost+found, which only root may read.
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
+        names = sorted(name for name in names if not name.startswith("."))
+        saved = _saved_names(folder, {*folders, *names})
+        if saved is not None:
+            folders[:] = [name for name in folders if name in saved]
+        has_caches = "dataset_info.json" in names  # `map` and `filter` write files into the library's own folders.
+        for name in names:
+            file = folder / name
+            if file.is_file():
+                is_cache = has_caches and name.startswith("cache-")
+                yield file, _ending(file) is not None and not is_cache and (saved is None or name in saved)
+            elif not file.exists():
+                raise ValueError(
+                    f"dataset_path: the link {file} leads to {os.path.realpath(file)}, which does not exist; restore "
+                    "that, or delete the link"
+                )
+
+
+def _saved_names(folder: Path, names: set[str]) -> set[str] | None:
+    """Return the files or sub-folders of a dataset that `save_to_disk` wrote to a folder; None for another folder.
+
+    Raises:
+        ValueError: One of them is not among the folder's `names`.
+    """
+    for record, key in (("state.json", "_data_files"), ("dataset_dict.json", "splits")):
+        try:
+            entries = parse_json((folder / record).read_bytes())[key]
+            saved = {entry["filename"] if isinstance(entry, dict) else str(entry) for entry in entries}
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        if missing := sorted(saved - names):
+            raise ValueError(
+                f"dataset_path: {folder / missing[0]} is missing, which {record} there names; restore it, or delete "
+                f"{record} to read the other files"
+            )
+        return saved
+    return None
+
+
+def _without_links(root: Path, files: Sequence[Path]) -> list[Path]:
+    """Return the files without further names of the same file; logs how many there are."""
+    first: dict[str, Path] = {}
+    real = functools.cache(os.path.realpath)
+    for is_link, file in sorted((file.is_symlink(), file) for file in files):  # A file comes before links to it.
+        first.setdefault(real(file) if is_link else os.path.join(real(file.parent), file.name), file)
+    if more := len(files) - len(first):
+        logger.warning(f"{root}: links to files that are read already are left out: {more:,}")
+    return sorted(first.values())
 
 
 def _log_skipped(root: Path, files: Sequence[Path]) -> None:
@@ -79,7 +138,10 @@ def _log_skipped(root: Path, files: Sequence[Path]) -> None:
     endings = Counter("".join(file.suffixes[-2:]) or "without ending" for file in files)
     if endings:
         counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(8))
-        logger.info(f"{root}: {len(files):,} files are not read ({counts}); read are {EXPECTED}")
+        logger.info(
+            f"{root}: {len(files):,} files are not read ({counts}); read are {EXPECTED}, and of a dataset that the "
+            "datasets library saved, only its own files"
+        )
 
 
 def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
@@ -91,17 +153,17 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
             starts with it; None selects all.
 
     Raises:
-        ValueError: `path` is missing or not readable, or has no such file, only empty ones, or files of several
-            formats.
+        ValueError: `path` is missing or not readable, or has no such file, only empty ones, files of several formats,
+            a pointer of Git LFS, or a link that leads nowhere.
     """
     root = Path(path)
     if not root.exists():
         raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {EXPECTED}")
     _check_readable(root, root.is_dir())
     if root.is_dir():
-        below = [file for file in sorted(_files_below(root)) if file.is_file()]
-        files = found = [file for file in below if _ending(file)]
-        _log_skipped(root, [file for file in below if not _ending(file)])
+        below = sorted(_files_below(root))
+        files = found = [file for file, is_data in below if is_data]
+        _log_skipped(root, [file for file, is_data in below if not is_data])
     else:
         files = [root] if _ending(root) else []
     if not files:
@@ -120,7 +182,9 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
             )
     for file in files:
         _check_readable(file, folder=False)
-    files = [file for file in files if file.stat().st_size > 0]
+        if text := pointer_text(file):
+            raise ValueError(f"dataset_path: {text}")
+    files = [file for file in _without_links(root, files) if file.stat().st_size > 0]
     if not files:
         raise ValueError(f"dataset_path: {str(root)!r} has zero documents: its files are empty")
     first = {_BUILDERS[cast(str, _ending(file))]: file for file in reversed(files)}
@@ -181,8 +245,9 @@ def _with_documents(files: list[Path], text_column: str) -> list[Path]:
                 f"strings{KEY_OF_COLUMN}"
             )
         with_documents.append(file)
-        # Arrow uses a different type for texts above 2 GiB.
-        columns = sorted(f"{field.name}: {str(field.type).removeprefix('large_')}" for field in schema)
+        # Arrow uses a different type for texts above 2 GiB, and Polars writes views.
+        kinds = {field.name: str(field.type).removeprefix("large_").removesuffix("_view") for field in schema}
+        columns = sorted(f"{name}: {kind}" for name, kind in kinds.items())
         schemas.setdefault(", ".join(columns), file)
         if len(schemas) > 1:
             raise ValueError(

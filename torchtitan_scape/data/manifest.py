@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_scape.core.files import parse_json, require_plain_name, write_whole
+from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name, write_whole
 from torchtitan_scape.data.indexed import IndexedShard, paths_of
 from torchtitan_scape.titan.data import BaseTokenizer
 
@@ -54,6 +54,8 @@ class Manifest:
         shard_tokens: Approximate tokens per shard, as requested.
         held_out: Share of held-out documents; None if the source has its own validation split.
         shards: Shards in token order, training shards first.
+        allow_special_tokens: As [data] allow_special_tokens; None in data of versions before this key, which encoded
+            text that spells a special token as that token.
     """
 
     source: dict[str, Any]
@@ -63,12 +65,13 @@ class Manifest:
     shard_tokens: int
     held_out: float | None
     shards: tuple[IndexedShard, ...]
+    allow_special_tokens: bool | None = None
 
     def of(self, split: str) -> list[IndexedShard]:
         return [shard for shard in self.shards if shard.split == split]
 
     def total(self, split: str, quantity: str) -> int:
-        """Return the documents, tokens or bytes of text of a split."""
+        """Return the sum of an attribute of the shards of a split, such as its documents, tokens or bytes."""
         return sum(getattr(shard, quantity) for shard in self.of(split))
 
     def head(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class Manifest:
                 damaged.
         """
         path = folder / MANIFEST
+        refuse_pointers(path)
         try:
             found = parse_json(path.read_bytes())
             if found.pop("format") != FORMAT:
@@ -115,6 +119,7 @@ class Manifest:
             for file, size in zip(paths_of(folder / shard.name), shard.sizes(dtype), strict=True):
                 actual = file.stat().st_size if file.is_file() else None
                 if actual != size:
+                    refuse_pointers(file)
                     wrong = "is missing" if actual is None else f"has {actual} bytes, {size} expected"
                     raise ValueError(f"the prepared data are damaged: {file} {wrong}; run the prepare command again")
         return manifest

@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         default="bos_eos",
         help="tokens between documents, as [data] border (bos_eos)",
     )
+    parser.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="encode text that spells a special token as that token, as [data] allow_special_tokens (off)",
+    )
     parser.add_argument("--verify", action="store_true", help="read all files and compare their SHA-256")
     return parser
 
@@ -115,6 +120,7 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
     name = options.dataset or "text_files"
     config = JobConfig()
     config.model.hf_assets_path, config.data.border = str(options.tokenizer), options.border
+    config.data.allow_special_tokens = options.allow_special_tokens
     tokenizer = build_tokenizer(config)
     sources, held_out = sources_of(name, options.path, options.text_column, options.validation)
     encoder = Encoder(tokenizer, options.border)
@@ -131,6 +137,7 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
         shard_tokens=options.shard_tokens,
         held_out=held_out,
         shards=(),
+        allow_special_tokens=options.allow_special_tokens,
     )
     return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
 
@@ -169,14 +176,27 @@ def _head(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged; delete {path.parent}, or give another --output") from None
 
 
-def _check_plan(path: Path, folder: Path, plan: Manifest) -> None:
+def _check_plan(path: Path, folder: Path, plan: Manifest, finished: bool = False) -> None:
+    """Compare the plan with that of a folder.
+
+    Raises:
+        ValueError: They differ. Earlier versions recorded no digest of all text. They encoded text that spells a
+            special token as that token: such data can be continued with --allow-special-tokens.
+    """
     found = _head(path)
-    if plan.source["revision"] is None and isinstance(saved_source := found.get("source"), dict):
-        plan.source["revision"] = saved_source.get("revision")  # The hub cannot be reached this time.
-    for key, expected in plan.head().items():
+    found.setdefault("allow_special_tokens", plan.allow_special_tokens if finished else True)
+    source = dict(plan.source)
+    if isinstance(saved := found.get("source"), dict):
+        if source["revision"] is None:
+            source["revision"] = plan.source["revision"] = saved.get("revision")  # The hub cannot be reached this time.
+        for split, facts in source.items():
+            if isinstance(facts, dict) and isinstance(old := saved.get(split), dict) and "text_digest" not in old:
+                source[split] = {key: value for key, value in facts.items() if key != "text_digest"}
+    for key, expected in (plan.head() | {"source": source}).items():
         if found.get(key) != expected:
+            fix = "add or leave out --allow-special-tokens, " if key == "allow_special_tokens" else ""
             raise ValueError(
-                f"{folder} contains data of another {key}: {found.get(key)}, not {expected}; delete it, or give "
+                f"{folder} contains data of another {key}: {found.get(key)}, not {expected}; {fix}delete it, or give "
                 "another --output"
             )
 
@@ -184,12 +204,11 @@ def _check_plan(path: Path, folder: Path, plan: Manifest) -> None:
 def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) -> bool:
     """Compare the plan with the folder's. Return whether any work is left."""
     if (folder / MANIFEST).exists():
-        _check_plan(folder / MANIFEST, folder, plan)
-        try:
-            Manifest.read(folder)
+        lost = _lost(folder)
+        _check_plan(folder / MANIFEST, folder, plan, finished=not lost)
+        if not lost:
             return False
-        except ValueError as error:  # A file was lost: the remaining files count as completed tasks.
-            print(f"{error}: it is prepared again")
+        print(f"{lost}: it is prepared again")  # The remaining files count as completed tasks.
         _write_plan(unfinished, plan)
         work.take_over(_head(folder / MANIFEST).get("shards") or [])
         (folder / MANIFEST).unlink()
@@ -198,6 +217,15 @@ def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) ->
     else:
         _write_plan(unfinished, plan)
     return True
+
+
+def _lost(folder: Path) -> str:
+    """Return a description of a file of the manifest that is missing, or ""."""
+    try:
+        Manifest.read(folder)
+        return ""
+    except ValueError as error:
+        return str(error)
 
 
 def _write_plan(unfinished: Path, plan: Manifest) -> None:
@@ -240,6 +268,9 @@ def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = Non
         documents, tokens, n_bytes = (manifest.total(split, what) for what in ("documents", "tokens", "bytes"))
         rate = f", {n_bytes / tokens:.3f} bytes of text per token" if tokens else ""
         print(f"{split}: {documents:,} documents, {tokens:,} tokens{rate}, {len(manifest.of(split))} shards")
+        if special := manifest.total(split, "special_documents"):
+            how = "these tokens" if manifest.allow_special_tokens else "text; --allow-special-tokens allows them"
+            print(f"{split}: {special:,} documents spell a special token, which was encoded as {how}")
     if not manifest.of(VALIDATION):
         print("no document is held out for validation; --validation sets the share")
     print(f"{folder} is complete" if seconds is None else f"{folder} was prepared in {seconds:,.1f} s")

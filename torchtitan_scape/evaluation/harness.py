@@ -6,6 +6,7 @@ Requires the extra `eval`; importers check that it is installed.
 import difflib
 import functools
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dic
         except Exception as error:  # The exception types differ between versions of the libraries.
             message = one_line(error) or type(error).__name__
     tasks = ",".join(names)
-    include = "".join(f" --include-path {folder}" for folder in manager.include_path[1:])
+    include = "".join(f" --include-path {shlex.quote(str(folder))}" for folder in manager.include_path[1:])
     source = next((path for path in sources(manager, names) if path in message), None)
     if source and offline:
         raise ValueError(

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan_scape.core.files import parse_json, require_plain_name
+from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name
 
 MAX_FILE_BYTES = 5_000_000_000
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -68,6 +68,16 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     return files
 
 
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError with the first tensor that contains NaN or infinity."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and (wrong := int((~tensor.float().isfinite()).sum())):
+            raise ValueError(
+                f"the tensor {name} in {where} has {wrong:,} of {tensor.numel():,} entries that are NaN or infinite; "
+                "take the model of an earlier step, or download the file again"
+            )
+
+
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and all tensors.
 
@@ -90,5 +100,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         missing = error.filename or files[0]
         raise ValueError(f"{folder} is not a Hugging Face model: {missing} is missing") from None
     except _DAMAGES as error:
+        refuse_pointers(folder / CONFIG, *folder.glob("*.safetensors*"))
         raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from None
     return config, tensors

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def _sample(trainer: SampleView, characters: int) -> list[str]:
         with trainer.maybe_enable_amp:
             logits = model(inputs, **more, **masks)
         logits = (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, window.shape[1] - 1]
-        logits = logits.double().cpu()[:, : tokenizer.get_vocab_size()]
+        logits = logits.double().cpu()[:, : tokenizer_entries(tokenizer)]
         logits[:, borders] = -torch.inf
         chosen = torch.stack([_choose(row, t, generator) for row, t in zip(logits, TEMPERATURES.values(), strict=True)])
         chosen = chosen.to(trainer.device)

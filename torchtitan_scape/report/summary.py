@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.config.resolved import FILE
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -108,7 +110,7 @@ def summarise(trainer: SummaryView) -> None:
         return
     folder = Path(trainer.job_config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     simulated = f", {trainer.simulated} simulated replicas" if trainer.simulated > 1 else ""
     title = (
         f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}{simulated})"
@@ -189,8 +191,8 @@ def _to_export(config: JobConfig, folder: Path) -> list[tuple[str, str]]:
     """Return a row with the export command, if there is a checkpoint."""
     if not config.checkpoint.enable or config.checkpoint.load_only:
         return []
-    arguments = f"--config {folder / FILE} --checkpoint latest --output {folder / 'export'}"
-    return [("export with", f"python -m torchtitan_scape.export {arguments}")]
+    arguments = ["--config", str(folder / FILE), "--checkpoint", "latest", "--output", str(folder / "export")]
+    return [("export with", f"python -m torchtitan_scape.export {shlex.join(arguments)}")]
 
 
 def _figures_text(figures: dict[str, float]) -> str:

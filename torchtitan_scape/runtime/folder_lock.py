@@ -33,9 +33,7 @@ class FolderLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+")
         except OSError as error:
-            raise ValueError(
-                f"nothing can be written to {folder} ({error.strerror}); choose another folder with --job.dump_folder"
-            ) from None
+            raise self._unwritable(error) from None
         end = time.monotonic() + WAIT_SECONDS
         while not self._acquired():
             if time.monotonic() >= end:
@@ -47,9 +45,19 @@ class FolderLock:
             time.sleep(0.2)
             self._file.close()
             self._file = self._path.open("a+")  # The earlier run may have removed the file.
-        self._file.truncate(0)
-        self._file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": time.time()}))
-        self._file.flush()
+        holder = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
+        try:
+            self._file.truncate(0)
+            os.write(self._file.fileno(), json.dumps(holder).encode())  # Not buffered: `close` would write it again.
+        except OSError as error:
+            self.release()
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"nothing can be written to {self._path.parent} ({error.strerror}); free space there, or choose another "
+            "folder with --job.dump_folder"
+        )
 
     def _acquired(self) -> bool:
         try:

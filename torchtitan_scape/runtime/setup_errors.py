@@ -7,6 +7,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from torchtitan_scape.core.files import FULL
+
 # The programming errors by which TorchTitan rejects a value.
 _REJECTIONS = (AssertionError, AttributeError, IndexError, KeyError, TypeError)
 _PASSING = (BrokenPipeError, ConnectionResetError, TimeoutError)  # They may not occur again.
@@ -14,6 +16,8 @@ _OWN = ("torchtitan_scape", "kernels", "topology", "scripts", "tests")
 _COMPILER = ("torch._dynamo", "torch._inductor")
 # Environment variables of folders that are not in the recipe, by a part of their usual paths.
 _CACHES = {"huggingface": "HF_HOME", "torchinductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
+
+_WRITTEN = "job.dump_folder, HF_HOME, TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR or TMPDIR, to which a run writes"
 
 
 def setup_error(error: BaseException) -> str | None:
@@ -50,10 +54,11 @@ def _os_error(error: OSError) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ConnectionError):
         return f"{text or type(error).__name__}; without a network, set --training.dataset_path to a local copy"
+    full = error.errno in FULL
     if error.filename is None:
-        return text or type(error).__name__
+        return f"{text}: free space in {_WRITTEN}" if full else text or type(error).__name__
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
-    fix = "choose another path, or give this user access to it"
+    fix = "free space there, or choose another path" if full else "choose another path, or give this user access to it"
     for part, variable in _CACHES.items():
         if part in path:
             fix = f"set {variable} to a folder that this user can write to"

@@ -1,10 +1,12 @@
 """TorchTitan's tokenizer, with checks of its folder and an EOS token for every document."""
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import refuse_pointers
 from torchtitan_scape.titan.config import JobConfig
 from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTokenizer, build_hf_tokenizer
 
@@ -12,6 +14,10 @@ logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, both BOS and EOS.
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_OTHER_FILES = ("merges.txt", "tokenizer_config.json")
+_REGEX = "use another tokenizer, or correct the regular expressions of its pre_tokenizer"
+# A regular expression that takes exponential time on a run of equal characters makes the library panic.
+_PROBE = "".join(f"{character * 64}!\n" for character in "a A0 \n-_.é中")
 
 
 def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
@@ -29,6 +35,30 @@ def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
         tokenizer.bos_id = tokenizer.bos_token = None
     elif tokenizer.eos_id is None and (found := tokenizer.token_to_id(END_OF_TEXT)) is not None:
         tokenizer.eos_id, tokenizer.eos_token = found, END_OF_TEXT
+        added = tokenizer.tokenizer.get_added_tokens_decoder().get(found)
+        if added is not None and not added.special:  # Otherwise it would be found in the text of documents.
+            tokenizer.tokenizer.add_special_tokens([END_OF_TEXT])
+
+
+def panic_text(error: BaseException) -> str:
+    """Return the message of a panic of the tokenizers library, which is no Exception; "" for another error."""
+    return f"{one_line(error)}; {_REGEX}" if type(error).__name__ == "PanicException" else ""
+
+
+def _report_unavoidable(tokenizer: Any, folder: Path) -> None:
+    """Log the special tokens that are also entries of the model, which finds them in text by itself."""
+    unknown = getattr(tokenizer.model, "unk_token", None)  # The token of any text without an entry.
+    tokens = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    found = [
+        content
+        for number, content in tokens.items()
+        if content != unknown and number in tokenizer.encode(content, add_special_tokens=False).ids
+    ]
+    if found:
+        logger.warning(
+            f"The tokenizer in {str(folder)!r} encodes text that spells {', '.join(found[:5])} as these special "
+            "tokens, because its model contains them"
+        )
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
@@ -39,21 +69,31 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """
     folder = Path(job_config.model.hf_assets_path)
     expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
-    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {folder}"
+    fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {shlex.quote(str(folder))}"
     if not folder.is_dir():
         raise ValueError(
             f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"
         )
     if not any((folder / name).is_file() for name in _FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
+    cannot = f"model.hf_assets_path: {str(folder)!r} cannot be read"
     try:
+        refuse_pointers(*(folder / name for name in (*_FILES, *_OTHER_FILES)))
         tokenizer = build_hf_tokenizer(job_config)
+        tokenizer.tokenizer.encode(_PROBE)
     except Exception as error:  # The tokenizers library raises no narrower type.
-        raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
+        raise ValueError(f"{cannot}: {one_line(error)}") from error
+    except BaseException as error:
+        if reason := panic_text(error):
+            raise ValueError(f"{cannot}: it fails on runs of equal characters ({reason})") from None
+        raise
     # A published tokenizer.json may enable truncation, or padding to the longest document of a batch.
     tokenizer.tokenizer.no_truncation()
     tokenizer.tokenizer.no_padding()
     name_borders(tokenizer)
+    tokenizer.tokenizer.encode_special_tokens = not job_config.data.allow_special_tokens
+    if not job_config.data.allow_special_tokens:
+        _report_unavoidable(tokenizer.tokenizer, folder)
     if tokenizer.eos_id is None:
         logger.warning(f"The tokenizer in {str(folder)!r} defines no EOS: documents are concatenated without a border")
     return tokenizer

@@ -5,10 +5,12 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import duration_text, sent_text, shards_text
@@ -54,7 +56,14 @@ class ReplicaMetrics(MetricsProcessor):
     optimizers: TitanOptimizers
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
-        super().__init__(job_config, parallel_dims, tag)
+        try:
+            super().__init__(job_config, parallel_dims, tag)
+        except OSError as error:
+            folder = Path(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+            raise ValueError(
+                f"[metrics] save_tb_folder: {folder} cannot be written to ({error.strerror}); free space there, or set "
+                "--job.dump_folder to another folder"
+            ) from error
         self.last_loss: float | None = None
         self.zero_gradient = False  # whether some rank's gradient norm was exactly 0 at the last logged step
         self.steps_since_log = 0
@@ -64,6 +73,17 @@ class ReplicaMetrics(MetricsProcessor):
         self.forecast = ""  # predicted step time of a simulated run, appended to every line
         self._sent_before: dict[Entry, float] = {}
         self._seconds: dict[str, float] = defaultdict(float)
+
+    def begin(self, step: int) -> None:
+        """Mark the first step of this process in TensorBoard's file.
+
+        Names of folders end with the minute: a run that is started again within it writes to the same folder.
+        TensorBoard then drops the values of the earlier start from `step` on, as with `purge_step`.
+        """
+        for one in getattr(self.logger, "_loggers", ()):
+            if (writer := getattr(one, "writer", None)) is not None:
+                start = SessionLog(status=SessionLog.START)
+                writer.file_writer.add_event(Event(step=step, session_log=start))
 
     def log(
         self,

@@ -23,6 +23,7 @@ from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError
+from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
@@ -201,11 +202,11 @@ class ScapeTrainer(Trainer):
         return f"{text}, with {self.simulated} simulated replicas" if self.simulated > 1 else text
 
     def _check_vocabulary(self) -> None:
-        entries, rows = self.tokenizer.get_vocab_size(), self.model_args.vocab_size
+        entries, rows = tokenizer_entries(self.tokenizer), self.model_args.vocab_size
         if entries > rows:
             raise ValueError(
-                f"the tokenizer in {self.job_config.model.hf_assets_path} has {entries} entries, but the embedding of "
-                f"{self.job_config.model.title} has {rows}; use the tokenizer of the model"
+                f"the largest token of the tokenizer in {self.job_config.model.hf_assets_path} is {entries - 1}, but "
+                f"the embedding of {self.job_config.model.title} has {rows} rows; use the tokenizer of the model"
             )
 
     def _attach_checkpointer(self) -> None:
@@ -275,6 +276,8 @@ class ScapeTrainer(Trainer):
         if self.observation is not None:
             self.observation.before_step(self.step)
         self._data_end.start()
+        if self.steps_taken == 0:
+            self.metrics_processor.begin(self.step)
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
         try:
