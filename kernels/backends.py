@@ -84,7 +84,9 @@ def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
         from torchtitan_scape.kernels.dense.triton_passes import Scaling
 
         return Scaling()
-    return torch._foreach_mul_
+    from torchtitan_scape.kernels.dense.reference import scale_
+
+    return scale_
 
 
 def adams_step(backend: str) -> Any:

@@ -109,6 +109,7 @@ def test_only_the_finite_flag_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         asked.clear()
         with SaysCuda():
             guard.check([torch.full((4,), value)])
+            guard.conclude(torch.zeros(()))
         assert asked == [torch.device("cpu")]  # no wait in the same step
         assert guard.last_applied() == verdict and asked[1:] == ["waits"]
         assert guard.finish_previous_step() == verdict and guard.last_applied() == verdict

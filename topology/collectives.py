@@ -336,8 +336,8 @@ class ReplicaCollectives(OwnerExchange):
     # ----------------------------------------------------------------------- scalars, over all axes; counted
 
     @abstractmethod
-    def all_true(self, flag: Tensor) -> Tensor:
-        """Return a bool tensor of the shape of `flag`: whether each entry is true on every rank of every replica."""
+    def minimum_over_all(self, values: Tensor) -> Tensor:
+        """Return the smallest of each entry over every rank of every replica, FP32 of the shape of `values`."""
 
     @abstractmethod
     def sum_over_owners(self, value: Tensor) -> Tensor:
@@ -378,15 +378,15 @@ class ReplicaCollectives(OwnerExchange):
                 found[place["pipeline"]] = value
         return [found[stage] for stage in range(layout.pipeline)], own["pipeline"]
 
-    def _true_in_model(self, flag: Tensor) -> Tensor:
-        """Return FP32 of the shape of `flag`: 1 where it is true on all ranks of this replica. Not counted."""
-        value = flag.float()
+    def _minimum_over_model(self, values: Tensor) -> Tensor:
+        """Return the smallest of each entry over the ranks of this replica, FP32, not `values` itself. Not counted."""
+        value = values.to(torch.float32, copy=True)
         if self.groups.model is not None:
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self.groups.model)
         return value
 
     def _count_flag(self, value: Tensor) -> None:
-        """Count the all-reduce of `_true_in_model`."""
+        """Count the all-reduce of `_minimum_over_model`."""
         group = self.groups.model
         if group is not None:
             self._count_scalar(SHARD, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())

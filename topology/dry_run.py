@@ -106,13 +106,13 @@ class DryRunCollectives(ReplicaCollectives):
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return [item] * self.replicas
 
-    def all_true(self, flag: Tensor) -> Tensor:
-        value = self._true_in_model(flag)
+    def minimum_over_all(self, values: Tensor) -> Tensor:
+        value = self._minimum_over_model(values)
         self._count_flag(value)
         if self.replicas > 1:
             sent = 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
             self.ledger.add(REPLICATE, self.levels[-1].level, "flag", value.nbytes, sent)
-        return value > 0
+        return value
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
         return self.sum_over_model(value)

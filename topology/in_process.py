@@ -159,13 +159,13 @@ class InProcessCollectives(ReplicaCollectives):
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return list(self._exchange(item, list))
 
-    def all_true(self, flag: Tensor) -> Tensor:
-        value = self._exchange(flag, lambda flags: self._true_in_model(torch.stack(flags).all(0)))
+    def minimum_over_all(self, values: Tensor) -> Tensor:
+        value = self._exchange(values.float(), lambda each: self._minimum_over_model(torch.stack(each).amin(0)))
         self._count_flag(value)
         self.ledger.add(
             REPLICATE, "network", "flag", value.nbytes, 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
         )
-        return value > 0
+        return value
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
         own = self.sum_over_model(value)

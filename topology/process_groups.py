@@ -172,13 +172,13 @@ class ProcessGroupCollectives(ReplicaCollectives):
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return gather_lists(self.groups.replicate, [item])
 
-    def all_true(self, flag: Tensor) -> Tensor:
-        value, group = self._true_in_model(flag), self._scalars
+    def minimum_over_all(self, values: Tensor) -> Tensor:
+        value, group = self._minimum_over_model(values), self._scalars
         self._count_flag(value)
         if group is not None:
             dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
             self._count_scalar(REPLICATE, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
-        return value > 0
+        return value
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
         own, group = self.sum_over_model(value), self._scalars

@@ -85,3 +85,9 @@ def frozen_adam_update_(
     decay_(parameter, lr * weight_decay, applied)
     parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
     moment.copy_(gated(applied, new, moment))
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a factor, (), in place. On a CPU, where reading it costs nothing, 1 leaves out the pass."""
+    if not (factor.is_cpu and factor == 1.0):
+        torch._foreach_mul_(tensors, factor)

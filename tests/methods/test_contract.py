@@ -248,7 +248,7 @@ def test_an_asynchronous_exchange_has_the_same_bits(synchronising: Case) -> None
             with torch.no_grad():
                 step = StepInfo(number, torch.tensor(True))
                 take = begun.start(gradients(number, collectives.replica), step)
-                collectives.all_true(torch.tensor(True))
+                collectives.minimum_over_all(torch.tensor(True))
                 given = take()
                 found.given.append([g.clone() for g in given])
                 update(begun, given, step)

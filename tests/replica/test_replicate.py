@@ -183,7 +183,7 @@ def test_a_method_trains_and_resumes_bitwise(name: str, outcomes: dict[str, list
         # 2 (n - 1) / n messages of 4 bytes per parameter: weights and biases of the three layers.
         assert stats["dense_bytes"] == 4 * (33 * 64 + 65 * 64 + 65 * 10)
         if name == "dense":
-            assert stats["sent_bytes"] == pytest.approx(stats["dense_bytes"], rel=1e-3)
+            assert stats["sent_bytes"] == pytest.approx(stats["dense_bytes"], abs=64)  # flags, checksum and norm
         elif name not in ("powersgd", "radius"):  # its first steps are dense
             assert stats["sent_bytes"] < 0.5 * stats["dense_bytes"]
 

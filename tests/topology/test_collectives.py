@@ -47,8 +47,8 @@ def communicate(
     gathered = torch.zeros(replicate * 16, dtype=torch.uint8)
     collectives.all_gather(gathered, torch.full((16,), rank, dtype=torch.uint8)).wait()
     total = collectives.sum_over_model(torch.tensor(float(1 << rank)))
-    assert bool(collectives.all_true(torch.tensor(True)))
-    assert not bool(collectives.all_true(torch.tensor(rank != 3)))
+    assert bool(collectives.minimum_over_all(torch.tensor(True)))
+    assert not bool(collectives.minimum_over_all(torch.tensor(rank != 3)))
     assert sorted(collectives.gather_objects(rank)) == [0, 1, 2, 3]
     ledger = collectives.ledger
     return dict(ledger.sent), dict(ledger.input_bytes), gathered[::16].tolist(), float(total)

@@ -114,7 +114,7 @@ def flag_group() -> tuple[bool, bool]:
 
     with patch.object(dist, "all_reduce", note):
         chunk = collectives.all_reduce(torch.ones(4), mean=False)
-        flag = collectives.all_true(torch.tensor(dist.get_rank() != 3))
+        flag = collectives.minimum_over_all(torch.tensor(dist.get_rank() != 3))
     norm = collectives.sum_over_owners(torch.ones(()))
     chunk.wait()
     return used == [built.replicate, built.scalars] and used[0] is not used[1], not flag and norm.item() == 4.0
@@ -140,7 +140,7 @@ def delayed_exchange() -> list[bool]:
 
         with patch.object(dist, "all_reduce", note):
             chunk = collectives.all_reduce(torch.ones(64), mean=False)
-            assert collectives.all_true(torch.tensor(True))
+            assert collectives.minimum_over_all(torch.tensor(True))
             chunk.wait()
         chunks |= {group.process_group for stream in built.comm_streams for group in stream}
         assert len(flags) == 1

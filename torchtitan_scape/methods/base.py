@@ -39,6 +39,7 @@ class GradientMethod(Method):
                     )
                 for shard, gradient in zip(context.shards, gradients, strict=True):
                     store_gradient(shard, gradient)
+            info = info._replace(applied=info.applied & context.grad_norm.isfinite())
             with phase("update"):
                 update(context.optimizer, info.applied)
         with phase("exchange"):
@@ -90,6 +91,7 @@ class LocalMethod(Method):
     """
 
     per_replica_weights = True
+    limits_gradients = False  # each replica clips by its own norm before anything is kept or sent
 
     def __init__(self, context: MethodContext, options: Any) -> None:
         check_contiguous(context.shards, options.method_name())

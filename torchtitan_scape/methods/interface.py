@@ -107,7 +107,7 @@ class StepInfo(NamedTuple):
     Attributes:
         number: attempted steps including this one, from 1; the same on all ranks, a host integer.
         applied: bool () on the device; False if any gradient on any rank is not finite. It gates every write of state.
-        norms: FP64 (n,), of each gradient that `Method.step` receives; None if the check did not compute them.
+        norms: FP64 (n,), of each gradient that `Method.step` receives; None if they are not known.
     """
 
     number: int
@@ -159,8 +159,8 @@ class MethodContext:
         """Return the steps of the run divided by `divisor`, the default of the option `key`; 0 if they are unknown."""
         if not self.total_steps and self.collectives.replica == 0:
             logger.warning(
-                f"{key} is 0, because the number of steps is unknown; pass total_steps to replicate(), or set {key}, so "
-                "that the run begins with more exchanges"
+                f"{key} is 0, because the number of steps is unknown; pass total_steps to replicate(), or set {key}, "
+                "so that the run begins with more exchanges"
             )
         return self.total_steps // divisor
 
@@ -177,6 +177,8 @@ class Method(ABC):
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
         per_replica_weights: True if the replicas' weights differ between exchanges. One of the states then has
             `on_migration` = "model".
+        limits_gradients: True if a replica's gradient is scaled down to a multiple of its usual norm before `step`,
+            because the method's state would keep a spike for many steps; see `replica.norms.NormLimit`.
         supports_overlap: True if the exchange can start while the backward pass is running (`methods.chunked`).
         holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
             supplies the rates alone.
@@ -184,6 +186,7 @@ class Method(ABC):
 
     gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
     per_replica_weights: ClassVar[bool] = False
+    limits_gradients: ClassVar[bool] = True
     supports_overlap: ClassVar[bool] = False
     holds_optimizer_state: ClassVar[bool] = False
 

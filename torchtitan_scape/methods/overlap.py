@@ -71,8 +71,8 @@ class BackwardOverlap:
         """
         if self.active:
             raise ValueError(
-                "prepare_last_backward() was called again before step(); call it once per step, before the backward pass "
-                "of the last micro-batch. If that pass failed and is repeated, call zero_grad() first"
+                "prepare_last_backward() was called again before step(); call it once per step, before the backward "
+                "pass of the last micro-batch. If that pass failed and is repeated, call zero_grad() first"
             )
         self._method.begin()
         if len(complete_everywhere) == self._flags:

@@ -7,15 +7,27 @@ of the same collective.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.kernels.backends import choose_backend, finite_check
+from torchtitan_scape.replica.norms import ABSURD, FACTOR, NormAlarm, NormLimit
+from torchtitan_scape.replica.rates import RateComparison
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_NORM = 2.0**56  # of a gradient that a method squares, encodes or transforms
+
+_DAMAGE = (
+    "a residual, a moment or a message may be damaged; suspect the memory of a device, and start the run again from "
+    "the last checkpoint"
+)
+_ABSURD_NORM = f"the norm of the gradient is more than {ABSURD:g} times the usual one on some rank"
+_NORM_NOT_FINITE = "the norm of the synchronized gradient was not finite, although every gradient was"
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -37,17 +49,17 @@ def gradient_check(
 
     Args:
         kernels: "auto", "triton" or "torch".
-        by_norms: Whether the gradients are clipped by their norms afterwards, see `NormCheck`.
+        by_norms: Whether the norms of the gradients are needed afterwards, see `NormCheck`.
     """
     backend = choose_backend(kernels, shards[0].device, {shard.parameter.dtype for shard in shards})
-    limit = summable_below(factor)
-    return NormCheck(limit) if by_norms else finite_check(backend, limit)
+    return NormCheck(_LARGEST_NORM / factor) if by_norms else finite_check(backend, summable_below(factor))
 
 
 class NormCheck:
-    """Check of gradients by their norms, for methods that clip by them: the gradients are read once instead of twice.
+    """Check of gradients by their norms, for methods that need them: the gradients are read once instead of twice.
 
     A norm in FP64 is finite if and only if all FP32 entries are. One that is not below the limit counts as not finite.
+    The limit is so low that squares and the scales of codes fit into FP32.
 
     Attributes:
         norms: FP64 (n,), of each gradient of the last check, before it is scaled.
@@ -71,13 +83,17 @@ class FiniteGuard:
     Args:
         names: of the gradients, for messages.
         finite: returns bool (n,): whether each gradient is finite.
-        all_true: combines flags over all ranks.
+        minimum_over_all: returns the smallest of each entry over all ranks, FP32.
         gather_objects: gathers an object from all ranks, for messages.
         rank: of this process.
         max_skipped_steps: the limit.
+        limits: of the gradients' norms, one per replica of this process; none for methods without error feedback. They
+            need a `NormCheck`.
+        rates: compares the rates of all replicas in every check; None for one replica.
 
     Attributes:
-        applied: bool () on the device: the flag of the last check. The same tensor after every check.
+        applied: bool () on the device: whether the step is applied, as far as known. The same tensor in each step.
+        finite: bool () on the device: whether all gradients of the last check were finite.
         skipped: number of skipped steps.
         skipped_in_a_row: of them, the last ones without an applied step in between.
         asked_to_stop: whether this rank requests a stop; called at every check.
@@ -91,97 +107,174 @@ class FiniteGuard:
         self,
         names: Sequence[str],
         finite: Callable[[list[Tensor]], Tensor],
-        all_true: Callable[[Tensor], Tensor],
+        minimum_over_all: Callable[[Tensor], Tensor],
         gather_objects: Callable[[Any], list[Any]],
         rank: int,
         max_skipped_steps: int,
+        limits: Sequence[NormLimit] = (),
+        rates: RateComparison | None = None,
     ) -> None:
         self.names = list(names)
         self.rank = rank
         self.max_skipped_steps = max_skipped_steps
-        self.skipped = 0
-        self.skipped_in_a_row = 0
+        self.limits, self.rates = list(limits), rates
+        self._steps = self.skipped = self.skipped_in_a_row = 0
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
         self.extra_flags_all_true: list[bool] = []
         self.summed_over = ""
-        self._may_go_on: list[Tensor] = []
+        self.finite = self.applied = torch.ones((), dtype=torch.bool)
+        self._alarm, self._alarms_in_a_row = NormAlarm(), 0
+        self._constants: list[Tensor] = []
         self._finite = finite
-        self._all_true = all_true
+        self._minimum_over_all = minimum_over_all
         self._gather_objects = gather_objects
         self._each: Tensor | None = None
-        self.applied: Tensor | None = None
+        self._outcome: Tensor | None = None
+        self._extra_flags = 0
+        self._was_sent = False
         self._pending: tuple[Tensor, Any] | None = None
         self._was_applied = True
 
-    def check(self, gradients: list[Tensor], extra_flags: Sequence[bool] = ()) -> Tensor:
+    def check(self, gradients: list[Tensor], extra_flags: Sequence[bool] = (), was_sent: bool = False) -> Tensor:
         """Return `applied`: whether every gradient of every rank is finite. Collective.
 
         Args:
             extra_flags: further flags to combine over ranks, see `extra_flags_all_true`; as many on all ranks.
+            was_sent: whether the gradients were sent before this check. The step is then not applied if a norm is above
+                its limit.
         """
         self._each = self._finite(gradients)
         finite = self._each.all()
-        if not self._may_go_on:  # both values are kept on the device, so that a step copies nothing from the host
-            self._may_go_on = [torch.ones_like(finite), torch.zeros_like(finite)]
-        asked = [self._may_go_on[no] for no in (self.asked_to_stop(), *(not flag for flag in extra_flags))]
-        flags = self._all_true(torch.stack([finite, *asked]))
-        if self.applied is None:
-            self.applied = torch.empty_like(flags[0])
-        self.applied.copy_(flags[0])
-        if not self.applied.is_cuda:
-            self._pending = (flags, None)
-        else:
-            on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
-            on_host.copy_(flags, non_blocking=True)
-            # The event belongs to the stream of the copy, because the current device may be another one.
-            self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())
+        if not self._constants:  # both values are kept on the device, so that a step copies no flag from the host
+            self._constants = [torch.zeros_like(finite), torch.ones_like(finite)]
+            self.applied = torch.empty_like(finite)
+        norms = self.norms_by_replica(len(self.limits))
+        within = [limit.holds(each) for limit, each in zip(self.limits, norms, strict=True) if each is not None]
+        is_within = torch.stack(within).all() if within else self._constants[True]
+        flags = [not self.asked_to_stop(), not self._alarm.is_on, *extra_flags]
+        flags = torch.stack([finite, is_within, *(self._constants[flag] for flag in flags)])
+        rates = [] if self.rates is None else [self.rates.checksums(finite.device)]
+        self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates]))
+        self._extra_flags, self._was_sent = len(extra_flags), was_sent
+        agreed = self._outcome[:2] > 0.0
+        self.finite = agreed[0]
+        self.applied.copy_(agreed.all() if was_sent else self.finite)
         return self.applied
+
+    def limit_norms(self, rows: Sequence[list[Tensor]], multiply: Callable[[list[Tensor], Tensor], None]) -> None:
+        """Scale the gradients of each replica down to its limit, in place, unless they were sent before the check."""
+        for limit, gradients in zip(self.limits, rows, strict=False):
+            limit.apply([] if self._was_sent else gradients, self.finite, multiply)
+
+    def conclude(self, norm: Tensor) -> None:
+        """Take back `applied` if the norm of the synchronized gradient, FP32 (), is not finite: call it after a step.
+
+        The method has left out its update by the same rule.
+        """
+        assert self._outcome is not None
+        self.applied.logical_and_(norm.isfinite())
+        outcome, self._outcome = torch.cat([self._outcome, norm.detach().view(1)]), None
+        if not outcome.is_cuda:
+            self._pending = (outcome, None)
+            return
+        on_host = torch.empty(len(outcome), dtype=outcome.dtype, pin_memory=True)
+        on_host.copy_(outcome, non_blocking=True)
+        # The event belongs to the stream of the copy, because the current device may be another one.
+        self._pending = (on_host, torch.cuda.current_stream(outcome.device).record_event())
 
     def norms_by_replica(self, replicas: int) -> Sequence[Tensor | None]:
         """Return the norms of each replica's gradients in the last check, FP64 (n,); None if it computed none."""
         if not isinstance(self._finite, NormCheck):
             return [None] * replicas
-        return self._finite.norms.view(replicas, -1).unbind()
+        return self._finite.norms.view(replicas, -1).unbind() if replicas else []
 
     def last_applied(self) -> bool:
-        """Return whether the last step was applied. Waits for its check, not for later work on the device."""
+        """Return whether the last step was applied. Waits for its norm, not for later work on the device."""
         if self._pending is not None:
-            flags, event = self._pending
+            outcome, event = self._pending
             if event is not None:
                 event.synchronize()
-            self._was_applied = bool(flags[0])
+            self._was_applied = self._is_applied(outcome.tolist())
         return self._was_applied
+
+    def _is_applied(self, outcome: list[float]) -> bool:
+        finite, within, *_, norm = outcome
+        return bool(finite and (within or not self._was_sent) and math.isfinite(norm))
 
     def finish_previous_step(self) -> bool | None:
         """Return whether the last checked step was applied; None if this was read before. Collective if it raises.
 
         Raises:
             NonFiniteGradientError: on every rank, after `max_skipped_steps` skipped steps in a row.
+            DamagedParametersError: on every rank, after as many steps in a row whose gradients were finite and whose
+                synchronized gradient was not, or was far too large.
+            ValueError: on every rank, if the rates of the replicas differed.
         """
         if self._pending is None:
             return None
-        flags, event = self._pending
+        outcome, event = self._pending
         self._pending = None
         if event is not None:
             event.synchronize()
-        applied, may_go_on, *self.extra_flags_all_true = flags.tolist()
-        self.stop_agreed, self._was_applied = not may_go_on, applied
-        if applied:
+        values = outcome.tolist()
+        finite, within, may_go_on, usual_before, *flags, norm = values
+        self._steps += 1
+        self.stop_agreed, self._was_applied = not may_go_on, self._is_applied(values)
+        self.extra_flags_all_true = [bool(flag) for flag in flags[: self._extra_flags]]
+        if self.rates is not None:
+            self.rates.check(flags[self._extra_flags :], self._steps)
+        if self._was_applied:
             self.skipped_in_a_row = 0
+            if not within:
+                logger.warning(f"a replica's gradient was scaled down to {FACTOR:g} times its usual norm")
+            self._judge(norm, bool(usual_before))
             return True
         self.skipped += 1
         self.skipped_in_a_row += 1
+        cause = "some rank's gradient was not finite"
+        if finite:
+            cause = f"a replica's gradient has more than {FACTOR:g} times its usual norm, and its exchange had begun"
+            if within or not self._was_sent:
+                cause = _NORM_NOT_FINITE
         if self.skipped_in_a_row >= self.max_skipped_steps:
-            raise NonFiniteGradientError(
-                f"the gradients were not finite, or too large to be summed, for {self.skipped_in_a_row} steps in a row "
-                f"(max_skipped_steps={self.max_skipped_steps}); in the last one: {self._culprits()}. "
-                f"{self._summed_ranks_note()}"
-                "Parameters and state are those of the last good step. Lower the learning rate, or look at "
-                f"the data of {self.summed_over or 'that rank'}."
-            )
-        logger.warning("skipped a step: some rank's gradient was not finite (%d in a row)", self.skipped_in_a_row)
+            self._give_up(bool(finite), cause)
+        logger.warning("skipped a step: %s (%d in a row)", cause, self.skipped_in_a_row)
         return False
+
+    @property
+    def alarm(self) -> str:
+        """Why the present state should not replace that of an older checkpoint, "" if it may.
+
+        A single skipped step is usual; its state is that of the step before.
+        """
+        if self._alarms_in_a_row:
+            return _ABSURD_NORM
+        return f"the last {self.skipped_in_a_row} steps were skipped" if self.skipped_in_a_row > 1 else ""
+
+    def _judge(self, norm: float, usual_before: bool) -> None:
+        """Raise DamagedParametersError on every rank if some rank's norm is absurd for too long.
+
+        Args:
+            norm: of the step, which other ranks learn of in the next check.
+            usual_before: whether that of the step before was usual on all ranks.
+        """
+        if self._alarm.judge(norm):
+            logger.warning(f"the norm of the gradient is {norm:.3g}, usually {self._alarm.usual:.3g}: {_DAMAGE}")
+        self._alarms_in_a_row = 0 if usual_before else self._alarms_in_a_row + 1
+        if self._alarms_in_a_row >= self.max_skipped_steps:
+            raise DamagedParametersError(f"{_ABSURD_NORM}, for {self._alarms_in_a_row} steps: {_DAMAGE}")
+
+    def _give_up(self, finite: bool, cause: str) -> NoReturn:
+        steps = f"for {self.skipped_in_a_row} steps in a row (max_skipped_steps={self.max_skipped_steps})"
+        if cause == _NORM_NOT_FINITE:
+            raise DamagedParametersError(f"{cause}, {steps}: {_DAMAGE}")
+        raise NonFiniteGradientError(
+            f"the gradients were not finite, or too large to be summed, {steps}; in the last one: "
+            f"{cause if finite else self._culprits()}. {self._summed_ranks_note()}"
+            "Parameters and state are those of the last good step. Lower the learning rate, or look at "
+            f"the data of {self.summed_over or 'that rank'}."
+        )
 
     def _summed_ranks_note(self) -> str:
         if not self.summed_over:

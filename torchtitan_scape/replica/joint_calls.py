@@ -49,7 +49,7 @@ class JointCalls:
             arrived = store.add(numbered, 0)
         if arrived < len(self._ranks):
             raise ValueError(
-                f"{call}() was called on {arrived} of {len(self._ranks)} ranks, rank {self._ranks[0]} among them, within "
-                f"{SECONDS:.0f} s; {advice}"
+                f"{call}() was called on {arrived} of {len(self._ranks)} ranks within {SECONDS:.0f} s, rank "
+                f"{self._ranks[0]} among them; {advice}"
             )
         store.delete_key(numbered)

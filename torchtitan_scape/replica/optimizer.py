@@ -24,6 +24,8 @@ from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica import checks, modes, pending, rank_state, reports, setup_checks, simulation
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
 from torchtitan_scape.replica.joint_calls import JointCalls
+from torchtitan_scape.replica.norms import NormLimit
+from torchtitan_scape.replica.rates import RateComparison
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
@@ -146,13 +148,16 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def _finite_guard(self, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
         """Return the check of the gradients of all replicas, which are multiplied by `scale` afterwards."""
+        limits = [NormLimit(self.grad_norm.device) for method in self.methods if method.limits_gradients]
         return FiniteGuard(
             [shard.name + endpoint.label for endpoint in self.replicas.endpoints for shard in self._shards],
-            gradient_check(kernels, self._shards, scale * self.collectives.replicas, by_norms=bool(self.weights)),
-            self.timer.timed("wait", self.collectives.all_true),
+            gradient_check(kernels, self._shards, scale * self.collectives.replicas, bool(self.weights or limits)),
+            self.timer.timed("wait", self.collectives.minimum_over_all),
             self.collectives.gather_objects,
             dist.get_rank() if dist.is_initialized() else 0,
             max_skipped_steps,
+            limits,
+            RateComparison(lambda: self.param_groups, self.collectives) if self.collectives.replicas > 1 else None,
         )
 
     _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it.
@@ -203,14 +208,17 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         with self.timer.phase("check"):
             gradients = self._gradients()
             complete = self._overlap.complete if self._overlap else ()
-            applied = self.guard.check([gradient for row in gradients for gradient in row], complete)
+            was_sent = self._overlap is not None and self._overlap.active
+            applied = self.guard.check([gradient for row in gradients for gradient in row], complete, was_sent)
+            self.guard.limit_norms(gradients, self.methods[0].multiply_gradients)
         self.attempted_steps += 1
         self._full_exchange_in_flight, self._full_exchange_next = self._full_exchange_next, False
-        norms = self.guard.norms_by_replica(len(gradients))
+        norms = self.guard.norms_by_replica(len(gradients)) if self.weights else [None] * len(gradients)
         infos = [StepInfo(self.attempted_steps, applied, each) for each in norms]
         for weights in self.weights[1:]:
             weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
         self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
+        self.guard.conclude(self.grad_norm)
         for weights in self.weights[1:]:
             weights.optimizer.zero_grad()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that no step was taken
@@ -297,6 +305,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Drop exchanges in flight, requests, and state that a checkpoint may lack, before a load. Collective."""
         self.finish_previous_step()
         self._full_exchange_next = self._full_exchange_in_flight = False
+        for limit in self.guard.limits:
+            limit.usual.zero_()
         self.replicas.run(lambda i: self.methods[i].prepare_to_load())
 
     def request_full_exchange(self) -> None:

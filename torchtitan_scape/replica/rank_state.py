@@ -1,7 +1,8 @@
 """The state of one rank as a plain dictionary, for training loops that save with `torch.save`.
 
-Ranks differ: every rank has to save its own, unless `_is_equal_on_all_ranks`. `checkpoint.own_loop.checkpoint_states` returns states for
-`torch.distributed.checkpoint` instead, which another layout or method can load.
+Ranks differ: every rank has to save its own, unless `_is_equal_on_all_ranks`.
+`checkpoint.own_loop.checkpoint_states` returns states for `torch.distributed.checkpoint` instead, which another layout
+or method can load.
 """
 
 import sys
@@ -17,9 +18,9 @@ from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
 _DCP = (
-    "With torch.distributed.checkpoint as dcp, dcp.save(checkpoint_states(model, optimizer), checkpoint_id=path) on every "
-    "rank saves one checkpoint, and load_checkpoint(path, model, optimizer) loads it with another number of ranks, method "
-    "or options too; both functions are in torchtitan_scape"
+    "Every rank can save into one checkpoint instead, which load_checkpoint() loads with another number of ranks, method "
+    "or options too: torch.distributed.checkpoint.save(checkpoint_states(model, optimizer), checkpoint_id=path), with "
+    "both functions from torchtitan_scape"
 )
 
 
@@ -103,9 +104,8 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
         if key in ("replica", "shard"):
             return f"{different}ranks differ, so every rank has to load the file that it saved. {_DCP}"
         return (
-            f"{different}files of single ranks can only be loaded with the layout and options that saved them. To change "
-            "these, load the files once more as they were saved, with as many ranks, and save with dcp.save. "
-            f"{_DCP}"
+            f"{different}the file of a rank needs the layout and options that saved it. To change them, load the files "
+            f"with these, and save once more. {_DCP}"
         )
     if len(saved["weights"]) != len(optimizer.weights):
         return "the saved state lacks weights of a replica, as those of earlier versions; use checkpoint_states"

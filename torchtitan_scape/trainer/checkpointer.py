@@ -109,13 +109,9 @@ class ReplicaCheckpointer(CheckpointManager):
             self._purge_stale_checkpoints()
 
     def _unsafe(self) -> str:
-        """Return why the state of this step should not replace that of an older checkpoint, "" if it may.
-
-        A single skipped step is usual; its state is that of the step before.
-        """
+        """Return why the state of this step should not replace that of an older checkpoint, "" if it may."""
         self._optimizers.finish_previous_step()
-        skipped = self._optimizers.guard.skipped_in_a_row
-        return f"the last {skipped} steps were skipped" if skipped > 1 else self.alarm()
+        return self._optimizers.guard.alarm or self.alarm()
 
     def save_to_resume(self, step: int) -> None:
         """Write the full state of `step` synchronously, unless it already exists. Collective."""

@@ -185,10 +185,10 @@ def test_errors_of_simulated_replicas_name_the_cause() -> None:
 def test_a_failing_replica_ends_the_others() -> None:
     def work(replica: int) -> None:
         endpoint = simulated.endpoints[replica]
-        endpoint.all_true(torch.tensor(True))
+        endpoint.minimum_over_all(torch.tensor(True))
         if replica == 1:
             raise KeyError("of replica 1")
-        endpoint.all_true(torch.tensor(True))
+        endpoint.minimum_over_all(torch.tensor(True))
 
     simulated = SimulatedReplicas(3)
     for _ in range(2):  # and the next run is not affected
@@ -200,7 +200,7 @@ def test_a_failing_replica_ends_the_others() -> None:
 def test_a_collective_that_a_replica_does_not_call_raises_an_error(leaves: int) -> None:
     def work(replica: int) -> None:
         for _ in range(1 if replica == leaves else 2):
-            simulated.endpoints[replica].all_true(torch.tensor(True))
+            simulated.endpoints[replica].minimum_over_all(torch.tensor(True))
 
     simulated = SimulatedReplicas(3)
     with pytest.raises(RuntimeError, match=rf"that replicas \[{leaves}\] did not call"):

@@ -15,6 +15,8 @@ from torchtitan_scape.topology.stages import divide_
 class Dense(ChunkedMethod):
     """All-reduces the gradients over replicas. There is no residual."""
 
+    limits_gradients = False
+
     def __init__(self, context: MethodContext, options: DenseOptions) -> None:
         super().__init__(context, options)
         # One division after the sum. Scaling by `gradient_scale` and averaging would round twice.

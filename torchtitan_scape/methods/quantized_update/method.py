@@ -128,9 +128,9 @@ class QuantizedUpdate(Method):
                 context.clip_factor.copy_(
                     clip(own, context.grad_norm, context.max_norm, multiply=self.multiply_gradients)
                 )
-        code = self._update_code if encoded else None
+        code, applied = self._update_code if encoded else None, info.applied & norm.isfinite()
         for number in exchanged:
-            self._update(gradients, number, code, info.applied)
+            self._update(gradients, number, code, applied)
         self._last_exchanged = exchanged
 
     def _update(self, gradients: Sequence[Tensor], number: int, code: Codec | None, applied: Tensor) -> None:
@@ -235,14 +235,17 @@ class QuantizedUpdate(Method):
 
         Other groups count with the gradient of their last exchange; with zero before their first one.
         """
+        sound = torch.ones_like(applied)
         for number in exchanged:
             counted = [s for s in self._own_of(number) if self.context.shards[s.tensor].counted]
             own = [gradients[s.tensor][s.first : s.first + s.length] for s in counted]
             squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
             if own:
                 squares += torch.stack(torch._foreach_norm(own, 2, torch.float64)).square().sum().float()
-            masked_copy_(self._squares[number], self.collectives.sum_over_owners(squares), applied)
-        return self._squares.sum().sqrt()
+            squares = self.collectives.sum_over_owners(squares)
+            sound = sound & squares.isfinite()
+            masked_copy_(self._squares[number], squares, applied & sound)
+        return torch.where(sound, self._squares.sum().sqrt(), torch.inf)
 
     def _update_own(self, gradients: Sequence[Tensor], number: int, applied: Tensor) -> dict[int, Tensor]:
         """Run the optimizer on the parameters of a group of which this replica owns entries.

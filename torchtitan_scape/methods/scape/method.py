@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,8 +114,16 @@ class ScapeMethod(ScapeComponents):
             context.grad_norm.copy_(torch.where(self.passes.step.applied, norm, torch.nan))
             if context.max_norm is not None:
                 context.clip_factor.copy_((context.max_norm / (context.grad_norm + 1e-6)).clamp(max=1.0))
+                self._update_if(context.grad_norm.isfinite())
         if context.max_norm is not None:
             yield from (exchange.chunk for exchange in in_flight)
+
+    def _update_if(self, sound: Tensor) -> None:
+        """Leave out the update of the bound step unless `sound`, bool ()."""
+        step = self.passes.step
+        self.applied_steps -= (step.applied & ~sound).double()
+        self._applied = step.applied & sound
+        self.passes.step = replace(step, applied=self._applied)
 
     def _rates_of_tensors(self) -> list[Rates]:
         """Return the rates of the tensors of the passes: the same objects as in the last step unless they changed."""
