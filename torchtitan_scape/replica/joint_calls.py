@@ -28,11 +28,14 @@ class JointCalls:
             self._ranks = sorted(set(collectives.gather_objects(dist.get_rank())))
 
     def expect(self, call: str, advice: str = "call it on every rank") -> None:
-        """Raise ValueError on the first rank if not all ranks make this call within `SECONDS`. No rank waits long else.
+        """Check that all ranks make this call. It returns at once on all ranks but the first.
 
         Args:
             call: name of the function for the message.
             advice: the end of the message.
+
+        Raises:
+            ValueError: on the first rank, after `SECONDS` without the call of another one.
         """
         if len(self._ranks) < 2:
             return
@@ -47,9 +50,10 @@ class JointCalls:
         while arrived < len(self._ranks) and time.monotonic() < deadline:
             time.sleep(0.005)
             arrived = store.add(numbered, 0)
+        store.delete_key(numbered)
         if arrived < len(self._ranks):
+            _CALLS[key] -= 1  # the others have not counted it
             raise ValueError(
                 f"{call}() was called on {arrived} of {len(self._ranks)} ranks within {SECONDS:.0f} s, rank "
                 f"{self._ranks[0]} among them; {advice}"
             )
-        store.delete_key(numbered)

@@ -47,7 +47,8 @@ class LoopChecks:
         if self._changes_since(self._after_backward):
             self._warn(
                 "the gradients were changed between the backward pass and step(), where they are those of one replica; "
-                "remove clip_grad_norm_() and pass max_norm to replicate(), which clips by the synchronized norm"
+                "if clip_grad_norm_() does it, remove it and pass max_norm to replicate(), which clips by the "
+                "synchronized norm"
             )
         missing = [shard.name for shard in self._shards if shard.parameter.grad is None] if self._is_first else []
         if missing and self._after_backward is not None:  # else a closure runs the backward pass later

@@ -18,9 +18,9 @@ from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
 _DCP = (
-    "Every rank can save into one checkpoint instead, which load_checkpoint() loads with another number of ranks, method "
-    "or options too: torch.distributed.checkpoint.save(checkpoint_states(model, optimizer), checkpoint_id=path), with "
-    "both functions from torchtitan_scape"
+    "Every rank can save into one checkpoint instead, which load_checkpoint() loads with another number of ranks, "
+    "method or options too: torch.distributed.checkpoint.save(checkpoint_states(model, optimizer), "
+    "checkpoint_id=path), with both functions from torchtitan_scape"
 )
 
 
