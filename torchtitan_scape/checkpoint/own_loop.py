@@ -73,7 +73,6 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     Raises:
         ValueError: the checkpoint is incomplete, or of another model. There are no checksums.
     """
-    optimizer.joint_calls.expect("load_checkpoint")
     if not {MODEL, OPTIMIZER, RUN_METADATA} <= names_in(path):
         raise ValueError(
             f"{path} lacks {sorted({MODEL, OPTIMIZER, RUN_METADATA} - names_in(path))[0]!r}, which checkpoint_states() "

@@ -17,7 +17,8 @@ class JointCalls:
 
     Such a call would save the state of these ranks alone, or wait for the others until the group's timeout. The first
     rank waits on the host until all others have made the same call, and raises an error if they do not. The others do
-    not wait, because the first one may be late: it often evaluates or writes alone before.
+    not wait, because the first one may be late: it often evaluates or writes alone before. Calls that load are not
+    checked, because the ranks may have read files of different sizes before.
 
     Construction is collective.
     """

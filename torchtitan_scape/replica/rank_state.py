@@ -126,7 +126,6 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
     """
     saved = state_dict.get("replica")
-    optimizer.joint_calls.expect("load_state_dict")
     raise_on_all_ranks(optimizer.collectives, _mismatch(optimizer, saved))
     assert saved is not None
     saved = _without_shared_memory(saved, optimizer)
