@@ -58,7 +58,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        stats = optimizer.stats()  # collective, so every rank calls it
+        stats = optimizer.stats()
         mean = accelerator.reduce(loss.detach(), "mean")
         accelerator.print(f"epoch {epoch + 1} | loss {mean:.4f} | sent {stats['sent_bytes']:.0f} B/step and rank")
     accelerator.end_training()

@@ -71,7 +71,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        stats = optimizer.stats()  # collective, so every rank calls it
+        stats = optimizer.stats()
         with torch.no_grad(), optimizer.shared_weights():  # the weights that all replicas share
             evaluation = F.cross_entropy(plain(x[:256].to(fabric.device)), data.tensors[1][:256].to(fabric.device))
             lowest, highest = (fabric.all_reduce(evaluation, reduce_op=op) for op in ("min", "max"))

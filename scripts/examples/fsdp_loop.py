@@ -66,7 +66,7 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == args.steps:
-            stats = optimizer.stats()  # collective, so every rank calls it
+            stats = optimizer.stats()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             if rank == 0:

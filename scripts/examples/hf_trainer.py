@@ -69,7 +69,7 @@ class ReplicaTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any) -> None:
         if "loss" in logs and self.replicas:
-            logs |= self.replicas.stats()  # collective; its grad_norm is that of the synchronized gradient
+            logs |= self.replicas.stats()  # its grad_norm is that of the synchronized gradient
         super().log(logs, *args)
 
 

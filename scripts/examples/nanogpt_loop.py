@@ -105,7 +105,7 @@ def main() -> None:
             torch.save(state | {"scheduler": scheduler.state_dict()}, path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)  # an interrupted write leaves no incomplete .pt file
         if step % 10 == 0 or step == args.steps:
-            stats = optimizer.stats()  # collective, so every rank calls it
+            stats = optimizer.stats()
             with torch.no_grad(), optimizer.shared_weights():  # the weights that all replicas share
                 x, y = batch(held_out, seed=0)
                 evaluation = F.cross_entropy(model(x).flatten(0, 1), y.flatten())

@@ -49,7 +49,7 @@ def main() -> None:
             raise SystemExit(f"error: training diverged: {error}") from None
         optimizer.zero_grad()
         if step % 20 == 0 or step == args.steps:
-            stats = optimizer.stats()  # collective, so every rank calls it
+            stats = optimizer.stats()
             if rank == 0:
                 figures = " | ".join(f"{key} {value:.4g}" for key, value in stats.items())
                 print(f"step {step} | loss {loss:.4f} | {figures}", flush=True)

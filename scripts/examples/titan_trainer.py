@@ -65,7 +65,7 @@ class SynchronizedMetrics(MetricsProcessor):
         pass
 
     def log(self, step: int, mean: float, most: float, norm: float, extra_metrics: Any = None) -> None:
-        stats = self.optimizers.optimizers[0].stats()  # collective
+        stats = self.optimizers.optimizers[0].stats()
         super().log(step, mean, most, stats["grad_norm"], (extra_metrics or {}) | stats)
         logger.info(f"sent {stats['sent_bytes']:.0f} B/step and rank, dense {stats['dense_bytes']:.0f} B")
 

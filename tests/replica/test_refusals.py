@@ -162,7 +162,7 @@ REFUSALS = {
     "options": "density=0.[12].*every replica needs the same",
     "models": "parameters=.*every replica needs the same model",
     "state of another method": "the saved state has method='quantized', this run has 'topk'",
-    "state of another replica": "the saved state has replica=[01], this run has [01].*loads its own file",
+    "state of another replica": "the saved state has replica=[01], this run has [01].*load the file that it saved",
     "state of one rank": "the saved state has density=0.5, this run has 0.1",
     "state of the wrapped optimizer": "the state has no 'replica' entry",
     "group": "all parameters must be passed at construction",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
+from torchtitan_scape.checkpoint.param_groups import PREFIX
 from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, usual_norms
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
@@ -102,8 +103,9 @@ class _Receiver:
         if has_dense_state(optimizer):
             state = dense_state(optimizer)  # creates the optimizer's state if there is none
             if self.same_optimizer:
-                reader.fill(state)
-                load_dense_state(optimizer, state)
+                moments = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
+                reader.fill(moments)
+                load_dense_state(optimizer, state | moments)
         summary.copied = not self.same_optimizer
         self.second_moments_continue = True
         self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan_scape.checkpoint.folder import names_in, read_record
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
+from torchtitan_scape.checkpoint.model import ModelCheckpoint
+from torchtitan_scape.checkpoint.param_groups import restore_groups
 from torchtitan_scape.checkpoint.reader import (
     GlobalLayout,
-    ModelCheckpoint,
     OptimizerCheckpoint,
     StateReader,
     load_into,
@@ -51,6 +52,7 @@ def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: s
     """
     if residual not in RESIDUALS:
         raise ValueError(f"residual is {residual!r}; it must be one of {', '.join(RESIDUALS)}")
+    optimizer.joint_calls.expect("checkpoint_states")
     layout = _layout_of(optimizer)
     return {
         MODEL: ModelCheckpoint(_ModelState(model), optimizer, layout),
@@ -62,11 +64,11 @@ def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: s
 def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) -> str:
     """Load model and optimizer of a checkpoint with the entries of `checkpoint_states`. Collective.
 
-    Learning rates and other hyperparameters become those of the checkpoint, as with `Optimizer.load_state_dict`, unless
-    the method holds the optimizer's state (SCAPE) or keeps an optimizer for each replica.
+    The values of param groups (learning rates, betas and others) become those of the checkpoint, as with
+    `Optimizer.load_state_dict`; of another optimizer class those that both have. Set other values after the load.
 
     Returns:
-        A line about the loaded state and the differences, for the log.
+        A line about the loaded state, the values of param groups and the differences, for the log.
 
     Raises:
         ValueError: the checkpoint is incomplete, or of another model. There are no checksums.
@@ -85,11 +87,13 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     load_into(path, {MODEL: targets})
     weights.load_state_dict(targets)
     reader = StateReader(path, saved, optimizer, layout, prefix=f"{MODEL}.")
+    groups = restore_groups(optimizer.inner, optimizer.shards(), reader.group_values(), saved["optimizer"])
     text = migrate(optimizer, reader, same_layout, step=0).text()
     load_counters(optimizer, saved["counters"])
     optimizer.count_bytes_from_here()
+    different.pop("betas", None)  # of the run before the load: they are values of param groups
     listed = ", ".join(f"{key} {change}" for key, change in different.items())
-    return f"{text}; differs from the run that saved: {listed}" if listed else text
+    return f"{text}; {groups}" + (f"; differs from the run that saved: {listed}" if listed else "")
 
 
 class _ModelState:

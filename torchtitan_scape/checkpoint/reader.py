@@ -21,12 +21,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.param_groups import PREFIX, group_values
 from torchtitan_scape.checkpoint.record_format import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.checkpoint.state import (
     dense_state,
     gather_state,
+    has_dense_state,
     needs_second_moment,
     saved_weights,
     shard_key,
@@ -109,7 +111,7 @@ class GlobalLayout:
         for key, values in found.items():
             parameter = parameters.get(_parameter_of(key))
             if is_slice(parameter) and isinstance(values, Tensor) and values.ndim:
-                loaded[key] = self.whole(parameter, _own_storage(values))
+                loaded[key] = self.whole(parameter, own_storage(values))
         return loaded
 
     def share(self, count: int) -> int:
@@ -161,14 +163,16 @@ class OptimizerCheckpoint(Stateful):
         saved = states(self._optimizers, self._residual)
         check_states(self._optimizers, saved, dense, self._optimizers.attempted_steps)
         found = self._layout.of_optimizer(dense, parameters)
+        if not has_dense_state(self._optimizers):  # else they are part of it
+            found |= group_values(self._optimizers.param_groups, self._optimizers.shards())
         for name, (parameter, bits) in saved_weights(self._optimizers).items():
-            found[f"{_WEIGHTS}.{name}"] = self._layout.whole(parameter, _own_storage(bits))
+            found[f"{_WEIGHTS}.{name}"] = self._layout.whole(parameter, own_storage(bits))
         total = self._layout.replicas * self._layout.simulated
         for state in saved:
             for name, values in state.tensors.items():
                 if state.packed:
                     values = state.entries(name, local(parameters[name]).shape)
-                values, key = _own_storage(values), f"{state.kind}.{name}"
+                values, key = own_storage(values), f"{state.kind}.{name}"
                 if not state.by_parameter:
                     found[shard_key(self._optimizers, key)] = values
                 elif state.per_replica:
@@ -181,42 +185,13 @@ class OptimizerCheckpoint(Stateful):
         raise NotImplementedError("it is loaded by checkpoint.migration.migrate")
 
 
-def _own_storage(values: Tensor) -> Tensor:
+def own_storage(values: Tensor) -> Tensor:
     """Return the same memory as a storage of its own that begins at `values`.
 
     Asynchronous saves copy whole storages, which may be flat buffers, and ignore the offset of a view in a DTensor
     (PyTorch 2.13).
     """
     return torch.from_dlpack(values.detach())
-
-
-class ModelCheckpoint(Stateful):
-    """The model for a checkpoint or an export: the weights that all replicas share.
-
-    Args:
-        own: state of the model itself, with `state_dict` and `load_state_dict`. Loading goes into it.
-    """
-
-    def __init__(self, own: Any, optimizers: ReplicaOptimizer, layout: GlobalLayout) -> None:
-        self.own, self._optimizers, self._layout = own, optimizers, layout
-
-    def state_dict(self) -> dict[str, Any]:
-        shared = self._optimizers.saved_model()
-        parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
-        found: dict[str, Any] = dict(self.own.state_dict())
-        return found | {name: self._layout.whole(parameters[name], _own_storage(shared[name])) for name in shared}
-
-    def load_targets(self) -> dict[str, Any]:
-        """Return the tensors to read a checkpoint's model into: the model's own, or its FP32 masters."""
-        found = dict(self.own.state_dict())
-        for shard in self._optimizers.shards():
-            if is_slice(shard.parameter):
-                found[shard.name] = self._layout.whole(shard.parameter, shard.parameter.detach())
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.own.load_state_dict({k: v for k, v in state_dict.items() if not isinstance(v, FlatSlices)})
-        self._optimizers.model_loaded()
 
 
 class StateReader:
@@ -277,6 +252,18 @@ class StateReader:
         loaded = self.layout.of_optimizer(keys, {shard.name: shard.parameter for shard in self._shards})
         load_into(self.path, {"optimizer": loaded})
         keys.update({key: value for key, value in loaded.items() if not isinstance(value, FlatSlices)})
+
+    def group_values(self) -> dict[str, Any]:
+        """Return the saved values of param groups, by their names in the optimizer's part of the checkpoint."""
+        found: dict[str, Any] = {}
+        for name, stored in self._kinds.items():
+            if name.startswith(f"optimizer.{PREFIX}"):
+                of_tensor = isinstance(stored, TensorStorageMetadata)
+                value = torch.empty(stored.size, dtype=stored.properties.dtype) if of_tensor else None
+                found[name.removeprefix("optimizer.")] = value
+        if found:
+            load_into(self.path, {"optimizer": found})
+        return found
 
     def fill_weights(self) -> None:
         """Read the weights that masters do not determine, if this run has such weights and they were saved."""

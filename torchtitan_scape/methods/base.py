@@ -149,7 +149,7 @@ class LocalMethod(Method):
             for s in self.context.shards
         ]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, local: bool = False) -> dict[str, float]:
         """Return "density" and "residual_norm", the distance between this replica's weights and `anchors`."""
         anchors = self.anchors()
         pending = [state.tensors for state in self.declared_states() if state.on_migration == "displacement"]
@@ -162,4 +162,4 @@ class LocalMethod(Method):
                 for other in rest:
                     distance += other.to(weight.device)
                 squares += distance.square().sum()
-        return {"density": self.density(), "residual_norm": self.root_mean_square(squares)}
+        return {"density": self.density(), "residual_norm": self.root_mean_square(squares, local)}

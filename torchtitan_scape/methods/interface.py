@@ -8,6 +8,7 @@ Units: a replica's gradient times `MethodContext.gradient_scale` is in mean unit
 global gradient. Residuals and synchronized gradients are in the same units.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.optimizers.muon import hidden_names
 from torchtitan_scape.topology.calls import CollectiveCall, level_sizes
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+
+logger = logging.getLogger(__name__)
 
 # The kind of state that contains the weights of replicas that differ.
 REPLICA_WEIGHTS = "replica_weights"
@@ -151,6 +154,15 @@ class MethodContext:
         for name, make in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, make())
+
+    def part_of_run(self, divisor: int, key: str) -> int:
+        """Return the steps of the run divided by `divisor`, the default of the option `key`; 0 if they are unknown."""
+        if not self.total_steps and self.collectives.replica == 0:
+            logger.warning(
+                f"{key} is 0, because the number of steps is unknown; pass total_steps to replicate(), or set {key}, "
+                "so that the run begins with more exchanges"
+            )
+        return self.total_steps // divisor
 
 
 class Method(ABC):
@@ -323,11 +335,14 @@ class Method(ABC):
         residual = torch.stack([self.pending_gradient(s, shard.name) for s in states]).sum(0) if states else None
         return None if moment is None else local(moment).view(-1), residual
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step for the log, after `finish_previous_step`. Collective.
+    def metrics(self, local: bool = False) -> dict[str, float]:
+        """Return the metrics of the last step for the log, after `finish_previous_step`. Collective unless `local`.
 
         "density" is the fraction of the entries that a step sends. "residual_norm" is the norm of the pending updates,
         as the root mean square over replicas.
+
+        Args:
+            local: return those of this rank, without communication.
         """
         figures = {"density": self.density()}
         pending = [state for state in self.states() if state.is_gradient]
@@ -337,16 +352,20 @@ class Method(ABC):
             for state in pending:
                 for name in (name for name in state.tensors if name in counted):
                     squares += sum_of_squares(self.pending_gradient(state, name))
-            figures["residual_norm"] = self.root_mean_square(squares)
+            figures["residual_norm"] = self.root_mean_square(squares, local)
         return figures
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
         """Return a parameter's pending gradient of a state, FP32 (n,), in the model's own coordinates."""
         return state.tensors[name].reshape(-1)
 
-    def root_mean_square(self, squares: Tensor) -> float:
-        """Return the root of a sum of squares over all ranks, divided by the number of replicas. Collective."""
-        return (self.collectives.sum_over_all(squares) / self.collectives.replicas).item() ** 0.5
+    def root_mean_square(self, squares: Tensor, local: bool) -> float:
+        """Return the root of `mean_over_replicas` of a sum of squares."""
+        return self.mean_over_replicas(squares, local).item() ** 0.5
+
+    def mean_over_replicas(self, values: Tensor, local: bool) -> Tensor:
+        """Return the sum over all ranks divided by the number of replicas; `values` themselves if `local`."""
+        return values if local else self.collectives.sum_over_all(values) / self.collectives.replicas
 
     def local_model(self) -> LocalModel:
         """Return the names and shapes of this rank's shards."""

@@ -65,8 +65,15 @@ class BackwardOverlap:
 
         Args:
             complete_everywhere: of each flag of `complete` in the previous step, whether it was true on all ranks.
+
+        Raises:
+            ValueError: another one is expected already.
         """
-        assert not self.active, "after a backward pass that failed call zero_grad() first"
+        if self.active:
+            raise ValueError(
+                "prepare_last_backward() was called again before step(); call it once per step, before the backward "
+                "pass of the last micro-batch. If that pass failed and is repeated, call zero_grad() first"
+            )
         self._method.begin()
         if len(complete_everywhere) == self._flags:
             self._order = sorted(range(len(self._order)), key=lambda number: not complete_everywhere[number])

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torchtitan_scape.core.parameters import local
+
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
@@ -10,7 +12,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer create the state that parameters lack, as it is before the first step.
 
     PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
-    Neither weights nor the state of other parameters change.
+    Neither weights, param groups nor the state of other parameters change.
 
     Raises:
         ValueError: the state of this class does not start from zeros.
@@ -24,15 +26,12 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} keeps state that does not start from zeros, which checkpoints and some "
             "methods need; use another optimizer, such as AdamW"
         )
-    neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}  # with eps = 0 the step would compute 0 / 0
-    # Adafactor's eps is a pair.
-    kept = [
-        {k: group[k] for k in neutral if k in group and not isinstance(group[k], tuple)}
-        for group in optimizer.param_groups
-    ]
+    neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 0.7310585786}  # with eps = 0 the step would compute 0 / 0
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     gradients = [p.grad for p in parameters]
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
-        group.update({key: neutral[key] for key in rates})
+        # Adafactor's eps is a pair.
+        group.update({key: neutral[key] for key in neutral.keys() & rates if not isinstance(rates[key], tuple)})
     for parameter in parameters:
         parameter.grad = None
     for parameter in without:
@@ -40,7 +39,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for parameter in without:
         for key, values in optimizer.state.get(parameter, {}).items():
-            if isinstance(values, Tensor):
+            is_copy = isinstance(values, Tensor) and key != "step" and torch.equal(local(values), local(parameter))
+            if isinstance(values, Tensor) and not is_copy:  # schedule-free optimizers start from a copy of the weights
                 values.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of momenta
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
         group.update(rates)

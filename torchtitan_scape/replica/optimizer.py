@@ -21,8 +21,9 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.replica import checks, rank_state, setup_checks, simulation
+from torchtitan_scape.replica import checks, modes, pending, rank_state, reports, setup_checks, simulation
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
+from torchtitan_scape.replica.joint_calls import JointCalls
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
@@ -94,6 +95,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._stashed: list[list[Tensor]] = []
         self._shards = collect_shards(optimizer.param_groups)
         setup_checks.count_copies_once(self._shards, self.collectives)
+        self.joint_calls = JointCalls(self.collectives)
         frozen = setup_checks.frozen_parameters(model, self._shards, self.collectives)
         device = self._shards[0].device
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -108,8 +110,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.options = options.resolve(shapes, self.collectives.replicas)
         self.settings = setup_checks.agree(
             self,
-            {"max_norm": max_norm, "reduction": reduction},
+            {"reduction": reduction},
             {
+                "max_norm": max_norm,
                 "total_steps": total_steps,
                 "max_skipped_steps": max_skipped_steps,
                 "consistency_interval": consistency_interval,
@@ -257,6 +260,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.finish_previous_step()  # it may request a full exchange, so it comes before the first chunk
             self._overlap.begin(self.guard.extra_flags_all_true)
 
+    def train(self) -> None:
+        """Switch an optimizer with two modes, such as a schedule-free one, to training."""
+        modes.switch_mode(self, "train")
+
+    def eval(self) -> None:
+        """Switch an optimizer with two modes to evaluation: its weights are then those to evaluate and to save."""
+        modes.switch_mode(self, "eval")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Collective if a backward pass failed whose exchange had started."""
         if self._overlap is not None and self._overlap.cancel() and self._full_exchange_next:
@@ -294,28 +305,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.sharding.unsent.request_full_exchange()
         self.replicas.run(lambda i: self.methods[i].request_full_exchange())
 
-    @torch.no_grad()
     def flush(self) -> None:
-        """Send everything that is pending, if no further step will do it. Collective.
-
-        With per-replica weights this is an exchange alone: the replicas' optimizers do not step.
-        """
-        if self.weights:
-            self.request_full_exchange()
-            self._full_exchange_next = False
-            info = StepInfo(self.attempted_steps, torch.ones_like(self.grad_norm, dtype=torch.bool))
-            with self.timer.phase("exchange"):
-                self.replicas.run(lambda i: self._local(i).exchange(info))
-            self.sharding.version.changed()
-            return
-        pending = any(s.is_gradient for s in self.methods[0].declared_states())
-        if pending or self.sharding.unsent.described("exact"):
-            self.zero_grad()
-            self.request_full_exchange()
-            self.sharding.unsent.as_gradients(self._shards)
-            for _ in self.replicas.endpoints:
-                self.stash_replica_gradients()
-            self.step()
+        """Send everything that is pending, if no further step will do it, see `pending.flush`. Collective."""
+        pending.flush(self)
 
     def _local(self, replica: int) -> LocalMethod:
         method = self.methods[replica]
@@ -351,6 +343,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def saved_model(self) -> dict[str, Tensor]:
         """Return local tensors that checkpoints store instead of the parameters of these names. Collective."""
         if self.weights:
+            if self._local(0).model_state().per_replica:  # their mean is a collective
+                self.joint_calls.expect("shared_weights")
             return shared_model([self._local(i).model_state() for i in range(len(self.weights))], self.collectives)
         return self.levels.model_saved() if self.levels else {}
 
@@ -429,25 +423,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._counted_from = self.attempted_steps
 
     def stats(self) -> dict[str, float]:
-        """Return `metrics`, "grad_norm", "steps", and per step and rank "sent_bytes" and "dense_bytes". Collective.
-
-        Bytes are counted from the start, or from the last `load_checkpoint`.
-        """
-        sent = sum(self.collectives.ledger.sent.values())
-        return self.metrics() | {
-            "grad_norm": self.grad_norm.item(),
-            "steps": float(self.attempted_steps),
-            "sent_bytes": sent / max(1, self.attempted_steps - self._counted_from),
-            "dense_bytes": self.dense_bytes(),
-        }
+        """Return figures of the last step and bytes per step, see `reports.stats`. Any rank may call it alone."""
+        return reports.stats(self)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the last step for the log. Collective.
-
-        Keys: "density", "residual_norm" if the method has a residual, "clip_factor", "skipped_steps", and the method's
-        own.
-        """
-        figures = self.replicas.run(lambda i: self.methods[i].metrics())[0]
-        if (squares := self.sharding.unsent.squares()) is not None:
-            figures["residual_norm"] = self.collectives.sum_over_all(squares).item() ** 0.5
-        return figures | {"clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}
+        """Return the figures of the last step for the log, see `reports.metrics`. Collective."""
+        return reports.metrics(self)

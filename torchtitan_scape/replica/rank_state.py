@@ -1,7 +1,8 @@
 """The state of one rank as a plain dictionary, for training loops that save with `torch.save`.
 
-Replicas differ: every rank has to save its own. `checkpoint.own_loop.checkpoint_states` returns states for
-`torch.distributed.checkpoint` instead, which another layout or method can load.
+Ranks differ: every rank has to save its own, unless `_is_equal_on_all_ranks`.
+`checkpoint.own_loop.checkpoint_states` returns states for `torch.distributed.checkpoint` instead, which another layout
+or method can load.
 """
 
 import sys
@@ -15,6 +16,12 @@ from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 from torchtitan_scape.replica.simulation import ReplicaWeights
+
+_DCP = (
+    "Every rank can save into one checkpoint instead, which load_checkpoint() loads with another number of ranks, "
+    "method or options too: torch.distributed.checkpoint.save(checkpoint_states(model, optimizer), "
+    "checkpoint_id=path), with both functions from torchtitan_scape"
+)
 
 
 def save(optimizer: Any) -> dict[str, Any]:
@@ -30,7 +37,8 @@ def save(optimizer: Any) -> dict[str, Any]:
         use, not copies.
 
     Raises:
-        ValueError: called by `torch.distributed.checkpoint`, which would lose the state of other replicas.
+        ValueError: called by `torch.distributed.checkpoint`, which would lose the state of other replicas; or, on the
+            first rank, not called on all ranks although each needs its own state.
     """
     optimizer.finish_previous_step()
     caller = sys._getframe(2).f_globals["__name__"]  # that of `optimizer.state_dict()`
@@ -40,7 +48,19 @@ def save(optimizer: Any) -> dict[str, Any]:
             "would be lost; save checkpoint_states(model, optimizer) and load with load_checkpoint(), both from "
             "torchtitan_scape"
         )
+    if not _is_equal_on_all_ranks(optimizer):
+        optimizer.joint_calls.expect("state_dict", f"ranks differ, so every rank has to save its own state. {_DCP}")
     return optimizer.inner.state_dict() | {"replica": _replica_state(optimizer)}
+
+
+def _is_equal_on_all_ranks(optimizer: Any) -> bool:
+    """Return whether the state of one rank is that of all, as with `dense` and unsharded parameters."""
+    first = optimizer.methods[0]
+    return optimizer.collectives.model_ranks == 1 and not (
+        optimizer.weights
+        or any(state.per_replica for state in first.declared_states())
+        or not all(first.saves_optimizer_state(shard.name) for shard in optimizer.shards())
+    )
 
 
 def _replica_state(optimizer: Any) -> dict[str, Any]:
@@ -57,9 +77,15 @@ def _replica_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _layout(optimizer: Any) -> dict[str, Any]:
-    """The settings that a state depends on, and this rank's replica."""
-    collectives = optimizer.collectives
-    return optimizer.settings | {"replicas": collectives.replicas, "replica": collectives.replica}
+    """The settings that a state depends on, and this rank's position."""
+    collectives, settings = optimizer.collectives, dict(optimizer.settings)
+    if _is_equal_on_all_ranks(optimizer):
+        return settings
+    return settings | {
+        "replicas": collectives.replicas,
+        "replica": collectives.replica,
+        "shard": collectives.model_rank,
+    }
 
 
 def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
@@ -71,17 +97,17 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
         )
     layout = with_present_keys(saved["layout"], f"sync.{saved['layout']['method']}")
     for key, value in _layout(optimizer).items():
-        if key == "replica" and layout.get(key) != value:
-            return (
-                f"the saved state has replica={layout.get(key)!r}, this run has {value!r}; replicas differ, "
-                "so every rank saves and loads its own file. torchtitan_scape.checkpoint_states returns all states for "
-                "torch.distributed.checkpoint"
-            )
-        if layout.get(key) != value:
-            return (
-                f"the saved state has {key}={layout.get(key)!r}, this run has {value!r}; the state of a rank "
-                "needs the same layout and options; torchtitan_scape.load_checkpoint loads into others"
-            )
+        if key == "shard" and key not in layout:  # earlier versions did not save it
+            continue
+        if layout.get(key) == value:
+            continue
+        different = f"the saved state has {key}={layout.get(key)!r}, this run has {value!r}; "
+        if key in ("replica", "shard"):
+            return f"{different}ranks differ, so every rank has to load the file that it saved. {_DCP}"
+        return (
+            f"{different}the file of a rank needs the layout and options that saved it. To change them, load the files "
+            f"with these, and save once more. {_DCP}"
+        )
     if len(saved["weights"]) != len(optimizer.weights):
         return "the saved state lacks weights of a replica, as those of earlier versions; use checkpoint_states"
     return ""

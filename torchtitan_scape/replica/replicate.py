@@ -12,6 +12,7 @@ from torchtitan_scape.core.renamed_keys import renamed
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.groups import RealReplicas, replicas_of
+from torchtitan_scape.replica.loop_checks import LoopChecks
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import refuse_wrappers
 from torchtitan_scape.replica.simulation import Named
@@ -82,7 +83,7 @@ def replicate(
         raise ValueError(
             f"overlap = True does not go with method {options.method_name()!r} and these options; leave it out"
         )
-    return ReplicaOptimizer(
+    replicated = ReplicaOptimizer(
         optimizer,
         options,
         _replicas(replicas, model),
@@ -95,6 +96,9 @@ def replicate(
         consistency_interval=consistency_interval,
         kernels=kernels,
     )
+    if len(replicated.replicas.endpoints) == 1:
+        LoopChecks(replicated)
+    return replicated
 
 
 def _options(method: MethodChoice) -> MethodOptions:

@@ -23,10 +23,10 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import call_on_rank_0, first_damage, names_in, read_record, steps_in
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
+from torchtitan_scape.checkpoint.model import ModelCheckpoint
 from torchtitan_scape.checkpoint.parts import RANDOM, RandomState, sizes_line
 from torchtitan_scape.checkpoint.reader import (
     GlobalLayout,
-    ModelCheckpoint,
     OptimizerCheckpoint,
     StateReader,
     load_into,
@@ -65,7 +65,6 @@ class ReplicaCheckpointer(CheckpointManager):
     alarm: Callable[[], str] = staticmethod(str)
     _fallback: bool
     _optimizers: ReplicaOptimizer
-    _weight_decays: list[float]  # of this run's configuration, by param group
     _being_written = ""
     # Steps of damaged checkpoints, or newer than `checkpoint.load_step`. They do not count for `keep_latest_k`.
     _not_counted: set[int]
@@ -82,7 +81,6 @@ class ReplicaCheckpointer(CheckpointManager):
         """
         self.record, self._layout, self._fallback, self._not_counted = record, layout, fallback, set()
         self._optimizers = self.states[OPTIMIZER].replica
-        self._weight_decays = [group["weight_decay"] for group in self._optimizers.inner.param_groups]
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the timeout of the default group is meant for steps, and writing may take longer.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
@@ -381,7 +379,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if DATALOADER not in excluded:
             messages += self._load_data(path, saved)
         load_counters(self._optimizers, saved["counters"])
-        self._keep_configured_rates(different.keys() & {"lr", "betas", "eps", "weight_decay"})
+        self._set_learning_rates("lr" in different)
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
         changes = f"; differs from the run that saved it: {listed}" if listed else ""
         result = "; ".join(messages) or "without its optimizer"
@@ -408,20 +406,16 @@ class ReplicaCheckpointer(CheckpointManager):
         trainer.ntokens_seen = trainer.ntokens_seen * readers // mine  # every rank counts its own tokens
         return [loader.load_old([old])]
 
-    def _keep_configured_rates(self, changed: set[str]) -> None:
-        """Set the learning rate and other hyperparameters that this run's config changes back after loading."""
+    def _set_learning_rates(self, changed: bool) -> None:
+        """Recompute the learning rates at the schedule's position, from this run's base if it has `changed`.
+
+        Other values of param groups are not loaded: those of this run's configuration apply.
+        """
         values, groups = self.record.values, self._optimizers.inner.param_groups
-        for group, decay in zip(groups, self._weight_decays, strict=True):
-            group["weight_decay"] = decay  # groups may have another one, or other parameters, than in the checkpoint
-            for key in (changed - {"lr", "weight_decay"}) & group.keys():
-                group[key] = tuple(values[key]) if key == "betas" else values[key]
-            for key in group.keys() & {"fused", "foreach"}:  # also use this run's implementation of AdamW
-                group[key] = self._optimizers.inner.defaults[key]
         schedulers: LRSchedulersContainer = self.states[LR_SCHEDULER]
         for scheduler in schedulers.schedulers:
-            if "lr" in changed or len(scheduler.base_lrs) != len(groups):
+            if changed or len(scheduler.base_lrs) != len(groups):
                 scheduler.base_lrs = [values["lr"]] * len(groups)
-            # Recompute the learning rates at the schedule's position.
             for group, base, factor in zip(
                 scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
             ):

@@ -76,16 +76,16 @@ class Noloco(LocalMethod):
     def density(self) -> float:
         return 1.0 / self.options.inner_steps
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, local: bool = False) -> dict[str, float]:
         """Return the metrics of `LocalMethod`, and "replica_spread" after the first exchange.
 
         It is the root mean square over replicas of the distance of u_i from the mean of all u_i, directly before the
         last exchange. It is estimated from the pairs, without communication apart from a scalar, and is exact with two
         replicas.
         """
-        found = super().metrics()
+        found = super().metrics(local)
         if self._spread_squares is not None:
-            found["replica_spread"] = self.root_mean_square(self._spread_squares)
+            found["replica_spread"] = self.root_mean_square(self._spread_squares, local)
         return found
 
     def _flat(self, tensors: dict[str, Tensor]) -> list[Tensor]:

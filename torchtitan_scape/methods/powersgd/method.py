@@ -43,7 +43,7 @@ class Powersgd(GradientMethod):
         self._q = {s.name: torch.empty(s.columns, rank) for s, rank in zip(shards, filter(None, ranks), strict=True)}
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _initial_q(q, i).to(shard.device)
-        self._start = options.start if options.start >= 0 else context.total_steps // 10
+        self._start = options.start if options.start >= 0 else context.part_of_run(10, "start")
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         pending = [self._pending.tensors.get(shard.name) for shard in self.context.shards]

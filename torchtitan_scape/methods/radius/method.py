@@ -61,7 +61,7 @@ class Radius(GradientMethod):
         self._kernels = masked_payload(choose_backend(context.kernels, context.shards[0].device))
         self._masked: Any = None  # the masks as the kernels read them, at `_versions` of the masks
         self._versions: list[int] = []
-        self._start = options.start if options.start >= 0 else context.total_steps // 5
+        self._start = options.start if options.start >= 0 else context.part_of_run(5, "start")
         self._is_refresh = False
         self._step_norms: list[Tensor] | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
 

@@ -192,13 +192,13 @@ class ScapeMethod(ScapeComponents):
         return StateByParameter(self).moment_and_residual(shard.name)
 
     @torch.no_grad()
-    def metrics(self) -> dict[str, float]:
-        """Return density, nnz, overlap with the previous mask, and residual norm. Collective.
+    def metrics(self, local: bool = False) -> dict[str, float]:
+        """Return density, nnz, overlap with the previous mask, and residual norm. Collective unless `local`.
 
         "nnz" is the number of mask entries of one replica. "residual_norm" is the root mean square over replicas; with
         a sharded update it excludes the part of the residual that all replicas share. This reads the whole state.
         """
-        return metrics(self)
+        return metrics(self, local)
 
     def payload_chunks(self) -> int:
         return len(self.passes.parts)

@@ -8,8 +8,8 @@ from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.methods.scape.components import ScapeComponents
 
 
-def metrics(scape: ScapeComponents) -> dict[str, float]:
-    """Return the metrics of the last step, see `ScapeMethod.metrics`. Collective."""
+def metrics(scape: ScapeComponents, local: bool) -> dict[str, float]:
+    """Return the metrics of the last step, see `ScapeMethod.metrics`. Collective unless `local`."""
     masks, passes, layout = scape.masks, scape.passes, scape.masks.layout
     in_use, previous = masks.moment_masks(scape.last_applied)
     sums = torch.zeros(4, dtype=torch.float64, device=scape.applied_steps.device)
@@ -27,7 +27,7 @@ def metrics(scape: ScapeComponents) -> dict[str, float]:
                 sum_of_squares(residual),
             ]
         )
-    entries, nnz, common, squares = (scape.collectives.sum_over_all(sums) / scape.collectives.replicas).tolist()
+    entries, nnz, common, squares = scape.mean_over_replicas(sums, local).tolist()
     return {
         "density": nnz / entries if entries else 1.0,
         "nnz": nnz,

@@ -98,7 +98,7 @@ class Sparta(LocalMethod):
         self._round: RoundSteps | None = None
         if options.orthogonalizes(self.collectives.replicas) and isinstance(context.optimizer, Muon):
             self._round = RoundSteps(context.optimizer, context.shards, self._anchors)
-        warmup = options.warmup_steps if options.warmup_steps >= 0 else context.total_steps // 20
+        warmup = options.warmup_steps if options.warmup_steps >= 0 else context.part_of_run(20, "warmup_steps")
         # Number of groups in each step of the warm-up, and the first group of each step.
         self._group_counts = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
         self._first_groups = list(accumulate(self._group_counts, initial=1))

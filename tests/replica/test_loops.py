@@ -1,0 +1,238 @@
+"""Mistakes in training loops around `replicate`: calls of some ranks only, and calls that are left in or out."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.logs import logged
+from tests.pool import Pool
+from tests.replica.own_loop import loss_of, make_model, make_optimizer, shard, through_a_file, train, weights
+from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica import joint_calls
+from torchtitan_scape.replica.replicate import replicate
+
+
+def caught(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# ---------------------------------------------------------------------------------- calls of some ranks only
+
+
+def called_alone(methods: list[str]) -> list[str]:
+    """Let rank 0 alone read the figures and save. Return what is wrong on this rank; the run goes on."""
+    wrong, alone = [], dist.get_rank() == 0
+    for method in methods:
+        ends = []
+        for disturbed in (False, True):
+            model = make_model()
+            optimizer = make_optimizer(model, method)
+            train(model, optimizer, range(5))
+            if disturbed and alone:
+                joint_calls.SECONDS = 0.2
+                if optimizer.stats().keys() < {"grad_norm", "sent_bytes", "density", "clip_factor"}:
+                    wrong.append(f"{method}: {optimizer.stats()}")
+                text = caught(optimizer.state_dict)
+                if ("state_dict() was called on 1 of 2 ranks" in text) == (method == "dense"):
+                    wrong.append(f"{method}: {text!r}")
+            train(model, optimizer, range(5, 8))
+            optimizer.finish_previous_step()
+            ends.append(weights(model))
+        if not torch.equal(*ends):
+            wrong.append(f"{method}: weights differ")
+        joint_calls.SECONDS = 20.0
+        optimizer.state_dict()
+        if alone:
+            time.sleep(0.05)  # the first rank may come late
+        optimizer.state_dict()
+    return wrong
+
+
+def test_the_first_rank_alone(pool2: Pool) -> None:
+    """`stats` is local; a state that would not be enough for a resume is noticed at the save."""
+    assert pool2(called_alone, list(METHODS)) == [[], []]
+
+
+def other_files() -> dict[str, str]:
+    """Load states of other ranks and of other settings. Return the messages."""
+    rank = dist.get_rank()
+
+    def results(method: str) -> dict[str, str]:
+        found = {}
+        model = make_model()
+        optimizer = make_optimizer(model, method)
+        train(model, optimizer, range(4))
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, through_a_file([optimizer.state_dict(), model.state_dict()]))
+        train(model, optimizer, range(4, 6))
+        again = make_model(seed=7)
+        resumed = make_optimizer(again, method, max_norm=0.5)
+        again.load_state_dict(states[0][1])
+        found[method] = caught(lambda: resumed.load_state_dict(states[0][0]))
+        found[f"{method} own"] = caught(lambda: resumed.load_state_dict(states[rank][0]))
+        object.__setattr__(resumed.methods[0].context, "max_norm", 1.0)
+        train(again, resumed, range(4, 6))
+        found[f"{method} equal"] = str(torch.equal(weights(model), weights(again)))
+        states[rank][0]["replica"]["layout"]["replicas"] = 3
+        found[f"{method} replicas"] = caught(lambda: resumed.load_state_dict(states[rank][0]))
+        return found
+
+    return results("dense") | results("topk")
+
+
+def test_files_of_other_ranks(pool2: Pool) -> None:
+    """One file is enough for `dense`; another `max_norm` does not matter; the advice about others works."""
+    for found in pool2(other_files):
+        assert found["dense"] == found["dense own"] == found["topk own"] == found["dense replicas"] == ""
+        assert found["dense equal"] == found["topk equal"] == "True"
+        assert "has replica=0, this run has 1; ranks differ, so every rank has to load the file" in found["topk"]
+        assert "replicas=3, this run has 2" in found["topk replicas"] and "checkpoint_states(" in found["topk replicas"]
+
+
+def shard_of_another_rank() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = shard(make_model(), mesh["shard"])
+    optimizer = replicate(model, torch.optim.AdamW(model.parameters()), "dense")
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    state["replica"]["layout"]["shard"] = 0  # as in the file of rank 0
+    return caught(lambda: optimizer.load_state_dict(state))
+
+
+def test_a_file_has_one_shard(pool2: Pool) -> None:
+    for text in pool2(shard_of_another_rank):
+        assert "has shard=0, this run has 1" in text
+
+
+# ------------------------------------------------------------------------------- calls left in or left out
+
+
+def warned(loop: str) -> str:
+    """Return the warnings of a loop of three steps with a mistake."""
+    model = make_model()
+    model.unused = nn.Parameter(torch.ones(3)) if loop == "unused" else None
+    with logged() as lines:
+        steps = 0 if loop == "no length" else 24
+        optimizer = make_optimizer(model, "sparta" if loop == "no length" else "dense", total_steps=steps)
+        for step in range(3):
+            for part in range(2):
+                loss = nn.functional.mse_loss(model[0](torch.ones(1, 32) * (step + part)), torch.zeros(1, 64))
+                (loss + 0.0 * sum(p.sum() for layer in model for p in layer.parameters())).backward()
+            if loop == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            if loop == "zeroed":
+                model.zero_grad(set_to_none=False)
+            elif loop != "not cleared":
+                optimizer.zero_grad()
+    return "\n".join(lines)
+
+
+def warnings_of_loops() -> dict[str, str]:
+    return {loop: warned(loop) for loop in ("right", "zeroed", "clipped", "not cleared", "unused", "no length")}
+
+
+def test_mistakes_are_named_once(pool2: Pool) -> None:
+    first, other = pool2(warnings_of_loops)
+    assert set(other.values()) == {""} and first["right"] == first["zeroed"] == ""
+    expected = {
+        "clipped": "if clip_grad_norm_() does it, remove it and pass max_norm to replicate()",
+        "not cleared": "call optimizer.zero_grad() after step()",
+        "unused": "1 parameters have no gradient, first 'unused'",
+        "no length": "warmup_steps is 0, because the number of steps is unknown; pass total_steps to replicate()",
+    }
+    for loop, text in expected.items():
+        assert first[loop].count(text) == 1 and first[loop].count("\n") == 0, first[loop]
+
+
+def announced_twice() -> str:
+    model = make_model()
+    optimizer = make_optimizer(model, "dense", overlap=True)
+    optimizer.prepare_last_backward()
+    loss_of(model, 0, dist.get_rank()).backward()
+    return caught(optimizer.prepare_last_backward)
+
+
+def test_the_last_backward_pass_is_announced_once(pool2: Pool) -> None:
+    for text in pool2(announced_twice):
+        assert "call it once per step, before the backward pass of the last micro-batch" in text
+
+
+# ----------------------------------------------------------------------------------------- two modes
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: the weights are y = 0.9 x + 0.1 z in training, and x in evaluation."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0, "training": True})
+
+    def _swap(self, training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["training"] != training and "z" in self.state[parameter]:
+                    parameter.data.lerp_(self.state[parameter]["z"], weight)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._swap(True, 0.1)
+
+    def eval(self) -> None:
+        self._swap(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for y in group["params"]:
+                if y.grad is None:
+                    continue
+                z: Tensor = self.state[y].setdefault("z", y.clone())
+                y.lerp_(z, 1 / group["k"]).sub_(y.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"])))
+                z.sub_(y.grad, alpha=group["lr"])
+
+
+def two_modes(folder: str) -> tuple[bool, bool, list[str]]:
+    """Compare with one process in both modes; save before the first step and resume in between."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_scape import checkpoint_states, load_checkpoint
+
+    model, alone = make_model(), make_model()
+    reference = ScheduleFree(alone.parameters())
+    optimizer = replicate(model, ScheduleFree(model.parameters()), "dense", dist.group.WORLD)
+    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=f"{folder}/0")
+    for step in range(6):
+        if step == 3:
+            optimizer.eval()
+            dcp.save(checkpoint_states(model, optimizer), checkpoint_id=f"{folder}/3")
+            model = make_model(seed=3)
+            optimizer = replicate(model, ScheduleFree(model.parameters()), "dense", dist.group.WORLD)
+            load_checkpoint(f"{folder}/3", model, optimizer)
+            optimizer.train()
+        train(model, optimizer, range(step, step + 1))
+        sum(loss_of(alone, step, rank) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+        reference.step()
+        reference.zero_grad()
+    near = torch.allclose(weights(model), weights(alone), atol=1e-5)
+    optimizer.eval()
+    reference.eval()
+    averaged = torch.allclose(weights(model), weights(alone), atol=1e-5)
+    local = replicate(alone, ScheduleFree(alone.parameters()), "sparta", dist.group.WORLD, total_steps=8)
+    return near, averaged, [caught(local.train), caught(make_optimizer(make_model(), "dense").eval)]
+
+
+def test_schedule_free_optimizers(pool2: Pool, tmp_path: Any) -> None:
+    for near, averaged, (refused, without) in pool2(two_modes, str(tmp_path)):
+        assert near and averaged and without == ""
+        assert "ScheduleFree has two modes" in refused and "'sparta' does not exchange" in refused

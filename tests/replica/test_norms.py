@@ -1,0 +1,224 @@
+"""A gradient far above a replica's usual norm, a norm that is not finite, and rates that differ."""
+
+import math
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from tests.logs import logged
+from tests.pool import Pool, attempts
+from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
+from torchtitan_scape import AdamS, Muon, ReplicaOptimizer, checkpoint_states, replicate
+from torchtitan_scape.checkpoint import failed_steps
+from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.replica.norms import ABSURD, NormAlarm
+from torchtitan_scape.topology.in_process import SimulatedReplicas
+
+REPLICAS, SPIKE_AT = 4, 16
+MUON, ADAMW = partial(Muon, lr=1e-2), partial(torch.optim.AdamW, lr=1e-2)
+WITH_A_RESIDUAL: dict[str, tuple[dict[str, Any], Any]] = {
+    "scape": ({"method": "scape", "density": 0.1, "block_size": 64}, partial(AdamS, lr=1e-2)),
+    "topk": ({"method": "topk", "density": 0.1, "block_size": 64}, ADAMW),
+    "topk 2bit": ({"method": "topk", "density": 0.1, "selection": "tile", "code": "2bit"}, ADAMW),
+    "tagc": ({"method": "tagc", "density": 0.1}, ADAMW),
+    "demo": ({"method": "demo", "chunk": 8, "k": 4}, partial(torch.optim.SGD, lr=1e-2)),
+    "powersgd": ({"method": "powersgd", "rank": 2, "start": 0}, ADAMW),
+    "quantized": ({"method": "quantized", "block": 64}, MUON),
+    "quantized 1bit": ({"method": "quantized", "block": 64, "code": "1bit"}, ADAMW),
+    "quantized whitened": ({"method": "quantized", "code": "2bit", "whiten_every": 3}, MUON),
+    "quantized_update": ({"method": "quantized_update"}, MUON),
+    "quantized_update 2": ({"method": "quantized_update", "interval": 2}, MUON),
+    "onebit_adam": ({"method": "onebit_adam", "warmup_steps": 3}, ADAMW),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.emb = nn.Embedding(24, 32)
+
+
+def build(name: str, **arguments: Any) -> ReplicaOptimizer:
+    method, optimizer = WITH_A_RESIDUAL[name]
+    arguments = {"max_norm": 1e9, "total_steps": 300, **arguments}
+    return replicate(Net(), optimizer, method, SimulatedReplicas(REPLICAS), **arguments)
+
+
+def step(optimizer: ReplicaOptimizer, number: int, factor: float = 1.0) -> float:
+    """Run a step with random gradients, of which those of the first replica are multiplied; return the norm."""
+    assert optimizer.model is not None
+    generator = torch.Generator().manual_seed(number)
+    for replica in range(REPLICAS):
+        for parameter in optimizer.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * (1.0 if replica else factor)
+        optimizer.stash_replica_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer.grad_norm.item()
+
+
+@pytest.mark.parametrize("name", WITH_A_RESIDUAL)
+def test_a_spike_of_one_replica_is_forgotten_within_three_steps(name: str) -> None:
+    """Its residual would otherwise raise the norm above 1.5 times the usual one for 13 steps and more."""
+    optimizer = build(name)
+    usual = median([step(optimizer, number) for number in range(SPIKE_AT)][SPIKE_AT // 2 :])
+    with logged() as lines:
+        step(optimizer, SPIKE_AT, factor=100.0)
+        after = [step(optimizer, SPIKE_AT + i) for i in range(1, 6)]
+    assert max(after[2:]) < 1.5 * usual
+    assert sum("a replica's gradient was scaled down to 4 times its usual norm" in line for line in lines) == 1
+    assert optimizer.metrics()["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("name", WITH_A_RESIDUAL)
+def test_a_huge_finite_gradient_leaves_no_trace(name: str) -> None:
+    """It would overflow where it is squared or encoded."""
+    for size in (1e14, 1e20, 1e36):
+        optimizer, clipped = build(name, max_norm=1.0), []
+        for number in range(12):
+            step(optimizer, number, factor=size if number == 5 else 1.0)
+            clipped.append(optimizer.clip_factor.item())
+        assert optimizer.model is not None and weights(optimizer.model).isfinite().all()
+        assert min(clipped[6:]) > 1e-4
+        skipped = optimizer.metrics()["skipped_steps"]
+        assert skipped == (size > 1e17), "a smaller one is scaled down"
+
+
+def test_a_spike_does_not_spoil_a_whitening_basis() -> None:
+    """The bases average squares, in which a spike would outweigh hundreds of steps."""
+
+    def basis(factor: float) -> Tensor:
+        optimizer = build("quantized whitened")
+        for number in range(24):
+            step(optimizer, number, factor if number == SPIKE_AT else 1.0)
+        states = [state for state in optimizer.methods[0].states() if state.kind == "basis"]
+        tensors = states[0].tensors.values()
+        return torch.cat([values.flatten().abs() for values in tensors if values.is_floating_point()])
+
+    usual, spiked, reference = basis(1.0), basis(1e3), basis(2.0)
+    assert (spiked - usual).norm() < 3.0 * (reference - usual).norm(), "about as after a gradient of twice the size"
+
+
+def spike_during_the_backward_pass() -> tuple[bool, float, list[str]]:
+    """With overlap the values were sent before the norm is known: the step is skipped, on every rank."""
+    model = make_model()
+    optimizer = make_optimizer(model, "quantized", overlap=True)
+    before, changed = weights(model), True
+    with logged() as lines:
+        for number in range(1, 9):
+            optimizer.prepare_last_backward()
+            (loss_of(model, number, dist.get_rank()) * (1e3 if number == 6 and dist.get_rank() == 0 else 1)).backward()
+            before = weights(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            changed = changed if number != 6 else not torch.equal(before, weights(model))
+        optimizer.finish_previous_step()
+    return changed, optimizer.metrics()["skipped_steps"], lines
+
+
+def test_a_spike_that_was_sent_already_skips_the_step(pool2: Pool) -> None:
+    for changed, skipped, lines in pool2(spike_during_the_backward_pass):
+        assert not changed and skipped == 1
+        assert any(
+            "more than 4 times its usual norm, and its exchange had begun (1 in a row)" in line for line in lines
+        )
+
+
+# --------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("name", ["quantized_update", "quantized 1bit", "powersgd", "topk"])
+def test_a_damaged_residual_ends_the_run(name: str) -> None:
+    """Its exchange makes the norm infinite or absurd, while all gradients are finite. The weights stay finite."""
+    optimizer = build(name, max_norm=1.0, max_skipped_steps=4)
+    for number in range(24):
+        step(optimizer, number)
+    state = next(state for state in optimizer.methods[1].states() if state.kind == "residual")
+    next(iter(state.tensors.values())).view(-1)[7] = 3e38
+    with pytest.raises(DamagedParametersError, match=r"the memory of a device may be damaged; start the run again"):
+        for number in range(24, 40):
+            step(optimizer, number)
+    assert optimizer.guard.alarm and optimizer.model is not None and weights(optimizer.model).isfinite().all()
+
+
+def damaged_state(kind: str, value: float, folder: str) -> str:
+    """Return the error of a save after rank 1's state was damaged."""
+    model = make_model()
+    optimizer = make_optimizer(model, "quantized" if kind == "residual" else "dense")
+    for number in range(1, 4):
+        loss_of(model, number, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        parameter = optimizer.shards()[1].parameter
+        state = optimizer.inner.state[parameter] if kind == "exp_avg" else optimizer.methods[0].states()[0].tensors
+        (state[kind] if kind == "exp_avg" else state[optimizer.shards()[1].name]).view(-1)[3] = value
+    try:
+        dcp.save(checkpoint_states(model, optimizer), checkpoint_id=folder)
+    except DamagedParametersError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind, value", [("residual", 1e30), ("residual", math.nan), ("exp_avg", math.inf)])
+def test_a_damaged_state_is_not_saved(kind: str, value: float, pool2: Pool, tmp_path: Path) -> None:
+    """Every restart from it would fail, and the older checkpoints would be deleted meanwhile."""
+    for error in pool2(damaged_state, kind, value, str(tmp_path / "step-3")):
+        assert f"step 3: rank 1, {'state.' if kind == 'exp_avg' else ''}" in error and kind in error
+    assert not (tmp_path / "step-3" / ".metadata").exists()
+
+
+def test_an_absurd_norm_is_an_alarm() -> None:
+    alarm = NormAlarm()
+    assert not any(alarm.judge(norm) for norm in (1e-9, *[1.0] * 25, 900.0))
+    assert alarm.judge(ABSURD * alarm.usual * 1.01) and alarm.is_on
+    assert not alarm.judge(1.0) and not alarm.is_on
+
+
+def test_a_run_that_fails_twice_at_a_step_goes_back_one_checkpoint(tmp_path: Path) -> None:
+    folder, steps = str(tmp_path), [20, 40, 60]
+    found = []
+    for failed in (70, 70, 70, 70, 71, 71):
+        failed_steps.note(folder, failed)
+        found.append(failed_steps.newest_to_leave_out(folder, steps))
+    assert found == [(0, 70), (1, 70), (2, 70), (2, 70), (0, 71), (1, 71)]
+    assert failed_steps.newest_to_leave_out(folder, [*steps, 80]) == (0, 0), "the failure was overcome"
+
+
+# ----------------------------------------------------------------------------------------------------- rates
+
+
+def with_other_rates(method: str, change: str) -> None:
+    """Train with rates that rank 1 changes after step 4; "plateau" by its own loss in every step."""
+    model = make_model()
+    optimizer = make_optimizer(model, method)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for number in range(1, 9):
+        loss = loss_of(model, number, dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if change == "plateau":
+            plateau.step(loss.item() if dist.get_rank() else -number)
+        elif number == 4 and dist.get_rank() == 1:
+            group = optimizer.param_groups[0]
+            group |= {"lr": {"lr": 0.5}, "weight_decay": {"weight_decay": 0.5}, "betas": {"betas": (0.5, 0.95)}}[change]
+
+
+@pytest.mark.parametrize("method", ["dense", "scape", "quantized_update", "sparta"])
+def test_rates_that_differ_end_the_run_on_every_rank(method: str, pool2: Pool) -> None:
+    """The weights of replicas would drift apart, or every owner would use its own rate."""
+    changes = ("lr", "weight_decay", "betas", "plateau")
+    for good, error in (
+        each for rank in pool2(attempts, with_other_rates, *((method, c) for c in changes)) for each in rank
+    ):
+        assert not good and "rank 1 has " in error and "every replica needs the same" in error, error
