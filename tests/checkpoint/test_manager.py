@@ -64,6 +64,12 @@ def half_written(step: Path) -> None:
     (step / "manifest.json").unlink()
 
 
+def fails_twice(step: Path) -> None:
+    """Its state has damage that only later steps show."""
+    for _ in range(2):
+        failed_steps.note(str(step.parent), 7)
+
+
 def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
     """Assert that every rank of each of these runs ends with its message."""
     for outcomes in pool(attempts, saved, *((str(folder), 8, *more) for more, _ in cases)):
@@ -72,7 +78,13 @@ def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm, word", [(truncate, "truncated"), slow(flip, "checksum"), slow(half_written, "incomplete")]
+    "harm, word",
+    [
+        (truncate, "truncated"),
+        (fails_twice, "failed 2 times at step 7"),
+        slow(flip, "checksum"),
+        slow(half_written, "incomplete"),
+    ],
 )
 def test_the_newest_complete_checkpoint_is_loaded(
     harm: Any, word: str, run: tuple[Path, dict[str, Any]], pool2: Pool, tmp_path: Path
@@ -152,7 +164,8 @@ def test_a_run_starts_from_a_seed_checkpoint(pool2: Pool, tmp_path: Path) -> Non
 
 
 def seed(folder: str) -> None:
-    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.checkpoint import failed_steps
+from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(

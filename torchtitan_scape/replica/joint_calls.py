@@ -1,5 +1,6 @@
 """A check that all ranks make the calls that need all of them, such as those that save the state."""
 
+import logging
 import time
 import zlib
 from collections import Counter
@@ -8,7 +9,11 @@ import torch.distributed as dist
 
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
-SECONDS = 20.0  # the first rank waits so long for the others
+SECONDS = 120.0  # the first rank waits so long for the others, which may be late
+WARNING_SECONDS = 10.0  # after which it says that it waits
+
+logger = logging.getLogger(__name__)
+
 _CALLS: Counter[str] = Counter()  # of this process, by ranks and name
 
 
@@ -47,8 +52,14 @@ class JointCalls:
         arrived = store.add(numbered, 1)
         if dist.get_rank() != self._ranks[0]:
             return
-        deadline = time.monotonic() + SECONDS
-        while arrived < len(self._ranks) and time.monotonic() < deadline:
+        begin, warned = time.monotonic(), False
+        while arrived < len(self._ranks) and (waited := time.monotonic() - begin) < SECONDS:
+            if waited > WARNING_SECONDS and not warned:
+                warned = True
+                logger.warning(
+                    f"{call}() was called on {arrived} of {len(self._ranks)} ranks; rank {self._ranks[0]} waits for "
+                    f"the others, {SECONDS:.0f} s at most: {advice}"
+                )
             time.sleep(0.005)
             arrived = store.add(numbered, 0)
         store.delete_key(numbered)
