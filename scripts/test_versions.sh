@@ -6,7 +6,7 @@
 #   scripts/test_versions.sh 2.10.0 2.14.1      only these; the others keep their lines
 #   TESTS="tests/kernels" scripts/test_versions.sh 2.14.1    only these tests; the table names them
 #
-# PYTHON    Python 3.11 or 3.12 to make the environments from    FOLDER   where, by default /tmp/torch_versions
+# PYTHON    Python 3.11 or 3.12 to make the environments from    FOLDER   where, by default outputs/torch_versions
 # WORKERS   processes that run tests, by default 2               KEEP=1   keeps environments, which are then used again
 #
 # CI runs the suite with the release of the extra `torch` in pyproject.toml. On an index with CPU builds pip prefers them.
@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 releases=("$@")
 if [ "${#releases[@]}" -eq 0 ]; then releases=(2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0); fi
 PYTHON="${PYTHON:-$(command -v python3)}"
-FOLDER="${FOLDER:-/tmp/torch_versions}"
+FOLDER="${FOLDER:-$PWD/outputs/torch_versions}"
 read -ra tests <<<"${TESTS:-}"
 export PYTHONPATH="$PWD" TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 mkdir -p "$FOLDER"

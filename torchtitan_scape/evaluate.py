@@ -165,8 +165,8 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return config.json of an exported model. Raises ValueError for any other folder."""
     refuse_pointers(*_files(folder))
     try:
-        found: dict[str, Any] = parse_json((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        found: dict[str, Any] = dict(parse_json((folder / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
         found = {}
     weights = (folder / name for name in ("model.safetensors", "model.safetensors.index.json"))
     if "model_type" not in found or not (folder / "tokenizer.json").is_file() or not any(map(Path.is_file, weights)):

@@ -45,7 +45,7 @@ FORMATS = {
         Format("1bit", 1),
         # The same times pi / 2. The scale of "1bit" has the least error and makes decoded values too small: normally
         # distributed x have E[x decoded(x)] = 2 / pi E[x^2]. With error feedback the rest is sent later, and the sum of
-        # what was sent lags behind that of steady values. This code has no such bias, and a larger error.
+        # what was sent lags behind that of steady values. This code has no such bias for them, and a larger error.
         Format("1bit_unbiased", 1, gain=math.pi / 2),
     )
 }

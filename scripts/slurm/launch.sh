@@ -110,7 +110,7 @@ choose_python() {
 # Copies the Python packages to the nodes of a large job. Thousands of ranks that import from one file system take
 # minutes to start, and slow it down for others. One archive is sent along a tree and unpacked on every node.
 broadcast_environment() {
-    local least="${BROADCAST_NODES:-64}" from archive target="$NODE_DIR-packages"
+    local least="${BROADCAST_NODES:-64}" from archive target="$NODE_DIR/packages" reason
     if [ "$least" -eq 0 ] || [ "$SLURM_JOB_NUM_NODES" -lt "$least" ]; then return; fi
     if [ "$LAUNCHER" != srun ] || ! command -v sbcast >/dev/null; then
         echo "the Python packages are not copied to the nodes: this needs srun and sbcast"
@@ -118,6 +118,7 @@ broadcast_environment() {
     fi
     from="${BROADCAST_FROM:-$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')}"
     archive="$LOG_DIR/packages.tar"
+    reason=$(on_every_node scripts/slurm/private_folder.sh "$NODE_DIR") || refuse "${reason:-srun failed}"
     echo "copying $from to $SLURM_JOB_NUM_NODES nodes, into $target"
     tar -cf "$archive" -C "$from" .
     sbcast --force "$archive" "$target.tar"

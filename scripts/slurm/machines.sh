@@ -60,11 +60,12 @@ rocm_module() {
 
 # Caches on the nodes' own storage: thousands of small files and file locks are slow, or fail, on network file systems.
 # Every node converts local text once; its other ranks wait for a file lock. Files that the user has downloaded, and the
-# token of the hub, stay where they are.
+# token of the hub, stay where they are. rank.sh creates the folder on the other nodes.
 node_local_caches() {
-    local home="${HF_HOME:-$HOME/.cache/huggingface}"
+    local home="${HF_HOME:-$HOME/.cache/huggingface}" reason
     NODE_DIR="${NODE_DIR:-/tmp/scape-${USER:-$(id -un)}-${SLURM_JOB_ID:-$$}}"
     export NODE_DIR
+    reason=$(scripts/slurm/private_folder.sh "$NODE_DIR") || refuse "$reason"
     export HF_HUB_CACHE="${HF_HUB_CACHE:-$home/hub}" HF_TOKEN_PATH="${HF_TOKEN_PATH:-$home/token}"
     export HF_HOME="${HF_HOME:-$NODE_DIR/huggingface}"
     export HF_DATASETS_CACHE="${HF_DATASETS_CACHE:-$NODE_DIR/datasets}"
@@ -95,6 +96,7 @@ use_nvme() {
 frontier_settings() {
     local rocm
     use_nvme
+    node_local_caches
     # As on the page on PyTorch, with the ROCm release of the torch build. rccl-net-plugin connects RCCL to libfabric
     # and sets many of the variables below; to use another build of the plugin, remove the module and set
     # NCCL_NET_PLUGIN to its librccl-net.so.
@@ -136,7 +138,7 @@ frontier_settings() {
     export FI_CXI_RDZV_THRESHOLD="${FI_CXI_RDZV_THRESHOLD:-0}"
     export FI_CXI_RDZV_GET_MIN="${FI_CXI_RDZV_GET_MIN:-0}"
     # MIOpen's databases must be on the nodes' local disks: in the home directory, file locks cause I/O errors.
-    export MIOPEN_USER_DB_PATH="${MIOPEN_USER_DB_PATH:-/tmp/miopen-${SLURM_JOB_ID:-0}}"
+    export MIOPEN_USER_DB_PATH="${MIOPEN_USER_DB_PATH:-$NODE_DIR/miopen}"
     export MIOPEN_CUSTOM_CACHE_DIR="${MIOPEN_CUSTOM_CACHE_DIR:-$MIOPEN_USER_DB_PATH}"
 }
 

@@ -59,7 +59,7 @@ from_mpi() {
 }
 
 if [ "${LAUNCHER:-srun}" = srun ]; then from_slurm; else from_mpi; fi
-for name in PYTHON MASTER_ADDR MASTER_PORT LOG_DIR; do
+for name in PYTHON MASTER_ADDR MASTER_PORT LOG_DIR NODE_DIR; do
     if [ -z "${!name:-}" ]; then refuse "$name is not set; start the job with launch.sh, which sets it"; fi
 done
 
@@ -83,6 +83,8 @@ if [ "$((RANK / per_node))" -ne "$node" ]; then
     refuse "rank $RANK is on node $node with SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-}, but ranks must fill" \
         "one node after the other, $per_node on each; start them with srun --distribution=block"
 fi
+
+reason=$(scripts/slurm/private_folder.sh "$NODE_DIR") || refuse "$reason"
 
 read -ra command <<<"${TRAIN_SCRIPT:--m torchtitan_scape.train}"
 if [ -n "${CONFIG_FILE:-}" ]; then command+=(--job.config_file "$CONFIG_FILE"); fi

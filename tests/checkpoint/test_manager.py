@@ -13,6 +13,7 @@ from tests.logs import logged
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.training import EMBEDDED, METHODS, RECIPE, train
+from torchtitan_scape.checkpoint import failed_steps
 
 SAVING = [
     *METHODS["scape"],
@@ -164,8 +165,7 @@ def test_a_run_starts_from_a_seed_checkpoint(pool2: Pool, tmp_path: Path) -> Non
 
 
 def seed(folder: str) -> None:
-    from torchtitan_scape.checkpoint import failed_steps
-from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(

@@ -1,9 +1,13 @@
 """Loading a checkpoint executes no code from it, and restores a trainer's state bitwise."""
 
 import io
+import json
 import os
 import pickle
 import random
+import re
+import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.config import LRScheduler
 
 from torchtitan_scape.checkpoint.failures import failure_text
+from torchtitan_scape.checkpoint.folder import read_record
+from torchtitan_scape.checkpoint.reader import load_into
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner, _Unpickler
 from torchtitan_scape.checkpoint.storage import CheckedWriter
 
@@ -197,3 +203,123 @@ def test_metadata_with_foreign_paths_or_damage_is_refused(tmp_path: Path) -> Non
     (path / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata is missing"):
         CheckedReader(path).read_metadata()
+
+
+def edited(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the metadata of a checkpoint in place."""
+    metadata = CheckedReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def nested(depth: int) -> Any:
+    """Return a tuple with 2**depth leaves; its hash would visit all of them."""
+    value: Any = ()
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def chunk(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["a"].chunks[0]
+
+
+def storage(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "a")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda m: m.state_dict_metadata.update({"x": nested(3)}), "refers to a tuple several times"),
+        (lambda m: m.planner_data.update({(1, (2, 3)): {1}}), "pickle opcode 0x8f"),
+        (lambda m: setattr(chunk(m), "offsets", torch.Size([-1])), "is damaged"),
+        (lambda m: setattr(chunk(m), "sizes", torch.Size([7])), "is damaged"),
+        (lambda m: setattr(chunk(m), "sizes", torch.Size([1, 1])), "is damaged"),
+        (lambda m: setattr(storage(m), "offset", -5), "is damaged"),
+        (lambda m: setattr(storage(m), "length", "5"), "is damaged"),
+        (lambda m: m.storage_data.update({5: storage(m)}), "is damaged"),
+        (lambda m: object.__setattr__(next(iter(m.storage_data)), "fqn", 5), "is damaged"),
+        (lambda m: m.state_dict_metadata.update({"x": 5}), "is damaged"),
+    ],
+)
+def test_crafted_metadata_is_refused_in_one_line(change: Callable[[Any], Any], reason: str, tmp_path: Path) -> None:
+    path = save({"a": torch.ones(2), "b": torch.ones(3, 2)}, tmp_path / "c")
+    edited(path, change)
+    with pytest.raises(ValueError, match=re.escape(f"{path}/.metadata ")) as info:
+        CheckedReader(path).read_metadata()
+    assert reason in str(info.value) and "\n" not in str(info.value)
+    with pytest.raises(ValueError, match=r"^(?!.*bytes are free).*$"):
+        load_into(str(path), {"a": torch.zeros(2)})
+
+
+def test_keys_with_very_many_leaves_are_refused_at_once(tmp_path: Path) -> None:
+    """The hash of the first has 2**30 leaves, and that of the second calls itself 2**24 times."""
+    of_tuples = b"\x80\x04}))\x86" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(30)) + b"Ns."
+    index: Any = "a"
+    for _ in range(24):
+        outer = MetadataIndex("a")
+        object.__setattr__(outer, "fqn", index)
+        object.__setattr__(outer, "offset", index)
+        index = outer
+    of_indices = pickle.dumps(index)[:-1].replace(b"\x80\x04", b"\x80\x04}", 1) + b"Ns."
+    for data, reason in ((of_tuples, "refers to a tuple several times"), (of_indices, "is damaged")):
+        (tmp_path / ".metadata").write_bytes(data)
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=reason):
+            CheckedReader(tmp_path).read_metadata()
+        assert time.monotonic() - begin < 3.0
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda m: setattr(storage(m), "offset", 10**9), "bytes, but .metadata places the end of 'a' at byte 1,00"),
+        (lambda m: setattr(storage(m), "offset", 3), "has not what .metadata describes"),
+        (lambda m: m.storage_data.pop(next(i for i in m.storage_data if i.fqn == "a")), "names no file of a"),
+        (lambda m: setattr(storage(m), "relative_path", "other"), "/other is missing"),
+    ],
+)
+def test_data_that_are_not_where_the_metadata_says_are_named(
+    change: Callable[[Any], Any], reason: str, tmp_path: Path
+) -> None:
+    path = save({"a": torch.ones(2), "b": torch.ones(3, 2)}, tmp_path / "c")
+    edited(path, change)
+    with pytest.raises(ValueError, match=re.escape(f"checkpoint {path}: {path}/")) as info:
+        load_into(str(path), {"a": torch.zeros(2)})
+    assert reason in str(info.value) and "free" not in str(info.value) and "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ("{}", "it has no 'method'"),
+        ("[]", "it is []"),
+        ("5", "it is 5"),
+        ("not JSON", "Expecting value"),
+        ("[" * 100_000, "nested too deeply"),
+        ({"replicas": "x"}, "'replicas' is 'x'"),
+        ({"states": []}, "'states' is []"),
+        ({"method": "other"}, "there is no method 'other'"),
+        ({"format": 2, "sharding": 5}, "AttributeError"),
+        ({"format": 99}, "has format 99, and this version reads"),
+    ],
+)
+def test_a_damaged_record_of_the_run_is_named(content: Any, reason: str, tmp_path: Path) -> None:
+    whole = {"format": 3, "method": "dense", "optimizer": "AdamW", "residual": "exact", "replicas": 2, "shard": 1}
+    if isinstance(content, dict):
+        content = json.dumps(whole | {"states": {}, "counters": {}} | content)
+    path = save({"run_metadata": {"json": content}}, tmp_path / "c")
+    with pytest.raises(ValueError, match=re.escape(str(path))) as info:
+        read_record(str(path))
+    assert reason in str(info.value) and "\n" not in str(info.value)
+
+
+def test_a_key_that_the_record_lacks_is_named_when_it_is_read(tmp_path: Path) -> None:
+    whole = {"format": 3, "method": "dense", "optimizer": "AdamW", "residual": "exact", "replicas": 2, "shard": 1}
+    path = save({"run_metadata": {"json": json.dumps(whole | {"states": {}, "counters": {}})}}, tmp_path / "c")
+    saved = read_record(str(path))
+    assert saved["replicas"] == 2 and saved.get("betas") is None
+    for table, key in ((saved, "model"), (saved["counters"], "skipped")):
+        with pytest.raises(ValueError, match=f"run_metadata.json, is damaged: it has no '{key}'"):
+            table[key]

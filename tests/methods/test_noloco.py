@@ -5,12 +5,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from tests.logs import logged
 from tests.methods.test_local_updates import SHAPES, Literal, build, far, final, parameters, start, step, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.noloco.options import NolocoOptions
+from torchtitan_scape.replica.replicate import replicate
+from torchtitan_scape.topology.interfaces import COUNTERS, read_interfaces
 from torchtitan_scape.topology.pairs import partners
 
 NOLOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.5, "averaging_rate": 0.9}
@@ -203,3 +207,32 @@ def test_the_planned_memory_is_that_of_the_states(momentum: float, pool1: Pool) 
     kinds = options.cost().device_memory(model, 2)
     assert kinds.pop("chunks in flight") > 0
     assert sum(kinds.values()) == sum(values.nbytes for values in history[0][1][0].values())
+
+
+def first_step(loads: bool) -> tuple[int, list[str], float]:
+    """Return the bytes that the loopback carried in the first step, its log lines, and a weight after it."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(1024, 2048)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = replicate(model, inner, NolocoOptions(inner_steps=3), dist.group.WORLD)
+    if loads:
+        nn.init.constant_(model.weight, 1.0 + dist.get_rank())
+    model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+    dist.barrier()
+    before = read_interfaces()
+    with logged() as lines:
+        optimizer.step()
+    dist.barrier()
+    after = read_interfaces()
+    assert before is not None and after is not None
+    return after["node"][0] - before["node"][0], lines, float(model.weight[0, 0])
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="this system has no /proc/net/dev")
+def test_the_first_step_sends_weights_only_if_some_were_loaded(pool3: Pool) -> None:
+    """The mean of three equal weights is rounded. Repeated, because other programs may use the loopback meanwhile."""
+    quiet = [pool3(first_step, False) for _ in range(2)]
+    assert min(rank[0] for run in quiet for rank in run) < 1_000_000  # an all-reduce of the weights has 33,000,000
+    assert not any("weights were loaded" in line for run in quiet for rank in run for line in rank[1])
+    loaded = pool3(first_step, True)
+    assert all(any("weights were loaded after" in line for line in rank[1]) and rank[2] == 1.0 for rank in loaded)

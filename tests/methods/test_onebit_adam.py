@@ -96,7 +96,9 @@ def owned_blocks(replicas: int) -> list[tuple[int, slice, int]]:
 
 
 def literal(replicas: int, updates: set[int]) -> dict[str, Any]:
-    """Algorithm 1 in FP64, with messages and errors divided by 1 - beta1, because BF16 rounds scales in these units.
+    """Algorithm 1 in FP64 with AdamW's bias corrections.
+
+    Messages and errors are divided by 1 - beta1, because BF16 rounds scales in these units.
 
     Args:
         updates: steps that update the variance with the mean of the gradients.
@@ -116,7 +118,7 @@ def literal(replicas: int, updates: set[int]) -> dict[str, Any]:
                 each = each * min(1.0, MAX_NORM / (norm + 1e-6))
                 m[i] = BETA1 * m[i] + (1 - BETA1) * each
                 v[i] = BETA2 * v[i] + (1 - BETA2) * each**2
-                quotient = m[i] / (1 - BETA1**counted) / (np.sqrt(v[i] / (1 - BETA2**counted)) + EPS)
+                quotient = m[i] / (1 - BETA1**t) / (np.sqrt(v[i] / (1 - BETA2**counted)) + EPS)
                 x[i] = x[i] * (1 - LR * DECAY) - LR * quotient
             continue
         for own in g:
@@ -134,7 +136,7 @@ def literal(replicas: int, updates: set[int]) -> dict[str, Any]:
             m[i][entries] = (1 - BETA1) * one_bit(mean)
         for i in range(len(x)):
             frozen = v[i] / (1 - BETA2**counted)
-            quotient = np.where(frozen > 0, m[i] / (np.sqrt(frozen) + EPS), 0.0)
+            quotient = np.where(frozen > 0, m[i] / (1 - BETA1**t) / (np.sqrt(frozen) + EPS), 0.0)
             x[i] = x[i] * (1 - LR * DECAY) - LR * quotient
     return {"parameters": x, "exp_avg": m, "exp_avg_sq": v, "delta": delta, "delta_bar": delta_bar, "updates": counted}
 
@@ -217,6 +219,27 @@ def test_replicas_clip_by_their_own_norms_after_the_warm_up() -> None:
         assert [float(found["norms"][number - 1]) for found in ranks] == pytest.approx(expected, rel=1e-5), number
 
 
+@pytest.mark.parametrize("kappa", [0, 2])
+def test_steps_of_a_constant_gradient_have_the_length_of_the_learning_rate(kappa: int) -> None:
+    """In the warm-up and after it; the momentum has more updates than the variance."""
+    constant = [torch.sign(gradient) for gradient in gradients(WARMUP + 1, 0)]
+
+    def work(collectives: ReplicaCollectives) -> None:
+        method = make(collectives, variance_updates=kappa, code="int8")
+        for group in method.context.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        for number in range(1, STEPS + 1):
+            before = [shard.parameter.detach().clone() for shard in method.context.shards]
+            with torch.no_grad():
+                method.step([each.clone() for each in constant], StepInfo(number, torch.tensor(True)))
+            for shard, old in zip(method.context.shards, before, strict=True):
+                length = (shard.parameter.detach() - old).abs() / LR
+                torch.testing.assert_close(length, torch.ones_like(length), rtol=0.01, atol=0)
+            assert all(group["lr"] == LR for group in method.context.optimizer.param_groups)
+
+    run_replicas(2, work)
+
+
 class Recorder:
     """An observer that keeps what it is given."""
 
@@ -263,6 +286,9 @@ def test_the_interval_between_variance_updates_doubles() -> None:
             step += 2 ** (j // kappa)
         assert [n for n in range(1, step) if options.updates_variance(n, 10**6)] == expected
         assert not options.updates_variance(expected[-1], expected[-1] - 1)
+        assert [options.updates_until(n, 10**6) for n in expected] == list(range(1, 5 * kappa + 1))
+        assert options.updates_until(expected[-1] - 1, 10**6) == 5 * kappa - 1
+        assert options.updates_until(step, expected[-2]) == 5 * kappa - 1  # the warm-up ends there
     every = OnebitAdamOptions()
     assert [n for n in range(1, 9) if every.updates_variance(n, 5)] == [1, 2, 3, 4, 5]
 

@@ -17,6 +17,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.update import one_for_several_steps
+from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.planner.candidates import fastest, make_case
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -226,6 +227,46 @@ def test_one_step_stands_for_several(rate: Tensor | float) -> None:
         after = {key: value for key, value in several.param_groups[0].items() if key != "params"}
         assert after == before and after["lr"] is rate
         assert float(other.detach()[0] / one.detach()[0]) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_first", "later"), [("AdamW", 1.0, 1.0), ("AdamS", 0.83, 0.97), ("SGD", 1.52, 1.10)]
+)
+def test_equal_gradients_move_a_parameter_about_as_far_as_in_single_steps(
+    kind: str, at_first: float, later: float
+) -> None:
+    """At its first exchange, in step 4, and at its fifth one: the figures of the page of the method."""
+    torch.manual_seed(0)
+    gradient = torch.randn(64, 32).sign()
+
+    def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        if kind == "SGD":
+            return torch.optim.SGD(named, lr=0.01, momentum=0.9)
+        made = AdamS if kind == "AdamS" else torch.optim.AdamW
+        return made(named, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def run(collectives: ReplicaCollectives) -> list[float]:
+        named = [(f"weight{i}", nn.Parameter(torch.zeros(64, 32))) for i in range(4)]
+        optimizer = make_optimizer(named)
+        context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+        options = QuantizedUpdateOptions(code="int8", update_code="int8", whiten_every=0, interval=4)
+        method, found = QuantizedUpdate(context, options), []
+        for n in range(1, 21):
+            method.step([gradient.flatten().clone() for _ in named], StepInfo(n, torch.tensor(True)))
+            method.finish_previous_step(True)
+            found.append(max(float(weight.detach().norm()) for _, weight in named))
+        return [found[3], found[19]]
+
+    with torch.no_grad():
+        moved = run_replicas(2, run)[0]
+    weight = nn.Parameter(torch.zeros(64, 32))
+    single, distances = make_optimizer([("weight", weight)]), []
+    for _ in range(20):
+        weight.grad = gradient.clone()
+        single.step()
+        distances.append(float(weight.detach().norm()))
+    assert moved[0] / distances[3] == pytest.approx(at_first, abs=0.01)
+    assert moved[1] / distances[19] == pytest.approx(later, abs=0.01)
 
 
 @pytest.mark.parametrize("replicas", [2, 16, 64])

@@ -106,6 +106,47 @@ def test_what_another_process_writes_is_never_unpickled(port: int) -> None:
     assert {first.result().rank, second.result().rank} == {0, 1} and not Executes.ran
 
 
+def test_entries_of_other_programs_are_ignored_with_a_line(port: int) -> None:
+    first = Launcher(port, 2)
+    wait_until(lambda: _connects(port))
+    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    good = {"host": "x", "address": "127.0.0.1", "nodes": 2}
+    entries = [good | one for one in ({"address": 5}, {"address": "there"}, {"host": 5}, {"nodes": "2"}, {"more": 1})]
+    numbers = [intruder.add("joined", 1) for _ in entries]
+    for number, entry in zip(numbers, entries, strict=True):
+        intruder.set(f"node/{number}", json.dumps(entry))
+        intruder.add(f"beat/{number}", 1)
+    wait_until(lambda: len(first.lines) >= len(entries))
+    for number in numbers:  # A node is present once its counter has grown.
+        intruder.add(f"beat/{number}", 1)
+    intruder.set("present", b"\xff")
+    time.sleep(0.5)
+    second = Launcher(port, 2)
+    assert {first.result().rank, second.result().rank} == {0, 1}
+    lines = [line for line in first.lines if "was not written by a launcher; ignored: b" in line]
+    assert len(lines) == len(entries) and f"node {numbers[0]} in the store at 127.0.0.1:{port}" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "key, value, reason",
+    [
+        ("group", "5", "the group of nodes is b'5'"),
+        ("group", "[" * 100_000, "the group of nodes is b'[[["),
+        ("joined", "1000000000000", "1000000000000 launchers have joined"),
+        ("joined", "text", "Failed to recv"),
+    ],
+)
+def test_a_foreign_value_that_cannot_be_ignored_ends_the_rendezvous(
+    key: str, value: str, reason: str, port: int
+) -> None:
+    first = Launcher(port, 2)
+    wait_until(lambda: _connects(port))
+    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(key, value)
+    error = first.result()
+    assert isinstance(error, RendezvousError) and reason in str(error)
+    assert f"another program writes to the store at 127.0.0.1:{port}; choose another port" in str(error)
+
+
 def _connects(port: int) -> bool:
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0

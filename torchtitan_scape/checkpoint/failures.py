@@ -18,14 +18,14 @@ _ADVICE = {
 }
 
 
-def failure_text(error: BaseException, folder: str | os.PathLike[str]) -> str:
-    """Return one line for a failed save or load of `folder`: reasons, ranks, free bytes and, if known, the fix."""
+def failure_text(error: BaseException, folder: str | os.PathLike[str], reading: bool = False) -> str:
+    """Return one line for a failed save or load of `folder`: reasons, ranks and, for a save, free bytes and the fix."""
     failures = error.failures if isinstance(error, CheckpointException) else {-1: (error, None)}
     ranks: dict[str, list[int]] = {}
     advice = ""
     for rank, (cause, _) in sorted(failures.items()):
         ranks.setdefault(_reason(cause), []).append(rank)
-        if isinstance(cause, OSError) and not advice:
+        if isinstance(cause, OSError) and not advice and not reading:
             advice = f"; {_free(Path(folder))}{_ADVICE.get(cause.errno or 0, 'name another folder')}"
     return f"checkpoint {folder}: {', '.join(reason + _ranks(those) for reason, those in ranks.items())}{advice}"
 

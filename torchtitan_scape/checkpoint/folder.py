@@ -9,21 +9,20 @@ import torch.distributed as dist
 
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA
 from torchtitan_scape.checkpoint.reader import load_into
-from torchtitan_scape.checkpoint.record_format import to_present_format
+from torchtitan_scape.checkpoint.record_format import parse_record
 from torchtitan_scape.checkpoint.safe_load import CheckedReader
 from torchtitan_scape.checkpoint.storage import find_damage
-from torchtitan_scape.core.files import parse_json
 
 
 def read_record(path: str) -> dict[str, Any]:
     """Return the record of the run that saved, under the present names. Collective.
 
     Raises:
-        ValueError: it cannot be read, or is of a later format.
+        ValueError: it cannot be read, is damaged, or is of a later format.
     """
     state: dict[str, Any] = {RUN_METADATA: {"json": ""}}
     load_into(path, state)
-    return to_present_format(parse_json(state[RUN_METADATA]["json"]), path)
+    return parse_record(state[RUN_METADATA]["json"], path)
 
 
 def names_in(path: str) -> set[str]:

@@ -418,5 +418,6 @@ def load_into(path: str, state: dict[str, Any], alone: bool = False) -> None:
             if "Missing key" in str(cause) or "ize mismatch" in str(cause):
                 raise ValueError(f"{path} is of another model or method: {' '.join(str(cause).split())}") from None
         if all(isinstance(cause, (ValueError, OSError)) for cause in causes):
-            raise ValueError(failure_text(error, path)) from None
+            raise ValueError(failure_text(error, path, reading=True)) from None
+        CheckedReader(path).read_metadata()  # Raises the reason if it is in `.metadata`; DCP replaces it.
         raise

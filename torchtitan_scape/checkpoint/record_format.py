@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.core.renamed_keys import with_present_keys
+from torchtitan_scape.methods.registry import METHODS
 
 FORMAT = 3
 # Names of format 1, which commit bc06ed0 wrote, and their present names. Formats 1 and 2 also have earlier keys of
@@ -13,7 +15,49 @@ ALIASES: dict[str, dict[str, str]] = {
     # Keys of the description of each kind.
     "description": {"carries": "on_migration", "own": "per_replica", "lies": "row_layout"},
 }
+# Types of values that every record has.
+_TYPES: dict[str, type] = {"method": str, "optimizer": str, "residual": str, "replicas": int, "shard": int}
+_TYPES |= {"states": dict, "counters": dict}
 _FORMAT_1_KINDS = {present: earlier for earlier, present in ALIASES["kinds"].items()}
+
+
+class _Record(dict[str, Any]):
+    """A record whose missing keys raise ValueError with the checkpoint's path."""
+
+    def __init__(self, values: dict[str, Any], path: str) -> None:
+        super().__init__({k: _Record(v, path) if isinstance(v, dict) else v for k, v in values.items()})
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise _damaged(self._path, f"it has no {key!r}")
+
+
+def _damaged(path: str, reason: str) -> ValueError:
+    return ValueError(f"{path}: the record of the run, run_metadata.json, is damaged: {reason}")
+
+
+def parse_record(content: Any, path: str) -> dict[str, Any]:
+    """Return the record in JSON text under the present names, see `to_present_format`.
+
+    Raises:
+        ValueError: the record is damaged, or of a later format. Missing keys raise it when they are read.
+    """
+    try:
+        found = parse_json(content)
+    except (ValueError, TypeError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(found, dict):
+        raise _damaged(path, f"it is {found!r:.100}")
+    try:
+        saved = _Record(to_present_format(_Record(found, path), path), path)
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    for key, kind in _TYPES.items():
+        if type(saved[key]) is not (_Record if kind is dict else kind) or (kind is int and saved[key] < 1):
+            raise _damaged(path, f"{key!r} is {saved[key]!r:.100}")
+    if saved["method"] not in METHODS:
+        raise _damaged(path, f"there is no method {saved['method']!r:.100}")
+    return saved
 
 
 def to_present_format(saved: dict[str, Any], path: str) -> dict[str, Any]:

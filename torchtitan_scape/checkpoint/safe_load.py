@@ -4,10 +4,11 @@ DCP unpickles `.metadata` and every value that is not a tensor, without restrict
 the classes that DCP itself writes, and other values are loaded by `torch.load` with `weights_only`.
 """
 
+import gc
 import io
-import os
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, M
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
+from torchtitan_scape.checkpoint.metadata_checks import Index, RefusedError, check_metadata, check_opcodes
 from torchtitan_scape.checkpoint.slices import FlatSlices
 
 # All classes that FileSystemWriter of torch 2.10 to 2.14 writes into `.metadata`, except torch.dtype (see below).
@@ -45,6 +48,8 @@ _ADMITTED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (MetadataIndex.__module__, "MetadataIndex"):
+            return Index
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) == ("builtins", "getattr"):
@@ -52,17 +57,24 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("pathlib._local", "PosixPath"):
             return Path  # as Python 3.13 pickles it
         if (module, name) not in _ADMITTED:
-            raise _RefusedError(f"names {module}.{name}, which no checkpoint needs; loading it could run code")
+            raise RefusedError(f"names {module}.{name}, which no checkpoint needs; loading it could run code")
         return super().find_class(module, name)
 
 
-class _RefusedError(pickle.UnpicklingError):
-    pass
+def _unpickled(content: bytes) -> Any:
+    """Return the object. The garbage collector, which would visit millions of objects repeatedly, is off meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _member(kind: Any, name: str) -> Any:
     if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING":
-        raise _RefusedError(f"asks for the attribute {name} of {kind}; loading it could run code")
+        raise RefusedError(f"asks for the attribute {name} of {kind}; loading it could run code")
     return kind[name]
 
 
@@ -81,26 +93,58 @@ class CheckedReader(FileSystemReader):
         """
         path = Path(self.path) / ".metadata"
         try:
-            with open(path, "rb") as stream:
-                metadata = _Unpickler(stream).load()
-            names = {info.relative_path for info in metadata.storage_data.values()}
-            if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-                raise TypeError
+            content = path.read_bytes()
+            check_opcodes(content)
+            metadata = _unpickled(content)
+            check_metadata(metadata)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-        except _RefusedError as error:
+        except RefusedError as error:
             raise ValueError(f"{path} is refused: it {error}") from None
         except Exception as error:  # damaged bytes can raise anything
             raise ValueError(f"{path} is damaged ({type(error).__name__})") from None
-        for name in names:
-            if name != os.path.basename(name) or name in ("", ".", ".."):
-                raise ValueError(f"{path} is refused: it names the file {name!r}, which is not in its folder")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors and values, file by file. Not collective.
+
+        Raises:
+            ValueError: a file is damaged, or has not what `.metadata` describes.
+            OSError: a file cannot be read.
+        """
+        files: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            files.setdefault(self._file_of(item), []).append(item)
+        for name, items in files.items():
+            path = Path(self.path) / name
+            try:
+                super().read_data(replace(plan, items=items), planner).wait()
+            except FileNotFoundError:
+                raise ValueError(f"{path} is missing") from None
+            except (OSError, ValueError):
+                raise
+            except Exception as error:  # damaged bytes can raise anything
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise ValueError(f"{path} has not what .metadata describes ({reason})") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _file_of(self, item: ReadItem) -> str:
+        """Return the name of the file of an entry, which must be large enough."""
+        found = self.storage_data.get(item.storage_index)
+        if found is None:
+            raise ValueError(f"{self.path}/.metadata names no file of {item.storage_index.fqn}")
+        path, end = Path(self.path) / found.relative_path, found.offset + found.length
+        if path.exists() and end > (size := path.stat().st_size):
+            name = item.storage_index.fqn
+            raise ValueError(f"{path} has {size:,} bytes, but .metadata places the end of {name!r} at byte {end:,}")
+        return str(found.relative_path)
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -255,8 +255,10 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
         if version == FORMAT and manifest["crc32"] != _sum_of(files):
             raise ValueError
         sums = [FileSum(name, one["bytes"], int(one["crc32"], 16)) for name, one in files.items()]
-        for name in files:
-            require_plain_name(name, path / MANIFEST)
+        for one in sums:
+            require_plain_name(one.name, path / MANIFEST)
+            if type(one.size) is not int:
+                raise TypeError
     except FileNotFoundError:
         if (path / METADATA).is_file():
             raise ValueError(f"{path} has no {MANIFEST}, so its files cannot be checked") from None

@@ -52,14 +52,13 @@ def _rows(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: 
 
 def _summary(run: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = parse_json((run / "summary.json").read_bytes())
-        return found
-    except (OSError, ValueError):
+        return dict(parse_json((run / "summary.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
 
 
 def _validation_loss(run: Path, step: int | None) -> float | None:
     try:
         return next((loss for at, loss, _ in best.read(run)["losses"] if at == step), None)
-    except ValueError:
+    except (ValueError, TypeError):
         return None

@@ -75,9 +75,9 @@ def _creates_momentum(optimizer: torch.optim.Optimizer) -> bool:
 def one_for_several_steps(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[None]:
     """Let one step of the optimizer, with the mean of several gradients, stand for as many steps.
 
-    Equal gradients have about the same effect as in these steps: learning rates are multiplied by `steps`, and `betas`
-    raised to that power. SGD adds gradients up in its momentum, which receives the sum of those in the steps. Rates
-    with other names stay.
+    Learning rates are multiplied by `steps`, and `betas` raised to that power. With AdamW equal gradients then have the
+    same effect as in these steps; with AdamS and momentum about the same, once the moments have settled. SGD adds
+    gradients up in its momentum, which receives the sum of those in the steps. Rates with other names stay.
     """
     groups = optimizer.param_groups if steps > 1 else []
     keys = ("lr", "betas", "momentum", "dampening")

@@ -115,10 +115,9 @@ def follow_loaded_weights(optimizer: Any) -> None:
 
     Local updates would otherwise send the difference to the weights before as the first displacement.
     """
-    anchors, parameters = optimizer.saved_model(), [stored(shard.parameter) for shard in optimizer.shards()]
-    starts = [
-        anchors[shard.name].to(p.device, p.dtype) for shard, p in zip(optimizer.shards(), parameters, strict=True)
-    ]
+    # Those of this replica, which equal the weights until the first exchange: a mean over replicas is rounded.
+    anchors, parameters = optimizer.methods[0].anchors(), [stored(shard.parameter) for shard in optimizer.shards()]
+    starts = [anchors[s.name].to(p.device, p.dtype) for s, p in zip(optimizer.shards(), parameters, strict=True)]
     loaded = not all(torch.equal(p, start) for p, start in zip(parameters, starts, strict=True))
     if any(optimizer.collectives.gather_objects(loaded)):
         optimizer.collectives.broadcast_from_first(parameters)

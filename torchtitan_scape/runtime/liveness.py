@@ -10,7 +10,6 @@ stream.
 """
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -18,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from torchtitan_scape.runtime.rendezvous import WrongEndpointError, listen_when_free
 from torchtitan_scape.runtime.stalls import Place, main_thread_place, places_in_words, stalled_rank
+from torchtitan_scape.runtime.store_records import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,10 @@ class Failure:
     rank: int
     code: int
     text: str
+
+    def __post_init__(self) -> None:
+        if not 0 < self.code < 256:  # With 0 the run would look complete.
+            raise ValueError(f"the exit code {self.code} is not one of a failure")
 
 
 class Liveness:
@@ -97,6 +101,7 @@ class Liveness:
         self._print_lock = threading.Lock()  # Never released: only one thread prints the last line.
         self._alerted = self._suspicious = self._searching = False
         self._store_lost_at: float | None = None  # Time at which the store was lost.
+        self._store_loss_logged = False
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._heartbeat_loop, "heartbeats"), (self._monitor_loop, "liveness"))
@@ -218,15 +223,15 @@ class Liveness:
         suspected.
         """
         if self._to_report is not None and not self._reported.is_set():
-            store.compare_set("failed", "", json.dumps(asdict(self._to_report)))
+            store.compare_set("failed", "", to_json(self._to_report))
         store.add(f"beat/{self.rank}", 1)
-        if self._failure is None and store.check(["failed"]):
-            self._failure = Failure(**json.loads(store.get("failed")))
+        if self._failure is None and (failure := _reported_failure(store)):
+            self._failure = failure
             self._reported.set()
         stuck = self._alerted or time.monotonic() - self._progress >= self._limit
         if stuck or self._has_place:
             here = Place("a collective that failed", True) if self._alerted else main_thread_place()
-            store.set(f"place/{self.rank}", json.dumps(asdict(here) if stuck else None))
+            store.set(f"place/{self.rank}", to_json(here) if stuck else "")
             self._has_place = stuck
         successor = (self.rank + 1) % self.world
         suspicious = stuck or self._seconds_silent(successor) > self._silence_limit
@@ -236,8 +241,8 @@ class Liveness:
             self._searching = suspicious and searchers <= _SEARCHERS
         for rank in range(self.world) if self._searching else [successor]:
             if self._searching and store.check([f"place/{rank}"]):
-                place = json.loads(store.get(f"place/{rank}"))
-                self._places |= {rank: Place(**place)} if place else {}
+                with contextlib.suppress(ValueError):  # The rank has moved on, or another program wrote the value.
+                    self._places[rank] = from_json(Place, store.get(f"place/{rank}"))
             if rank == self.rank:
                 continue
             beat = store.add(f"beat/{rank}", 0)
@@ -247,12 +252,24 @@ class Liveness:
             late = now - self._beats[rank][1] > 2 * self._interval or self._searching
             if late and rank not in self._names:
                 known = store.check([f"name/{rank}"])
-                self._names[rank] = store.get(f"name/{rank}").decode() if known else "not started"
+                self._names[rank] = store.get(f"name/{rank}").decode(errors="replace") if known else "not started"
 
     def _stalled(self) -> Failure | None:
         """Return a failure if ranks that are alive do not take part in a collective."""
         found = stalled_rank(self._places, self._names)
         return None if found is None else Failure(found[0], LOST, found[1])
+
+    def _report_store_loss(self) -> None:
+        """Log once that the store was lost although the run goes on: the store ends the connection of a rank that reads
+        a counter for which another program wrote a text.
+        """
+        lost = self._store_lost_at
+        if lost is not None and self._progress > lost + 2 * INTERVAL_SECONDS and not self._store_loss_logged:
+            self._store_loss_logged = True
+            logger.warning(
+                f"the store at {self._store_address} no longer answers rank {self.rank}: the run "
+                "continues, but lost ranks are detected by the timeout of collectives only"
+            )
 
     def _report_places(self) -> None:
         """Log once where each rank is, if all have reported it: NCCL's watchdog may end this process next."""
@@ -269,6 +286,7 @@ class Liveness:
             now, before = time.monotonic(), looked
             looked = now
             failure = self._failure
+            self._report_store_loss()
             if os.getppid() != launcher:
                 failure = failure or Failure(self.rank, LOST, f"the launcher of rank {self.rank} has ended")
                 self.report(failure)
@@ -352,13 +370,26 @@ def _wait_for_rank_0(environment: Mapping[str, str]) -> None:
     )
 
 
+def _reported_failure(store: dist.Store) -> Failure | None:
+    """Return the failure that a rank has reported. A value of another program is removed, so that ranks can report."""
+    value = store.get("failed") if store.check(["failed"]) else b""
+    if not value:
+        return None
+    try:
+        return from_json(Failure, value)
+    except ValueError as error:
+        logger.warning(f"the store has a reason for the end of the run that no rank wrote; it is ignored: {error}")
+        store.compare_set("failed", value, "")  # type: ignore[arg-type]  # Bytes too, which need not be a text.
+        return None
+
+
 def report_failure_of(rank: int, process: int, outcome: str, address: str, port: int) -> None:
     """Report the end of a rank on behalf of the rank, so that the others name it immediately. Called by its
     launcher.
     """
     failure = Failure(rank, LOST, f"rank {rank} ({socket.gethostname()}, process {process}) {outcome}")
     store = _store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0)
-    store.compare_set("failed", "", json.dumps(asdict(failure)))
+    store.compare_set("failed", "", to_json(failure))
 
 
 def failure_known(address: str, port: int) -> Callable[[], bool]:
@@ -369,7 +400,7 @@ def failure_known(address: str, port: int) -> Callable[[], bool]:
         try:
             if not store:
                 store.append(_store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0))
-            return bool(store[0].check(["failed"]))
+            return _reported_failure(store[0]) is not None
         except (RuntimeError, TimeoutError):  # The link is down; the ranks handle this.
             return False
 

@@ -31,6 +31,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from torchtitan_scape.core.files import parse_json
+from torchtitan_scape.runtime.store_records import from_json, shown, to_json
+
 BACKEND = "fixed"
 DEFAULT_PORT = 29400
 JOIN_SECONDS = 600.0  # Time for all nodes to join.
@@ -38,6 +41,7 @@ REPORT_SECONDS = 30.0  # Interval of the lines about missing nodes.
 SILENT_SECONDS = 5.0  # Without a heartbeat for so long, a node has left.
 PORT_SECONDS = 60.0  # Time for another program to release the port.
 _POLL_SECONDS = 0.2
+_MOST_JOINED = 100_000  # Launchers that have joined one store, restarts included; each costs a request.
 _ANSWER_SECONDS = 20.0  # Time for a server to answer as a store does.
 
 
@@ -62,6 +66,9 @@ class Node:
     host: str
     address: str
     nodes: int
+
+    def __post_init__(self) -> None:
+        self.place()  # ValueError if it is not an address.
 
     def place(self) -> tuple[Any, ...]:
         """Return the key by which nodes are numbered after the first one: by address, so that restarts agree."""
@@ -123,7 +130,9 @@ class FixedRendezvous(RendezvousHandler):
             store, serves = self._open(deadline)
             try:
                 rank = _Joining(store, self._node(), serves, self._where, self._say).attend(deadline)
-            except LostStoreError:
+            except LostStoreError as error:
+                if time.monotonic() >= deadline:
+                    raise RendezvousError(f"the launcher at {self._where} was lost: {error}") from None
                 self._say(f"the launcher at {self._where} has ended; waiting for its restart")
                 time.sleep(1.0)
                 continue
@@ -216,28 +225,31 @@ class _Joining:
         store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         self._beats: dict[int, tuple[int, float]] = {}  # The count, and when it grew; 0.0 at the first look.
         self._described: dict[int, Node] = {}
+        self._ignored: set[int] = set()  # Entries of other programs.
 
     def attend(self, deadline: float) -> int:
         """Return this node's rank."""
         try:
             return self._attend(deadline)
         except (RuntimeError, ConnectionError) as error:  # Includes DistNetworkError.
+            if self._serves:  # The store ends the connection if another program wrote a text to a counter.
+                raise RendezvousError(f"{self._foreign()}: {str(error).splitlines()[0]}") from None
             raise LostStoreError(str(error)) from None
 
     def _attend(self, deadline: float) -> int:
         store = self._store
         number = store.add("joined", 1)
-        store.set(f"node/{number}", json.dumps(vars(self._node)))
+        store.set(f"node/{number}", to_json(self._node))
         reported = time.monotonic()
         while True:
             store.add(f"beat/{number}", 1)
             if self._serves:
                 self._decide(number)
             if store.check(["refused"]):
-                text = store.get("refused").decode()
+                text = store.get("refused").decode(errors="replace")
                 time.sleep(10 * _POLL_SECONDS)  # The others read it, too, before this process ends with the store.
                 raise WrongEndpointError(text)
-            group = json.loads(store.get("group")) if store.check(["group"]) else []
+            group = self._group()
             if number in group:
                 return group.index(number)
             now = time.monotonic()
@@ -248,10 +260,23 @@ class _Joining:
                 self._say(f"waiting: {self._status(group)}")
             time.sleep(_POLL_SECONDS)
 
+    def _group(self) -> list[int]:
+        """Return the numbers of the nodes in rank order, empty until the group is formed."""
+        value = self._store.get("group") if self._store.check(["group"]) else b"[]"
+        with contextlib.suppress(ValueError):
+            group = parse_json(value)
+            if isinstance(group, list) and all(type(number) is int for number in group):
+                return group
+        raise RendezvousError(f"{self._foreign()}: the group of nodes is {shown(value)}")
+
+    def _foreign(self) -> str:
+        return f"another program writes to the store at {self._where}; choose another port"
+
     def _status(self, group: list[int]) -> str:
         if group:
             return f"the run at {self._where} has all of its {len(group)} nodes, without this one"
-        present = self._store.get("present").decode() if self._store.check(["present"]) else self._node.host
+        known = self._store.check(["present"])
+        present = self._store.get("present").decode(errors="replace") if known else self._node.host
         return f"{present} of {self._node.nodes} nodes have joined at {self._where}"
 
     def _decide(self, own: int) -> None:
@@ -259,13 +284,16 @@ class _Joining:
         store, now = self._store, time.monotonic()
         if store.check(["group"]):
             return
-        for number in range(1, store.add("joined", 0) + 1):
+        joined = store.add("joined", 0)
+        if joined > _MOST_JOINED:
+            raise RendezvousError(f"{self._foreign()}: {joined} launchers have joined")
+        for number in range(1, joined + 1):
             beat = store.add(f"beat/{number}", 0)
-            if beat == 0 or self._beats.get(number, (0, 0.0))[0] == beat:
+            if beat == 0 or number in self._ignored or self._beats.get(number, (0, 0.0))[0] == beat:
                 continue
-            with contextlib.suppress(TypeError, ValueError):  # Something else than a launcher has written it.
-                self._described.setdefault(number, Node(**json.loads(store.get(f"node/{number}"))))
-                self._beats[number] = beat, now if number in self._beats else 0.0
+            if number not in self._described and not self._describe(number):
+                continue
+            self._beats[number] = beat, now if number in self._beats else 0.0
         present = [number for number, (_, seen) in self._beats.items() if seen and now - seen < SILENT_SECONDS]
         for number in present:
             other = self._described[number]
@@ -279,6 +307,17 @@ class _Joining:
             others = [number for number in present if number != own][: self._node.nodes - 1]
             others.sort(key=lambda number: self._described[number].place())
             store.set("group", json.dumps([own, *others]))
+
+    def _describe(self, number: int) -> bool:
+        """Read the entry of a node; return whether a launcher has written it."""
+        value = self._store.get(f"node/{number}") if self._store.check([f"node/{number}"]) else b""
+        try:
+            self._described[number] = from_json(Node, value)
+        except ValueError as error:
+            self._say(f"node {number} in the store at {self._where} was not written by a launcher; ignored: {error}")
+            self._ignored.add(number)
+            return False
+        return True
 
 
 _ADVICE = "start the others with the same NNODES and RDZV_ENDPOINT, and open the port between the nodes"

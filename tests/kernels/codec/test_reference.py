@@ -151,6 +151,37 @@ def test_decoded_values_of_the_unbiased_code_are_as_large_as_normally_distribute
     assert {name for name, bias in found.items() if abs(bias - 1.0) > 0.1} == {"1bit"}
 
 
+@pytest.mark.parametrize(("distribution", "size"), [("Laplace", 0.79), ("Student", 0.65), ("equal", 1.57)])
+def test_decoded_values_of_the_unbiased_code_have_another_size_for_other_distributions(
+    distribution: str, size: float
+) -> None:
+    """pi / 2 times E[|x|]^2 / E[x^2], as in docs/reference/methods/index.md."""
+    torch.manual_seed(0)
+    n = 128 * 2000
+    x = {
+        "Laplace": torch.distributions.Laplace(0.0, 1.0).sample((n,)),
+        "Student": torch.distributions.StudentT(3.0).sample((n,)),
+        "equal": torch.randn(n).sign(),
+    }[distribution]
+    out, _ = decoded(BlockCode("1bit_unbiased"), x.view(1, -1))
+    assert float((x * out[0]).mean() / x.square().mean()) == pytest.approx(size, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("code", "least", "most"), [("1bit", 55, 70), ("2bit", 9, 11), ("e2m1", 0, 0.3), ("int4", 0, 0.3)]
+)
+def test_entries_that_change_fast_lag_behind(code: str, least: float, most: float) -> None:
+    """With error feedback, in exchanges, of the faster half: the figures of docs/reference/methods/sparta.md."""
+    torch.manual_seed(0)
+    change = torch.exp(torch.randn(1, 4096)) * torch.randn(1, 4096).sign()
+    block_code, error, lag = BlockCode(code), torch.zeros_like(change), torch.zeros_like(change)
+    for n in range(600):
+        _, error = decoded(block_code, error + change)
+        lag += error / change / 300 if n >= 300 else 0.0
+    assert least < float(lag[change.abs() >= change.abs().median()].max()) < most
+    assert code != "2bit" or float(lag.mean()) == pytest.approx(0.36, abs=0.02)
+
+
 def test_rows_are_added_in_order() -> None:
     """A value below half a unit in the last place of the first row is lost before that row is subtracted."""
     code, rows = BlockCode("int8", 32), torch.tensor([[127.0 * 2**26], [127.0], [-127.0 * 2**26]]).repeat(1, 32)

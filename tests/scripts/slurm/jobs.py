@@ -116,6 +116,7 @@ def submit(
         "PYTHON": server.python(),
         "MODULES": "",
         "LOG_DIR": str(folder / "logs"),
+        "NODE_DIR": str(folder / "node"),
         "OMP_NUM_THREADS": "1",
     }
     begin = time.monotonic()

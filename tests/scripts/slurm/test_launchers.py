@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -92,7 +94,8 @@ def test_a_launcher_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    environment = {"TRAIN_SCRIPT": REPORT, "HOME": str(home), "NODE_DIR": "/tmp/node"}
+    node = tmp_path / "new" / "node"
+    environment = {"TRAIN_SCRIPT": REPORT, "HOME": str(home), "NODE_DIR": str(node)}
     shown = {"HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_TOKEN_PATH", "TRITON_CACHE_DIR"}
     shown |= {"TORCHINDUCTOR_CACHE_DIR"}
     inherited = dict.fromkeys(shown, "")  # an empty value counts as none
@@ -100,12 +103,12 @@ def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
     assert {name: facts[name] for name in shown} == {
-        "HF_HOME": "/tmp/node/huggingface",
+        "HF_HOME": f"{node}/huggingface",
         "HF_DATASETS_CACHE": "/mine",
         "HF_HUB_CACHE": f"{home}/.cache/huggingface/hub",
         "HF_TOKEN_PATH": f"{home}/.cache/huggingface/token",
-        "TRITON_CACHE_DIR": "/tmp/node/triton",
-        "TORCHINDUCTOR_CACHE_DIR": "/tmp/node/inductor",
+        "TRITON_CACHE_DIR": f"{node}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{node}/inductor",
     }
 
 
@@ -125,30 +128,62 @@ def test_large_jobs_copy_the_packages_to_the_nodes(tmp_path: Path) -> None:
     node = tmp_path / "node"
     environment = {"TRAIN_SCRIPT": REPORT, "NODE_DIR": str(node), "BROADCAST_FROM": str(packages)}
     result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "3"})
-    assert result.returncode == 0 and not (tmp_path / "node-packages").exists()
+    assert result.returncode == 0 and node.stat().st_mode & 0o777 == 0o700 and not list(node.iterdir())
     result, _ = submit("vista", tmp_path, {**environment, "BROADCAST_NODES": "2"})
     assert result.returncode == 0 and f"copying {packages} to 2 nodes" in result.stdout, result.stderr
-    assert (tmp_path / "node-packages" / "from_the_copy.py").exists()
+    assert (node / "packages" / "from_the_copy.py").exists()
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
-    assert facts["PYTHONPATH"].endswith(f":{tmp_path}/node-packages") and not list(tmp_path.rglob("*.tar"))
+    assert facts["PYTHONPATH"].endswith(f":{node}/packages") and not list(tmp_path.rglob("*.tar"))
 
 
-def test_packages_and_caches_of_frontier_are_on_the_nvme(tmp_path: Path) -> None:
+@pytest.mark.parametrize("foreign", ["a link", "writable", "of another user"])
+def test_a_folder_of_another_user_is_refused(foreign: str, tmp_path: Path) -> None:
+    """Its name below /tmp can be predicted, and files in it would be imported and executed."""
+    packages, node, other = packages_to_copy(tmp_path), tmp_path / "node", tmp_path / "other"
+    for planted in (other / "packages", tmp_path / "node-packages"):
+        planted.mkdir(parents=True)
+        (planted / "sitecustomize.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    if foreign == "a link":
+        node.symlink_to(other)
+    else:
+        other.rename(node)
+        node.chmod(0o777 if foreign == "writable" else 0o755)
+    if foreign == "of another user":
+        if os.getuid():
+            pytest.skip("only root can give a folder to another user")
+        os.chown(node, 65534, 65534)
+    environment = {"TRAIN_SCRIPT": REPORT, "NODE_DIR": str(node), "BROADCAST_FROM": str(packages)}
+    result, _ = submit("vista", tmp_path, environment | {"BROADCAST_NODES": "2"})
+    assert result.returncode == 2 and not (tmp_path / "executed").exists(), result.stderr
+    reason = {"a link": "is a link", "writable": "can be written by other users (mode 777)"}.get(foreign, "belongs to ")
+    assert result.stderr.startswith(f"error: NODE_DIR: {node} on ") and reason in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def default_folder() -> Iterator[Path]:
+    """The folder of the caches of the user "me" in job 7."""
+    folder = Path("/tmp/scape-me-7")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_packages_and_caches_of_frontier_are_on_the_nvme(tmp_path: Path, default_folder: Path) -> None:
     """/mnt/bb/USER exists in jobs with -C nvme. Other jobs use /tmp, and NODE_DIR precedes both."""
     packages, nvme = packages_to_copy(tmp_path), tmp_path / "nvme"
-    environment = {"TRAIN_SCRIPT": REPORT, "NVME_DIR": str(nvme), "SLURM_JOB_ID": "7", "USER": "me"}
+    environment = {"TRAIN_SCRIPT": REPORT, "NVME_DIR": str(nvme), "NODE_DIR": "", "SLURM_JOB_ID": "7", "USER": "me"}
     environment |= {"BROADCAST_FROM": str(packages), "RANKS_PER_NODE": "1"}
     copy, none = {"BROADCAST_NODES": "2"}, {"BROADCAST_NODES": "0"}
     result, _ = submit("frontier", tmp_path, environment | none)
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
-    assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == "/tmp/scape-me-7/triton", result.stderr
+    assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == f"{default_folder}/triton", result.stderr
     nvme.mkdir()
     result, _ = submit("frontier", tmp_path, environment | copy)
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
     assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == f"{nvme}/scape-7/triton", result.stderr
-    assert facts["PYTHONPATH"].endswith(f":{nvme}/scape-7-packages"), facts["PYTHONPATH"]
-    assert f"into {nvme}/scape-7-packages\n" in result.stdout
-    assert [path.name for path in nvme.glob("*/*.py")] == ["from_the_copy.py"]
+    assert facts["PYTHONPATH"].endswith(f":{nvme}/scape-7/packages"), facts["PYTHONPATH"]
+    assert f"into {nvme}/scape-7/packages\n" in result.stdout
+    assert [path.name for path in nvme.glob("*/*/*.py")] == ["from_the_copy.py"]
     result, _ = submit("frontier", tmp_path, environment | none | {"NODE_DIR": str(tmp_path / "own")})
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
     assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == f"{tmp_path}/own/triton", result.stderr
@@ -182,7 +217,7 @@ def test_the_rocm_module_matches_the_torch_build(hip: str, available: str, expec
         assert expected in result.stderr and result.returncode == 2 and len(result.stderr.splitlines()) == 1
 
 
-def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path) -> None:
+def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path, default_folder: Path) -> None:
     """A job script may source machines.sh and start torchrun."""
     command = "source scripts/slurm/machines.sh frontier && env"
     given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "MODULES": "", "SLURM_JOB_NUM_NODES": "2", "USER": "me"}
@@ -190,7 +225,8 @@ def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path) -> None:
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=given, capture_output=True, text=True)
     found = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
     assert found["NCCL_NET"] == "AWS Libfabric" and found["FI_CXI_RX_MATCH_MODE"] == "software"
-    assert found["TRITON_CACHE_DIR"] == "/tmp/scape-me-7/triton" and found["TOKENIZERS_PARALLELISM"] == "false"
+    assert found["MIOPEN_USER_DB_PATH"] == f"{default_folder}/miopen"
+    assert found["TRITON_CACHE_DIR"] == f"{default_folder}/triton" and found["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_the_rocm_release_may_be_that_of_the_environment_in_the_repository(tmp_path: Path) -> None:

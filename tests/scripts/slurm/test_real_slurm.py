@@ -114,7 +114,7 @@ def test_large_jobs_receive_the_packages(slurm: SlurmCluster, tmp_path: Path) ->
     environment = {"BROADCAST_NODES": "2", "BROADCAST_FROM": str(packages), "NODE_DIR": str(node), "LOG_RANK": "0,1"}
     job = Job(slurm, "vista", tmp_path / "b", TRAIN_SCRIPT=str(tmp_path / "report.py"), **environment)
     job.wait_for_end()
-    assert f"copied {node}-packages/marker.py 1" in job.text(), job.text()
+    assert f"copied {node}/packages/marker.py 1" in job.text(), job.text()
 
 
 def test_the_sweep_measures_two_sizes_and_ends_a_late_method(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_ranks_fill_one_node_after_the_other(machine: str, per_node: int, tmp_pa
         assert facts["NCCL_NET"] == {"vista": "IB", "frontier": "AWS Libfabric"}.get(machine)
 
 
-def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def rank(environment: dict[str, str], node: Path) -> subprocess.CompletedProcess[str]:
     """Run only rank.sh, as task 5 of 8 on two nodes."""
     step = {
         "SLURM_PROCID": "5",
@@ -132,6 +132,7 @@ def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         "MASTER_ADDR": "somewhere",
         "MASTER_PORT": "15000",
         "LOG_DIR": "/nowhere",
+        "NODE_DIR": str(node),
         "LOG_RANK": "3,5",
         "PATH": os.environ["PATH"],
     }
@@ -150,8 +151,8 @@ def rank(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, "0"),
     ],
 )
-def test_local_rank_is_the_device_index(environment: dict[str, str], local: str) -> None:
-    result = rank(environment)
+def test_local_rank_is_the_device_index(environment: dict[str, str], local: str, tmp_path: Path) -> None:
+    result = rank(environment, tmp_path / "node")
     assert f"LOCAL_RANK={local}\n" in result.stdout, result.stderr
     assert "RANK=5\n" in result.stdout and "WORLD_SIZE=8\n" in result.stdout
 
@@ -163,10 +164,11 @@ def test_local_rank_is_the_device_index(environment: dict[str, str], local: str)
         ({"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "nodes have different numbers of tasks (5,3)"),
         ({"SLURM_NODEID": "0", "SLURM_DISTRIBUTION": "cyclic"}, "SLURM_DISTRIBUTION=cyclic, but ranks must fill"),
         ({"PYTHON": ""}, "PYTHON is not set"),
+        ({"NODE_DIR": "/proc/self"}, "[rank 5] error: NODE_DIR: /proc/self on "),  # a link, as another user can make
     ],
 )
-def test_an_invalid_step_is_refused(environment: dict[str, str], message: str) -> None:
-    result = rank(environment)
+def test_an_invalid_step_is_refused(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    result = rank(environment, tmp_path / "node")
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1
 

@@ -5,7 +5,9 @@ arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency f
 (ICLR 2023), arXiv:2202.06009, for the schedule of variance updates.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +34,11 @@ class OnebitAdam(Quantized):
     1. Each replica clips g_i by its own norm, because the norm of the mean is not known yet.
     2. m_i = beta1 m + (1 - beta1) g_i, and m becomes the mean of m_i in the code of the exchange, with the errors of
        the replica and of the owner added before each of the two encodings.
-    3. theta -= lr (m / (sqrt(v / (1 - beta2^u)) + eps) + weight_decay theta), where u counts the updates of v.
+    3. theta -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^u)) + eps) + weight_decay theta), where u counts the
+       updates of v.
+
+    The momentum has t updates and the variance u. AdamW corrects both by u; where t is larger, in 0/1 Adam, its step is
+    rescaled to the correction by t.
 
     The exchange is that of `Quantized` in units of the gradient: it sends m_i / (1 - beta1), and `synchronize` returns
     the gradient g with beta1 m + (1 - beta1) g equal to the new momentum. Moments are the state of AdamW. Its counter
@@ -59,7 +65,10 @@ class OnebitAdam(Quantized):
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         if self._is_dense(info.number):
-            super().step(gradients, info)
+            updates = self.options.updates_until(info.number, self._last_update)
+            rescaled = self.collectives.is_writer and updates < info.number
+            with _corrected_by(self.context.optimizer, updates, info.number) if rescaled else nullcontext():
+                super().step(gradients, info)
             return
         context, phase = self.context, self.context.timer.phase
         with phase("clip"):
@@ -76,7 +85,7 @@ class OnebitAdam(Quantized):
                 with phase("observe"):
                     self.observer.synchronised(partial(self._gradient_of, momenta), info.applied)
             with phase("update"):
-                self._update(momenta, info.applied)
+                self._update(momenta, info)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         """Return the synchronized gradients, as every method does.
@@ -145,17 +154,20 @@ class OnebitAdam(Quantized):
         moment = local(self._state(shard)["exp_avg"]).reshape(-1)
         return torch.sub(momenta[i], moment, alpha=beta1 / (1.0 - beta1))
 
-    def _update(self, momenta: list[Tensor], applied: Tensor) -> None:
+    def _update(self, momenta: list[Tensor], info: StepInfo) -> None:
         """Step 3 of the class's docstring."""
         shards, states = self.context.shards, [self._state(shard) for shard in self.context.shards]
-        rates = [Rates.of(group) for group in self.context.optimizer.param_groups]
+        rates = [
+            _with_step_length(Rates.of(group), 1.0 / (1.0 - group["betas"][0] ** info.number))
+            for group in self.context.optimizer.param_groups
+        ]
         self._adam.step(
             [local(shard.parameter).detach() for shard in shards],
             momenta,
             *([local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")),
             [rates[shard.group] for shard in shards],
             torch.stack([local(state["step"]) for state in states]).double(),
-            applied,
+            info.applied,
         )
 
     def _is_dense(self, number: int) -> bool:
@@ -169,6 +181,26 @@ class OnebitAdam(Quantized):
             shard.parameter, {}
         )  # `[]` would insert an empty state
         return state
+
+
+def _with_step_length(rates: Rates, factor: float) -> Rates:
+    """Return the rates with steps that are `factor` times as long, and the same weight decay."""
+    return replace(rates, lr=rates.lr * factor, weight_decay=rates.weight_decay / factor)
+
+
+@contextmanager
+def _corrected_by(optimizer: torch.optim.Optimizer, counted: int, updates: int) -> Iterator[None]:
+    """Let AdamW, which counts `counted` steps, correct its first moment by as many `updates`."""
+    before = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        beta1 = group["betas"][0]
+        factor = (1.0 - beta1**counted) / (1.0 - beta1**updates)
+        group["lr"], group["weight_decay"] = group["lr"] * factor, group["weight_decay"] / factor
+    try:
+        yield
+    finally:
+        for group, (lr, weight_decay) in zip(optimizer.param_groups, before, strict=True):
+            group["lr"], group["weight_decay"] = lr, weight_decay
 
 
 def _check(group: dict[str, Any], optimizer: str) -> None:

@@ -67,9 +67,22 @@ class OnebitAdamOptions(MethodOptions):
         """
         if number > last or not self.variance_updates:
             return number <= last
+        _, past, interval = self._interval_at(number)
+        return past % interval == 0
+
+    def updates_until(self, number: int, last: int) -> int:
+        """Return how many of the steps 1 to `number` update the variance."""
+        number = min(number, last)
+        if not self.variance_updates or number < 1:
+            return number
+        before, past, interval = self._interval_at(number)
+        return before + past // interval + 1
+
+    def _interval_at(self, number: int) -> tuple[int, int, int]:
+        """Return (updates at shorter intervals, steps since the first update at this interval, the interval)."""
         doublings = ((number - 1) // self.variance_updates + 1).bit_length() - 1
         first = self.variance_updates * (2**doublings - 1)
-        return (number - 1 - first) % 2**doublings == 0
+        return self.variance_updates * doublings, number - 1 - first, 2**doublings
 
     def needs_comm_streams(self) -> bool:
         return True
