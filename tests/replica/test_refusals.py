@@ -152,7 +152,7 @@ REFUSALS = {
     "optimizer": "method 'scape' works with AdamS, not with AdamW",
     "sgd": "method 'scape' works with AdamS, not with SGD",
     "factory": "method 'scape' works with AdamS, not with AdamW",
-    "radius": "method 'radius' needs an optimizer with betas, such as AdamW; SGD has none",
+    "radius": r"method 'radius' works with AdamW or AdamS, not with SGD \(torch",
     "scalar state": "NAdam keeps 'mu_product' of shape",
     "start of the state": "Rprop keeps state that does not start from zeros",
     "overlap": "overlap = True does not go with method 'diloco'",

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
 from torchtitan_scape.methods.registry import MethodEntry
+from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Optimizers whose step is not a function of one dense gradient, and why.
 _UNSUPPORTED = {
-    "LBFGS": "evaluates the loss several times in a step",
-    "SparseAdam": "needs sparse gradients, which no method exchanges",
+    torch.optim.LBFGS: "evaluates the loss several times in a step",
+    torch.optim.SparseAdam: "needs sparse gradients, which no method exchanges",
 }
 
 
@@ -37,7 +38,10 @@ def check_arguments(max_norm: float | None, reduction: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEntry) -> None:
-    """Refuse one of this project's optimizers, or AdamW, with a method that does not work with it.
+    """Refuse an optimizer whose algorithm does not work with the method.
+
+    Most methods work with any optimizer but some of this project's. Those that compute with its moments, or update the
+    parameters themselves, need an algorithm that they know.
 
     Args:
         name: of the method.
@@ -46,12 +50,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
         ValueError: with the optimizers that the method works with.
     """
     given = type(optimizer).__name__
-    if given in _UNSUPPORTED:
-        raise ValueError(f"{given} {_UNSUPPORTED[given]}; pass another optimizer, such as AdamW")
-    if given not in entry.optimizers and (given in OPTIMIZERS or entry.method.holds_optimizer_state):
+    for kind, reason in _UNSUPPORTED.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(f"{given} {reason}; pass another optimizer, such as AdamW")
+    known = {key for key, one in OPTIMIZERS.items() if has_step_of(optimizer, one.kind)}
+    method, accepted = entry.method, " or ".join(entry.optimizers)
+    must_be_known = method.holds_optimizer_state or method.reads_moments
+    if not known.intersection(entry.optimizers) and (known or must_be_known):
         raise ValueError(
-            f"method {name!r} works with {' or '.join(entry.optimizers)}, not with {given}; pass one of these as "
-            "optimizer"
+            f"method {name!r} works with {accepted}, not with {given} ({type(optimizer).__module__}); pass one of "
+            "these as optimizer, or a subclass with the same step"
+        )
+    if must_be_known and (difference := difference_from_adamw(optimizer)):
+        raise ValueError(
+            f"method {name!r} works with {accepted} without amsgrad, maximize and L2 weight decay, and this {given} "
+            f"has {difference}; pass torch.optim.AdamW without it"
         )
 
 

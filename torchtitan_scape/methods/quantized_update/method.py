@@ -26,14 +26,18 @@ from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
 from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import clip, one_for_several_steps, update
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.algorithms import has_step_of
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.chunks import Exchange, double_buffered
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.partition import Slice
 
-ELEMENTWISE = ("Adam", "AdamS", "AdamW", "SGD", "SignSGD")  # optimizers that may update a part of a tensor
+# Optimizers that may update a part of a tensor.
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, AdamS, SignSGD)
 
 
 class QuantizedUpdate(Method):
@@ -64,11 +68,11 @@ class QuantizedUpdate(Method):
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
                     "its rounding would be lost; keep the parameters in FP32 and compute in BF16 by mixed precision"
                 )
-        kind = type(context.optimizer)
-        if options.interval > 1 and not (issubclass(kind, Muon) or kind.__name__ in ELEMENTWISE):
+        if options.interval > 1 and not has_step_of(context.optimizer, Muon, *ELEMENTWISE):
+            kind, known = type(context.optimizer), ", ".join(one.__name__ for one in ELEMENTWISE)
             raise ValueError(
                 f"[sync.quantized_update] interval = {options.interval} with {kind.__module__}.{kind.__name__}: a step "
-                f"for several is known for torchtitan_scape.Muon, {', '.join(ELEMENTWISE)}; set interval = 1"
+                f"for several is known for torchtitan_scape.Muon, {known}; set interval = 1"
             )
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
@@ -429,4 +433,4 @@ class QuantizedUpdate(Method):
 
 def _is_whole(shard: Shard, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether one replica must update the whole parameter."""
-    return optimizer.updates(shard) if isinstance(optimizer, Muon) else type(optimizer).__name__ not in ELEMENTWISE
+    return optimizer.updates(shard) if isinstance(optimizer, Muon) else not has_step_of(optimizer, *ELEMENTWISE)

@@ -38,12 +38,11 @@ class Radius(GradientMethod):
     mask contains all entries. A skipped refresh leaves mask and residuals unchanged until the next one.
     """
 
+    reads_moments = True
+
     def __init__(self, context: MethodContext, options: RadiusOptions) -> None:
         super().__init__(context, options)
         for group in context.optimizer.param_groups:
-            if "betas" not in group:
-                name = type(context.optimizer).__name__
-                raise ValueError(f"method 'radius' needs an optimizer with betas, such as AdamW; {name} has none")
             _check_betas(*group["betas"])
         if any("exp_avg" in s and "exp_avg_sq" not in s for s in context.optimizer.state.values()):
             _check_beta1(context.optimizer)
