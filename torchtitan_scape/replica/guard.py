@@ -132,7 +132,7 @@ class FiniteGuard:
         if not self.applied.is_cuda:
             self._pending = (flags, None)
         else:
-            on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+            on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True, device="cpu")
             on_host.copy_(flags, non_blocking=True)
             # The event belongs to the stream of the copy, because the current device may be another one.
             self._pending = (on_host, torch.cuda.current_stream(flags.device).record_event())

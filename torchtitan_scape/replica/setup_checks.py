@@ -109,8 +109,10 @@ def refuse_ddp(shards: Sequence[Shard]) -> None:
     process are searched.
     """
     parameters = {id(shard.parameter) for shard in shards}
-    for one in gc.get_objects():
-        if not issubclass(type(one), DistributedDataParallel) or not any(id(p) in parameters for p in one.parameters()):
+    objects = gc.get_objects()
+    wrappers = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    for one in objects if wrappers else ():
+        if type(one) not in wrappers or not any(id(p) in parameters for p in one.parameters()):
             continue
         if not any(hook.__name__ == "noop_hook" for hook, _ in one._comm_hooks):
             raise ValueError(

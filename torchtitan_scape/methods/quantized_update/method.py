@@ -97,7 +97,7 @@ class QuantizedUpdate(Method):
         # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
         # The host reads only later whether a step was applied. Until then it keeps the numbers of the exchanged groups.
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
-        self._accumulated = torch.zeros(options.interval, dtype=torch.int64)
+        self._accumulated = torch.zeros(options.interval, dtype=torch.int64, device="cpu")
         self._steps: list[int] | None = [0] * options.interval  # the same numbers; None before they are read
         self._last_exchanged: list[int] | None = None
         self._bases: SharedBases | None = None
@@ -113,7 +113,7 @@ class QuantizedUpdate(Method):
     def finish_previous_step(self, applied: bool) -> None:
         if applied and self._last_exchanged is not None:
             self._steps = [0 if k in self._last_exchanged else self._steps_of(k) for k in range(self.options.interval)]
-            self._accumulated.copy_(torch.tensor(self._steps))
+            self._accumulated.copy_(torch.tensor(self._steps, dtype=torch.int64, device="cpu"))
         self._last_exchanged = None
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
@@ -224,7 +224,7 @@ class QuantizedUpdate(Method):
         assert self._to_owners is not None
         messages = self._to_owners.encode(column, values, residuals, factor, applied)
         is_owner = self.collectives.replica in column.owners
-        mean = torch.empty(column.width if is_owner else 0, device=messages.device)
+        mean = torch.empty(column.width if is_owner else 0, dtype=torch.float32, device=messages.device)
         handle = self.collectives.reduce_messages_to_owners(messages, mean, column.owners, code)
         return handle, partial(self._store_means, column, mean, values)
 
@@ -346,7 +346,7 @@ class QuantizedUpdate(Method):
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
         for errors in (self._residual, self._unsent):
-            errors.clear(torch.tensor(True))
+            errors.clear(torch.tensor(True, dtype=torch.bool, device="cpu"))
         self._squares.zero_()
         self._accumulated.zero_()
         self._steps = self._last_exchanged = None

@@ -214,7 +214,7 @@ class Radius(GradientMethod):
     def _scale_released(self, applied: Tensor) -> None:
         """Outside the mask: theta -= (release_scale - 1) * lr * update."""
         # A barrier: simulated replicas share the parameters, and all of them must read before one writes.
-        self.collectives.sum_over_replicas(torch.zeros(1, device=applied.device))
+        self.collectives.sum_over_replicas(torch.zeros(1, dtype=torch.float32, device=applied.device))
         for shard, bits in zip(self._shards, self._bits, strict=True) if self.collectives.is_writer else ():
             update = self._update(shard)
             assert update is not None
