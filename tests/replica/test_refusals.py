@@ -12,19 +12,25 @@ from torch import nn
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import batch, make_model, make_optimizer, train
 from torchtitan_scape.replica.replicate import replicate
+from torchtitan_scape.replica.scape import Scape
+from torchtitan_scape.topology.groups import ReplicaGroups
 
 
 def refuse(case: str, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     class Wrapper(DistributedDataParallel):
         pass
 
+    def hsdp(module: Any) -> Any:
+        return fully_shard(module, mesh=mesh)
+
     model, rank = make_model(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     adamw, world = torch.optim.AdamW(model.parameters()), dist.group.WORLD
     match case:
         case "ddp":
@@ -51,6 +57,24 @@ def refuse(case: str, folder: str) -> None:
         case "fsdp1":
             flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
             replicate(flat, torch.optim.AdamW(flat.parameters()), "dense", world)
+        case "hsdp":
+            replicate(hsdp(model), torch.optim.AdamW(model.parameters()), "topk", mesh["replicate"])
+        case "hsdp inside":
+            hsdp(model[0])
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", mesh["replicate"])
+        case "hsdp with groups":  # as an earlier message advised
+            groups = ReplicaGroups(mesh["replicate"].get_group(), mesh["shard"].get_group())
+            replicate(hsdp(model), torch.optim.AdamW(model.parameters()), "dense", groups)
+        case "hsdp without a model":
+            Scape(hsdp(model).named_parameters(), 0.1, replicas=mesh["replicate"])
+        case "hsdp without a model, with groups":
+            groups = ReplicaGroups(mesh["replicate"].get_group(), mesh["shard"].get_group())
+            optimizer = Scape(hsdp(model).named_parameters(), 0.1, replicas=groups)
+            model(batch(0, rank)[0]).sum().backward()
+            optimizer.step()
+        case "hsdp around it":
+            hsdp(nn.Sequential(model))
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", mesh["replicate"])
         case "twice":
             replicate(model, make_optimizer(model, "dense"), "topk", world)
         case "no replicas":
@@ -132,6 +156,12 @@ REFUSALS = {
     "ddp": "it is wrapped in DistributedDataParallel.* pass the module inside it",
     "ddp inside": "its module '0' is wrapped in DistributedDataParallel",
     "fsdp1": r"wrapped in FullyShardedDataParallel \(FSDP1\).*; shard with torch.distributed.fsdp.fully_shard",
+    "hsdp": r"it is on a mesh on which FSDP2 has 2 copies of the parameters \(HSDP\).*to fully_shard, mesh\['shard'\]",
+    "hsdp inside": r"its module '0' is on a mesh on which FSDP2 has 2 copies of the parameters",
+    "hsdp with groups": "it is on a mesh on which FSDP2 has 2 copies of the parameters",
+    "hsdp without a model": r"more than one mesh dimension; with FSDP2 alone, .* fully_shard, such as mesh\['shard'\]",
+    "hsdp without a model, with groups": "the parameters are on a mesh on which FSDP2 has 2 copies of the parameters",
+    "hsdp around it": "more than one mesh dimension",
     "twice": r"the optimizer is the result of replicate\(\) already",
     "no replicas": "replicas is None, but the job has 2 ranks and the model is on 1 of them",
     "lbfgs": "LBFGS evaluates the loss several times in a step; pass another optimizer",

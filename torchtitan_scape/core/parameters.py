@@ -269,9 +269,9 @@ def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise ValueError(
-            "the parameters are DTensors on more than one mesh axis; pass "
-            "replicas=torchtitan_scape.topology.groups.ReplicaGroups with the group of the ranks that hold one "
-            "replica together"
+            "the parameters are DTensors on more than one mesh dimension; with FSDP2 alone, pass the dimension of the "
+            "shards to fully_shard, such as mesh['shard']; with tensor parallelism, pass replicas="
+            "torchtitan_scape.topology.groups.ReplicaGroups with the group of the ranks that hold one replica together"
         )
     return mesh.get_group() if mesh.size() > 1 else None
 

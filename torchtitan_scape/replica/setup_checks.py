@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +19,7 @@ from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.torch_version import fsdp_copies
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,22 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"the model is refused because {which} is wrapped in FullyShardedDataParallel (FSDP1), whose flat "
                 "parameters have no position in the model; shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        if isinstance(module, FSDPModule):
+            refuse_copies(module, f"the model is refused because {which} is")
+
+
+def refuse_copies(module: FSDPModule, what: str) -> None:
+    """Raise ValueError for a module that FSDP2 replicates, on a two-dimensional mesh (HSDP) or without shards.
+
+    Args:
+        what: Start of the message, for example "the parameters are".
+    """
+    if (copies := fsdp_copies(module)) > 1:
+        raise ValueError(
+            f"{what} on a mesh on which FSDP2 has {copies} copies of the parameters (HSDP) and all-reduces their "
+            "gradients in the backward pass; pass the dimension of the shards alone to fully_shard, mesh['shard'] of a "
+            "mesh ('replicate', 'shard'), and mesh['replicate'] as replicas"
+        )
 
 
 def check_at_first_step(optimizer: Any) -> RemovableHandle:
@@ -93,7 +110,7 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
         nonlocal is_first
         if is_first:
             is_first = False
-            refuse_ddp(optimizer.shards())
+            refuse_synchronized(optimizer.shards())
             if optimizer.weights and not optimizer.attempted_steps:
                 follow_loaded_weights(optimizer)
 
@@ -101,20 +118,22 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
     return handle
 
 
-def refuse_ddp(shards: Sequence[Shard]) -> None:
-    """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
+def refuse_synchronized(shards: Sequence[Shard]) -> None:
+    """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`, or FSDP2 with replicas.
 
-    It would all-reduce all gradients before the method sees them, unless `noop_hook` is registered as its hook. A
-    module can be wrapped after the optimizer is built, and no parameter leads to its modules, so all objects of this
-    process are searched.
+    They would all-reduce all gradients before the method sees them, unless `noop_hook` is registered as the hook of
+    DDP. A module can be wrapped after the optimizer is built, and no parameter leads to its modules, so all objects of
+    this process are searched.
     """
     parameters = {id(shard.parameter) for shard in shards}
     objects = gc.get_objects()
-    wrappers = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    wrappers = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, FSDPModule))}
     for one in objects if wrappers else ():
         if type(one) not in wrappers or not any(id(p) in parameters for p in one.parameters()):
             continue
-        if not any(hook.__name__ == "noop_hook" for hook, _ in one._comm_hooks):
+        if isinstance(one, FSDPModule):
+            refuse_copies(one, "the parameters are")
+        elif not any(hook.__name__ == "noop_hook" for hook, _ in one._comm_hooks):
             raise ValueError(
                 "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
                 "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
