@@ -30,7 +30,9 @@ def refuse(case: str, folder: str) -> None:
         return fully_shard(module, mesh=mesh)
 
     model, rank = make_model(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh: Any = None
+    if case.startswith("hsdp"):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     adamw, world = torch.optim.AdamW(model.parameters()), dist.group.WORLD
     match case:
         case "ddp":
@@ -98,6 +100,15 @@ def refuse(case: str, folder: str) -> None:
             replicate(model, torch.optim.AdamW(make_model().parameters()), "dense", world)
         case "missing":
             replicate(model, torch.optim.AdamW(model[0].parameters()), "dense", world)
+        case "list":  # as nanochat
+            replicate(model, [adamw, torch.optim.Muon([model[0].weight])], "dense", world)  # type: ignore[arg-type]
+        case "function of a list":
+            replicate(model, lambda named: [torch.optim.AdamW(named)], "dense", world)  # type: ignore[arg-type, return-value]
+        case "matrices only":
+            replicate(model, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]), "dense", world)
+        case "complex":
+            model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", world)
         case "method":
             replicate(model, adamw, "topp", world)
         case "option":
@@ -173,6 +184,10 @@ REFUSALS = {
     "ddp with a hook": "accepted",
     "ddp around it": "the parameters belong to a DistributedDataParallel module",
     "foreign": r"the optimizer has a parameter of shape \(64, 32\) that the model does not contain",
+    "list": r"the optimizer is a list; replicate\(\) takes one optimizer .* pass torchtitan_scape.Muon\(",
+    "function of a list": "the function that builds the optimizer returned a list; replicate.* takes one optimizer",
+    "matrices only": r"3 trainable parameters .*'0.bias'; .* pass torchtitan_scape.Muon\(model.named_parameters\(\)\)",
+    "complex": "parameter 'phase' has dtype torch.complex64; .*store torch.view_as_real.*, or freeze it",
     "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",
     "method": "method is 'topp'; it must be one of dense, scape",
     "option": "method 'topk' has no option 'densty'; its options are density, ",
@@ -186,7 +201,7 @@ REFUSALS = {
     "scalar state": "NAdam keeps 'mu_product' of shape",
     "start of the state": "Rprop keeps state that does not start from zeros",
     "overlap": "overlap = True does not go with method 'diloco'",
-    "norm": "max_norm is 0.0; it must be positive",
+    "norm": "max_norm is 0.0; it must be positive; pass None to switch clipping off",
     "reduction": "reduction is 'average'; it must be 'mean' or 'sum'",
     "rates": "lr of group 0=0.[12].*every replica needs the same",
     "options": "density=0.[12].*every replica needs the same",

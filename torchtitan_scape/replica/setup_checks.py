@@ -30,10 +30,16 @@ _UNSUPPORTED = {
 }
 
 
+ONE_OPTIMIZER = (
+    "replicate() takes one optimizer with all trainable parameters: use param groups for different rates, and in place "
+    "of two optimizers, Muon and AdamW, pass torchtitan_scape.Muon(model.named_parameters()), which contains both"
+)
+
+
 def check_arguments(max_norm: float | None, reduction: str) -> None:
     """Raise ValueError for values that no replica optimizer accepts."""
     if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
+        raise ValueError(f"max_norm is {max_norm}; it must be positive; pass None to switch clipping off")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
 
@@ -191,7 +197,7 @@ def frozen_parameters(
     if frozen:
         error = (
             f"the optimizer has the frozen parameter {frozen[0]!r}, which weight decay and momentum would change; pass "
-            "[p for p in model.parameters() if p.requires_grad]"
+            "[(name, p) for name, p in model.named_parameters() if p.requires_grad] to the optimizer"
         )
     raise_on_all_ranks(collectives, error)
     parameters = model.named_parameters() if model is not None else ()

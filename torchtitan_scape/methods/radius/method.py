@@ -181,9 +181,10 @@ class Radius(GradientMethod):
         group, state = self._group(shard), self.context.optimizer.state[shard.parameter]
         if "exp_avg" not in state:
             return None
-        (beta1, beta2), moment = group["betas"], local(state["exp_avg"]).reshape(-1)
+        # PyTorch's AdamW keeps moments in the dtype of the parameter.
+        (beta1, beta2), moment = group["betas"], local(state["exp_avg"]).reshape(-1).float()
         if "exp_avg_sq" in state:
-            second = local(state["exp_avg_sq"]).reshape(-1)
+            second = local(state["exp_avg_sq"]).reshape(-1).float()
         else:
             gradient = flat_gradient(shard).float()
             previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
@@ -193,10 +194,11 @@ class Radius(GradientMethod):
         return (moment / (1.0 - beta1**steps)).div_(denominator)
 
     def _with_decay(self, shard: Shard, update: Tensor) -> Tensor:
-        """Return update + weight_decay * theta, with theta before the update."""
+        """Return update + weight_decay * theta, FP32 (n,), with theta before the update."""
         group = self._group(shard)
         lr, decay = group["lr"], group["weight_decay"]
-        before = local(shard.parameter).detach().reshape(-1).add(update, alpha=lr).div_(1.0 - lr * decay)
+        theta = local(shard.parameter).detach().reshape(-1).float()
+        before = theta.add(update, alpha=lr).div_(1.0 - lr * decay)
         return before.mul_(decay).add_(update)
 
     def _select(self, values: Tensor, k: int) -> Tensor:
