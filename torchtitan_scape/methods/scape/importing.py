@@ -101,9 +101,10 @@ class ScapeImport:
     def _from_another_method(self, shard: Shard, imported: ImportedState) -> None:
         """Pending gradients of other methods are added to the first moment."""
         state, i = self.state, self.state.names.index(shard.name)
-        exp_avg = imported.exp_avg
-        zeros = torch.zeros(shard.size, dtype=torch.float32, device=state.passes.device)
-        moment = zeros if exp_avg is None else exp_avg.mean
+        if imported.exp_avg is None:
+            moment = torch.zeros(shard.size, dtype=torch.float32, device=state.passes.device)
+        else:
+            moment = imported.exp_avg.mean
         if imported.pending is not None:
             moment = state.with_residual(i, moment, imported.pending.mean * (1.0 - state.beta1(i)), None)
         state.put(i, moment, None, None)
@@ -116,8 +117,8 @@ class ScapeImport:
             mask = kinds.get("mask")
             used = None if mask is None else mask % 2 > 0
             for target, bits in ((state.masks.in_use, used), (state.masks.previous, held)):
-                ones = torch.ones(shard.size, dtype=torch.bool, device="cpu")
-                state.put_mask(i, ones if bits is None else bits, target)
+                entries = torch.ones(shard.size, dtype=torch.bool, device="cpu") if bits is None else bits
+                state.put_mask(i, entries, target)
         if not self.same_layout or own is None:
             moment, own = self._for_another_layout(i, moment, own, held)
             if i >= state.sparsified and held is not None:  # dense from now on: it keeps no residual
