@@ -273,3 +273,40 @@ def test_identifiers_are_standard_terms() -> None:
         if isinstance(name, str) and name in replaced
     ]
     assert wrong == []
+
+
+INTEGERS = (
+    "arange",
+    "randint",
+    "randperm",
+    "tril_indices",
+    "triu_indices",
+)  # int64, because their arguments are integers
+FACTORIES = (
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+)
+
+
+def test_tensors_are_created_with_a_dtype_and_a_device() -> None:
+    """PyTorch's default dtype and device are the user's: own training loops set them."""
+    wrong = []
+    for module, node in definitions():
+        if module.startswith("scripts") or not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).removeprefix("torch.")
+        if ast.unparse(node.func) == name or name not in (*FACTORIES, *INTEGERS):
+            continue
+        needed = {"device"} if name in INTEGERS else {"dtype", "device"}
+        if missing := needed - {keyword.arg for keyword in node.keywords}:
+            wrong.append(f"{module}:{node.lineno}: torch.{name} without {' and '.join(sorted(missing))}")
+    assert wrong == []

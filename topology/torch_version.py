@@ -61,6 +61,13 @@ def fsdp_parameter_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
+def fsdp_copies(module: Any) -> int:
+    """Return the number of replicas over which FSDP2 itself all-reduces the gradients of a module; 1 without HSDP."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return max(getattr(group.mesh_info, "replicate_mesh_size", 1) if group else 1 for group in groups)
+
+
 def keep_unused_gradients(module: Any) -> None:
     """Keep parameters that a micro-batch did not use in FSDP's flat buffer, as zeros, so that its size is constant.
 

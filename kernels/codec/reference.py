@@ -207,12 +207,12 @@ def code_table(form: Format, device: torch.device) -> Tensor:
 
     Floor and ceil are in units of the first tie. Ties are rounded to the even code, as in floating-point formats.
     """
-    magnitudes = torch.tensor(MAGNITUDES[form.name], dtype=torch.float64)
+    magnitudes = torch.tensor(MAGNITUDES[form.name], dtype=torch.float64, device="cpu")
     ties = (magnitudes[1:] + magnitudes[:-1]) / magnitudes[1]
     half = round(2 * MAGNITUDES[form.name][-1] / MAGNITUDES[form.name][1]) * 2 + 2
-    position = torch.arange(-half, half + 1)
+    position = torch.arange(-half, half + 1, device="cpu")
     magnitude = (position.abs() - 1).clamp(min=0)[:, None] / 2
-    up = torch.arange(len(ties)) % 2 == 1
+    up = torch.arange(len(ties), device="cpu") % 2 == 1
     codes = torch.where(up, magnitude >= ties, magnitude > ties).sum(1)
     return to_device((codes + 8 * (position < 0)).to(torch.uint8), device)
 
@@ -221,19 +221,19 @@ def code_table(form: Format, device: torch.device) -> Tensor:
 def level_table(form: Format, device: torch.device) -> Tensor:
     """Return int64 (256,): the two FP32 levels of each byte with two codes."""
     if form.name in MAGNITUDES:
-        magnitudes = torch.tensor(MAGNITUDES[form.name], dtype=torch.float32)
+        magnitudes = torch.tensor(MAGNITUDES[form.name], dtype=torch.float32, device="cpu")
         levels = torch.cat((magnitudes, -magnitudes))
     else:
-        levels = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32)
-    codes = unpack(torch.arange(256, dtype=torch.uint8), form)
+        levels = torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32, device="cpu")
+    codes = unpack(torch.arange(256, dtype=torch.uint8, device="cpu"), form)
     return to_device(levels[codes.long()].view(torch.int64), device)
 
 
 @cache
 def byte_table(bits: int, device: torch.device) -> Tensor:
     """Return int16, int32 or int64 (256,): the codes of each byte, one per byte of the integer."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    codes = (torch.arange(256, dtype=torch.uint8)[:, None] >> shifts) & (2**bits - 1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
+    codes = (torch.arange(256, dtype=torch.uint8, device="cpu")[:, None] >> shifts) & (2**bits - 1)
     return to_device(codes.view(WORDS[bits]).view(-1), device)
 
 

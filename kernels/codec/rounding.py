@@ -28,7 +28,7 @@ def uniform(key: int, first: int, like: Tensor) -> Tensor:
 
 def row_keys(key: int | Sequence[int] | None, device: torch.device) -> Tensor | None:
     """Return the keys of single rows, int64 (rows,); None if all rows have one key, or none."""
-    return to_device(torch.tensor(key, dtype=torch.int64), device) if isinstance(key, Sequence) else None
+    return to_device(torch.tensor(key, dtype=torch.int64, device="cpu"), device) if isinstance(key, Sequence) else None
 
 
 def uniform_by_row(keys: Tensor, blocks_per_row: int, first: int, like: Tensor) -> Tensor:

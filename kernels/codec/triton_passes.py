@@ -93,7 +93,7 @@ def encode_mean(
 def hadamard_(x: Tensor) -> None:
     """Transform as `reference.hadamard_`; the tensor is contiguous."""
     rows, per_tile = x.numel() // HADAMARD_SIZE, _TILE // HADAMARD_SIZE
-    grid, factor = (-(-rows // per_tile),), float(torch.tensor(HADAMARD_SIZE**-0.5, dtype=torch.float32))
+    grid, factor = (-(-rows // per_tile),), float(torch.tensor(HADAMARD_SIZE**-0.5, dtype=torch.float32, device="cpu"))
     launching.launch(
         hadamard_kernel,
         grid,

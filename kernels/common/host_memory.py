@@ -33,7 +33,7 @@ def host_tensors(shapes: Sequence[Sequence[int]], device: torch.device, owner: A
     sizes = [math.prod(shape) for shape in shapes]
     padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     # One block, because a page of memory can be registered only once.
-    values = torch.zeros(sum(padded), dtype=torch.float32)
+    values = torch.zeros(sum(padded), dtype=torch.float32, device="cpu")
     if device.type == "cuda":
         register(values, owner)
     pieces = values.split(padded)
@@ -62,7 +62,7 @@ def register(values: Tensor, owner: Any, before_end: Callable[[], None] | None =
             stacklevel=2,
         )
         with suppress(RuntimeError):  # The next launch reports the error once more, and clears it.
-            torch.ones(1, device="cuda")
+            torch.ones(1, dtype=torch.float32, device="cuda")
         return False
     # Not at exit of the process, when CUDA may have been shut down.
     weakref.finalize(owner, _unregister, values, before_end).atexit = False

@@ -50,7 +50,7 @@ class DeviceTable:
     def set(self, content: list[Any]) -> Tensor:
         """Update the rows if they differ from the previous content. Returns the tensor on the device."""
         if content != self._content:
-            rows = torch.tensor(content, dtype=self.values.dtype).view(self.values.shape)
+            rows = torch.tensor(content, dtype=self.values.dtype, device="cpu").view(self.values.shape)
             self.values.copy_(to_device(rows, self.values.device))
             self._content = content
         return self.values
@@ -58,10 +58,11 @@ class DeviceTable:
     def set_repeated(self, distinct: list[Any], numbers: list[int]) -> Tensor:
         """Set row i to distinct[numbers[i]]. A change of a few distinct rows takes less time than in `set`."""
         if numbers != self._numbers:
-            self._numbers_on_device = to_device(torch.tensor(numbers, dtype=torch.int64), self.values.device)
+            on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            self._numbers_on_device = to_device(on_host, self.values.device)
             self._numbers, self._content = numbers, None
         if distinct != self._content:
-            rows = torch.tensor(distinct, dtype=self.values.dtype).view(-1, self.values.shape[1])
+            rows = torch.tensor(distinct, dtype=self.values.dtype, device="cpu").view(-1, self.values.shape[1])
             rows = to_device(rows, self.values.device)
             torch.index_select(rows, 0, self._numbers_on_device, out=self.values)
             self._content = distinct
@@ -138,7 +139,7 @@ class TileSchedule:
             full = max(0, complete - first) // self.rows * self.rows
             for is_full, start, stop in ((True, first, first + full), (False, first + full, end)):
                 if start < stop:
-                    rows = torch.arange(start, stop, self.rows, dtype=torch.int32)
+                    rows = torch.arange(start, stop, self.rows, dtype=torch.int32, device="cpu")
                     count = (stop - rows).clamp(max=self.rows)
                     tiles = torch.stack([torch.full_like(rows, tensor), rows, count], dim=1)
                     launches.setdefault((is_full, kind), []).append(tiles)

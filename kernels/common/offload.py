@@ -86,7 +86,7 @@ class TripleBuffer:
 
     def __init__(self, spans: Sequence[tuple[int, int]], entries: int, device: torch.device) -> None:
         self.spans = list(spans)
-        self.host = torch.zeros(entries, dtype=torch.float32)
+        self.host = torch.zeros(entries, dtype=torch.float32, device="cpu")
         self._side = BlockingCopies()
         if device.type != "cpu" and not in_dry_run():
             self._side = CopyStreams(device)

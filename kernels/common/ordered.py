@@ -19,7 +19,7 @@ def add_in_order_(total: Tensor, rows: Tensor) -> None:
     each row is one launch; the Triton kernels add all rows in one.
     """
     if rows.is_cpu:
-        total[None].index_add_(0, torch.zeros(len(rows), dtype=torch.int64), rows)
+        total[None].index_add_(0, torch.zeros(len(rows), dtype=torch.int64, device="cpu"), rows)
         return
     for row in rows:
         total += row

@@ -85,7 +85,7 @@ class Finite:
     def __init__(self, limit: float = math.inf) -> None:
         self._flat = FlatTensors()
         # The bits of a power of two are those of its exponent.
-        self._limit = int(torch.tensor(limit, dtype=torch.float32).view(torch.int32))
+        self._limit = int(torch.tensor(limit, dtype=torch.float32, device="cpu").view(torch.int32))
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         tiles, table, lists = self._flat.lists(gradients)

@@ -96,7 +96,7 @@ class _Plan:
             for full, begin, end in ((True, 0, complete), (False, complete, blocks)):
                 while begin < end:  # no tile extends over two messages
                     stop = min(end, ((slot + begin) // slices.blocks + 1) * slices.blocks - slot)
-                    rows = torch.arange(begin, stop, self.rows, dtype=torch.int32)
+                    rows = torch.arange(begin, stop, self.rows, dtype=torch.int32, device="cpu")
                     columns = torch.full_like(rows, number), rows, rows + slot, (stop - rows).clamp(max=self.rows)
                     kind = full and is_aligned, dtypes
                     found.setdefault(kind, []).append(torch.stack(columns, 1))

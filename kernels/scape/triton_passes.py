@@ -387,17 +387,18 @@ class TritonPasses(ScapePasses):
 
     def tile_payload(self, part: PayloadChunk) -> tuple[Tensor, Tensor]:
         """Return the tiles of a chunk: those of _FLAT entries that begin at a multiple of 4, and all others."""
-        whole, rest = [torch.empty(0, 3, dtype=torch.int64)], [torch.empty(0, 3, dtype=torch.int64)]
+        none = torch.empty(0, 3, dtype=torch.int64, device="cpu")
+        whole, rest = [none], [none]
         for i in range(part.first, part.end):
             start = self.payload_layout.positions[i]
             end = start + self.counts[i]
             first = min(-(-start // 4) * 4, end)
             last = first + (end - first) // _FLAT * _FLAT
-            positions = torch.arange(first, last, _FLAT, dtype=torch.int64)
+            positions = torch.arange(first, last, _FLAT, dtype=torch.int64, device="cpu")
             columns = [torch.full_like(positions, i), positions, torch.full_like(positions, _FLAT)]
             whole.append(torch.stack(columns, dim=1))
             edges = [(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]
-            rest.append(torch.tensor(edges, dtype=torch.int64).view(-1, 3))
+            rest.append(torch.tensor(edges, dtype=torch.int64, device="cpu").view(-1, 3))
         return launching.to_device(torch.cat(whole), self.device), launching.to_device(torch.cat(rest), self.device)
 
 

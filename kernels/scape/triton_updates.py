@@ -33,7 +33,8 @@ class TritonOwner(UpdatesBase):
         super().__init__(passes)
         self._owner = owner
         sparse = owner.ownership.sparse
-        self._tensor = to_device(torch.tensor([piece.tensor for piece in sparse], dtype=torch.int64), passes.device)
+        tensors = torch.tensor([piece.tensor for piece in sparse], dtype=torch.int64, device="cpu")
+        self._tensor = to_device(tensors, passes.device)
         self._owned = tuple(r for r in passes.all if owner.owns(r[0]))
         # A dry run also selects in the slices of other owners.
         self._selected_owned = tuple(r for r in passes.own if owner.owns(r[0]))

@@ -34,7 +34,7 @@ class EnteringCount:
                     first, second = visits.starts[2 * i] + row, visits.starts[2 * i + 1] + 8 * byte
                     rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
         self._tiles = {
-            is_aligned: to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 6), visits.counts.device)
+            is_aligned: to_device(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 6), visits.counts.device)
             for is_aligned, rows in tiles.items()
         }
 

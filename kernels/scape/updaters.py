@@ -207,7 +207,7 @@ class ShardedUpdate:
     def clear_padding(self, payload: Tensor, positions: Sequence[int], counts: Sequence[int]) -> None:
         """Set the padding of every row of the payload buffer to zero."""
         if self._padding_indices is None:
-            padding = torch.ones(payload.numel(), dtype=torch.bool)
+            padding = torch.ones(payload.numel(), dtype=torch.bool, device="cpu")
             for start, count in zip(positions, counts, strict=True):
                 padding[start : start + count] = False
             self._padding_indices = to_device(padding.nonzero().view(-1), self.device)

@@ -55,11 +55,11 @@ class VisitRates:
         self.rows = tuple(n // c for n, c in zip(sizes, columns, strict=True))
         lengths = [length for pair in zip(self.rows, self.columns, strict=True) for length in pair]
         self.starts = (0, *accumulate(lengths))
-        axes = torch.tensor(lengths, dtype=torch.int64)
+        axes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         # The first row of every tensor, and the entry after its last one.
-        edges = torch.tensor(self.starts[:-1], dtype=torch.int64)
+        edges = torch.tensor(self.starts[:-1], dtype=torch.int64, device="cpu")
         # `output_size` is needed in a dry run, because fake tensors have no values.
-        axis = torch.arange(len(lengths)).repeat_interleave(axes, output_size=self.starts[-1])
+        axis = torch.arange(len(lengths), device="cpu").repeat_interleave(axes, output_size=self.starts[-1])
         self._row_edges = edges.to(device)
         self._axis, self._axis_lengths = axis.to(device, torch.int32), axes.to(device, torch.float32)
         self.counts = torch.zeros(self.starts[-1], dtype=torch.int32, device=device)
@@ -77,7 +77,9 @@ class VisitRates:
         Sums are over integers, so that the result does not depend on their order.
         """
         sums = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).index_select(0, self._row_edges)
-        new = self.rates * SMOOTHING + torch.cat((self.counts, sums[1::2] - sums[::2])) * (1.0 - SMOOTHING)
+        # Not `counts * number`: PyTorch computes integers times a number in the default dtype.
+        counts = torch.cat((self.counts, sums[1::2] - sums[::2])).float()
+        new = self.rates * SMOOTHING + counts * (1.0 - SMOOTHING)
         torch.where(applied, new, self.rates, out=self.rates)
         axes, tensors = self.rates.split((self.starts[-1], len(self.rows)))
         mean = (tensors.repeat_interleave(2) / self._axis_lengths).index_select(0, self._axis)

@@ -47,11 +47,12 @@ def select_above(rows: Tensor, sparsity: float) -> Tensor:
     Returns:
         uint8 (rows * blocks * 128,).
     """
-    thresholds = to_device(torch.tensor(THRESHOLDS, dtype=torch.float32), rows.device)
+    thresholds = to_device(torch.tensor(THRESHOLDS, dtype=torch.float32, device="cpu"), rows.device)
     reached = torch.bucketize(rows.abs(), thresholds, out_int32=True, right=True)  # number of thresholds <= |x|
     # Binary search for the number of thresholds that satisfy the condition, because the entries below them increase.
     valid = torch.zeros(len(rows), 1, dtype=torch.int32, device=rows.device)
     for step in (16, 8, 4, 2, 1):
         below = (reached < valid + step).sum(1, keepdim=True)
-        valid += (below < sparsity * rows.shape[1]).int() * step
+        # As FP32: PyTorch compares integers and a number in the default dtype.
+        valid += (below.float() < sparsity * rows.shape[1]).int() * step
     return pack_bits(torch.where(valid > 0, reached >= valid, rows != 0).view(-1))

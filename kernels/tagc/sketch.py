@@ -41,8 +41,8 @@ class Sketch:
         """
         rows = sketch_rows(blocks, ratio)
         ends = [i * rows // HASHES for i in range(HASHES + 1)]
-        hashed = torch.empty(HASHES, blocks, dtype=torch.int64)
-        pending = torch.arange(blocks)
+        hashed = torch.empty(HASHES, blocks, dtype=torch.int64, device="cpu")
+        pending = torch.arange(blocks, device="cpu")
         for attempt in range(ATTEMPTS):
             for i in range(HASHES):
                 hashed[i, pending] = murmur3(pending, HASHES * (ATTEMPTS * variant + attempt) + i)
@@ -64,8 +64,8 @@ class Sketch:
         rows = self.block_rows.cpu().view(-1).long()
         order = rows.argsort(stable=True)  # stable: the blocks of a row stay in order
         sizes = rows.bincount(minlength=self.rows)
-        column = torch.arange(rows.numel()) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        found = torch.zeros(self.rows, int(sizes.max()) if rows.numel() else 0, dtype=torch.int32)
+        column = torch.arange(rows.numel(), device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        found = torch.zeros(self.rows, int(sizes.max()) if rows.numel() else 0, dtype=torch.int32, device="cpu")
         signed = (order % max(1, blocks) + 1) * self.signs.cpu().view(-1)[order].long()
         found[rows[order], column] = signed.int()
         return found.to(self.block_rows.device)

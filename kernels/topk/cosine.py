@@ -61,7 +61,7 @@ def inverse_(x: Tensor, grid: TileGrid, basis: Basis) -> None:
 
 
 def _cosines(size: int) -> Tensor:
-    i = torch.arange(size, dtype=torch.float64)
+    i = torch.arange(size, dtype=torch.float64, device="cpu")
     table = torch.cos(i[:, None] * (i + 0.5) * math.pi / size) * math.sqrt(2.0 / size)
     table[0] *= math.sqrt(0.5)
     # Entries that are exactly 0 in real arithmetic: the sign of a rounding error would become an update of SignSGD.

@@ -137,7 +137,7 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
         ),
         (2, ["--optimizer.early_step_in_backward"], "early_step_in_backward"),
         (2, ["--training.enable_cpu_offload"], "enable_cpu_offload"),
-        (2, ["--training.max_norm=0"], "max_norm = 0"),
+        (2, ["--training.max_norm=0"], "max_norm = 0.0; it must be positive: .* a large value"),
         (2, ["--training.dtype=bfloat16"], "small updates round to zero"),
         (2, ["--training.seq_len=0"], "seq_len = 0; it must be 1 or more"),
         (2, ["--training.local_batch_size=0"], "local_batch_size = 0; it must be 1 or more"),

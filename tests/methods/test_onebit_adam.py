@@ -311,18 +311,3 @@ def test_the_default_warm_up_is_a_share_of_the_run() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OnebitAdamOptions(**options)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False, "weight_decay": 0.1}]
-)
-def test_other_updates_than_those_of_adamw_are_refused(settings: dict[str, Any]) -> None:
-    named = [("p", nn.Parameter(torch.zeros(4, 4)))]
-    optimizer = torch.optim.Adam(named, **{"decoupled_weight_decay": True} | settings)
-
-    def work(collectives: ReplicaCollectives) -> None:
-        context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
-        with pytest.raises(ValueError, match="needs AdamW without amsgrad and maximize, and not Adam"):
-            OnebitAdam(context, OnebitAdamOptions(warmup_steps=1))
-
-    run_replicas(1, work)

@@ -19,7 +19,9 @@ from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.replicate import replicate
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 # Three blocks, the last one short; less than a block; one entry; none; one without a gradient; uncompressed parameters.
 SHAPES = [(40, 60), (33, 5), (1, 1), (0, 4), (16, 16), (7,), (1,)]
@@ -322,6 +324,28 @@ def test_a_refresh_before_the_first_applied_step_keeps_the_mask() -> None:
         assert not residual.tensors["w"].any() and bool(mask.entries("w", torch.Size((4, 4))).all())
 
     run_replicas(2, work)
+
+
+@pytest.mark.parametrize("selection", ["tensor", "block"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamS])
+def test_parameters_of_other_dtypes_have_the_mask_of_fp32(kind: Any, selection: str) -> None:
+    """PyTorch's AdamW keeps its moments in the dtype of the parameter."""
+    masks = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model = nn.Linear(64, 64, bias=False)
+        nn.init.zeros_(model.weight)
+        model.to(dtype)
+        options = RadiusOptions(density=0.25, start=0, interval=2, selection=selection, release_scale=2.0)
+        optimizer = replicate(model, kind(model.parameters(), lr=1e-2), options, SimulatedReplicas(2))
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            for _ in range(2):
+                model.weight.grad = torch.randn(64, 64, generator=generator).to(dtype)
+                optimizer.stash_replica_gradients()
+            optimizer.step()
+        masks[dtype] = optimizer.methods[0].states()[1].entries("weight", model.weight.shape) > 0
+    for dtype, least in ((torch.float64, 0.999), (torch.bfloat16, 0.95)):
+        assert int(masks[dtype].sum()) == 1024 and int((masks[dtype] & masks[torch.float32]).sum()) > least * 1024
 
 
 def test_a_full_exchange_is_a_refresh() -> None:

@@ -32,6 +32,14 @@ def test_first_step_is_the_learning_rate() -> None:
     assert all(math.isclose(abs(x), 0.1, rel_tol=1e-4) for x in parameter.tolist())
 
 
+def test_param_groups_may_be_empty() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = AdamS([{"params": []}, {"params": [parameter]}, {"params": [], "lr": 1.0}], lr=0.1, weight_decay=0.0)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.allclose(parameter, torch.tensor(-0.1))
+
+
 def test_state_keeps_its_dtypes_when_resumed() -> None:
     def make() -> tuple[nn.Parameter, AdamS]:
         parameter = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))

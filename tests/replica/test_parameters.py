@@ -144,7 +144,7 @@ def freeze(case: str) -> None:
 
 
 FROZEN = {
-    "in the optimizer": "the optimizer has the frozen parameter 'layers.0.weight', .*; pass \\[p for p in",
+    "in the optimizer": r"the frozen parameter 'layers.0.weight', .*; pass \[\(name, p\) for name, p in",
     "in the optimizer of one rank": "the optimizer has the frozen parameter 'layers.0.weight'",
     "during the run": "'layers.0.weight' was frozen after the optimizer was built; build a new one without it",
     "on one rank": "parameters=.*every replica needs the same model",
@@ -162,6 +162,53 @@ def test_frozen_parameters_that_would_change_or_differ_are_refused(pool2: Pool) 
             assert not accepted, pattern
             with pytest.raises(ValueError, match=pattern):
                 raise ValueError(text.strip().splitlines()[-1])
+
+
+class Phases(nn.Module):
+    """A complex scale, stored as torch.view_as_real, and a frozen complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(16, dtype=torch.complex64)
+        self.phase = nn.Parameter(torch.view_as_real(values))
+        self.frozen = nn.Parameter(values, requires_grad=False)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) * (torch.view_as_complex(self.phase) * self.frozen).abs()  # type: ignore[no-any-return]
+
+
+def follow_the_advice() -> list[bool]:
+    """Train with the parameters that messages advise: named ones that are not frozen, complex ones as real ones."""
+    results = []
+    for kind in (Muon, torch.optim.AdamW):
+        torch.manual_seed(dist.get_rank())
+        model = Phases()
+        model.layers[1].requires_grad_(False)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        optimizer = replicate(model, kind(trained, lr=0.01), "dense", dist.group.WORLD)
+        before = model.phase.detach().clone()
+        step(model, optimizer, 0)
+        results += [same_on_all_ranks(p.detach()) for p in model.parameters()] + [not torch.equal(before, model.phase)]
+    return results
+
+
+def test_the_advice_for_frozen_and_complex_parameters_works(pool2: Pool) -> None:
+    for results in pool2(follow_the_advice):
+        assert all(results)
+
+
+def test_a_refused_dtype_is_named_by_its_place_without_names() -> None:
+    values = [torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.int64)]
+    parameters = [nn.Parameter(each, requires_grad=False) for each in values]
+    with pytest.raises(
+        ValueError, match=r"parameter 1 of param group 0, of shape \(3,\), has dtype torch.complex64; only"
+    ):
+        AdamS(parameters[:2])
+    with pytest.raises(
+        ValueError, match=r"parameter 0 .* dtype torch.int64; .* trained: leave it out of the optimizer$"
+    ):
+        AdamS(parameters[2:])
 
 
 # ------------------------------------------------------------------------------------------------ skipped steps

@@ -12,19 +12,27 @@ from torch import nn
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import batch, make_model, make_optimizer, train
 from torchtitan_scape.replica.replicate import replicate
+from torchtitan_scape.replica.scape import Scape
+from torchtitan_scape.topology.groups import ReplicaGroups
 
 
 def refuse(case: str, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     class Wrapper(DistributedDataParallel):
         pass
 
+    def hsdp(module: Any) -> Any:
+        return fully_shard(module, mesh=mesh)
+
     model, rank = make_model(), dist.get_rank()
+    mesh: Any = None
+    if case.startswith("hsdp"):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     adamw, world = torch.optim.AdamW(model.parameters()), dist.group.WORLD
     match case:
         case "ddp":
@@ -51,6 +59,24 @@ def refuse(case: str, folder: str) -> None:
         case "fsdp1":
             flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
             replicate(flat, torch.optim.AdamW(flat.parameters()), "dense", world)
+        case "hsdp":
+            replicate(hsdp(model), torch.optim.AdamW(model.parameters()), "topk", mesh["replicate"])
+        case "hsdp inside":
+            hsdp(model[0])
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", mesh["replicate"])
+        case "hsdp with groups":  # as an earlier message advised
+            groups = ReplicaGroups(mesh["replicate"].get_group(), mesh["shard"].get_group())
+            replicate(hsdp(model), torch.optim.AdamW(model.parameters()), "dense", groups)
+        case "hsdp without a model":
+            Scape(hsdp(model).named_parameters(), 0.1, replicas=mesh["replicate"])
+        case "hsdp without a model, with groups":
+            groups = ReplicaGroups(mesh["replicate"].get_group(), mesh["shard"].get_group())
+            optimizer = Scape(hsdp(model).named_parameters(), 0.1, replicas=groups)
+            model(batch(0, rank)[0]).sum().backward()
+            optimizer.step()
+        case "hsdp around it":
+            hsdp(nn.Sequential(model))
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", mesh["replicate"])
         case "twice":
             replicate(model, make_optimizer(model, "dense"), "topk", world)
         case "no replicas":
@@ -74,6 +100,15 @@ def refuse(case: str, folder: str) -> None:
             replicate(model, torch.optim.AdamW(make_model().parameters()), "dense", world)
         case "missing":
             replicate(model, torch.optim.AdamW(model[0].parameters()), "dense", world)
+        case "list":  # as nanochat
+            replicate(model, [adamw, torch.optim.Muon([model[0].weight])], "dense", world)  # type: ignore[arg-type]
+        case "function of a list":
+            replicate(model, lambda named: [torch.optim.AdamW(named)], "dense", world)  # type: ignore[arg-type, return-value]
+        case "matrices only":
+            replicate(model, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]), "dense", world)
+        case "complex":
+            model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            replicate(model, torch.optim.AdamW(model.parameters()), "dense", world)
         case "method":
             replicate(model, adamw, "topp", world)
         case "option":
@@ -132,6 +167,12 @@ REFUSALS = {
     "ddp": "it is wrapped in DistributedDataParallel.* pass the module inside it",
     "ddp inside": "its module '0' is wrapped in DistributedDataParallel",
     "fsdp1": r"wrapped in FullyShardedDataParallel \(FSDP1\).*; shard with torch.distributed.fsdp.fully_shard",
+    "hsdp": r"it is on a mesh on which FSDP2 has 2 copies of the parameters \(HSDP\).*to fully_shard, mesh\['shard'\]",
+    "hsdp inside": r"its module '0' is on a mesh on which FSDP2 has 2 copies of the parameters",
+    "hsdp with groups": "it is on a mesh on which FSDP2 has 2 copies of the parameters",
+    "hsdp without a model": r"more than one mesh dimension; with FSDP2 alone, .* fully_shard, such as mesh\['shard'\]",
+    "hsdp without a model, with groups": "the parameters are on a mesh on which FSDP2 has 2 copies of the parameters",
+    "hsdp around it": "more than one mesh dimension",
     "twice": r"the optimizer is the result of replicate\(\) already",
     "no replicas": "replicas is None, but the job has 2 ranks and the model is on 1 of them",
     "lbfgs": "LBFGS evaluates the loss several times in a step; pass another optimizer",
@@ -143,6 +184,10 @@ REFUSALS = {
     "ddp with a hook": "accepted",
     "ddp around it": "the parameters belong to a DistributedDataParallel module",
     "foreign": r"the optimizer has a parameter of shape \(64, 32\) that the model does not contain",
+    "list": r"the optimizer is a list; replicate\(\) takes one optimizer .* pass torchtitan_scape.Muon\(",
+    "function of a list": "the function that builds the optimizer returned a list; replicate.* takes one optimizer",
+    "matrices only": r"3 trainable parameters .*'0.bias'; .* pass torchtitan_scape.Muon\(model.named_parameters\(\)\)",
+    "complex": "parameter 'phase' has dtype torch.complex64; .*store torch.view_as_real.*, or freeze it",
     "missing": "4 trainable parameters are not in the optimizer, first '2.weight'",
     "method": "method is 'topp'; it must be one of dense, scape",
     "option": "method 'topk' has no option 'densty'; its options are density, ",
@@ -152,11 +197,11 @@ REFUSALS = {
     "optimizer": "method 'scape' works with AdamS, not with AdamW",
     "sgd": "method 'scape' works with AdamS, not with SGD",
     "factory": "method 'scape' works with AdamS, not with AdamW",
-    "radius": "method 'radius' needs an optimizer with betas, such as AdamW; SGD has none",
+    "radius": r"method 'radius' works with AdamW or AdamS, not with SGD \(torch",
     "scalar state": "NAdam keeps 'mu_product' of shape",
     "start of the state": "Rprop keeps state that does not start from zeros",
     "overlap": "overlap = True does not go with method 'diloco'",
-    "norm": "max_norm is 0.0; it must be positive",
+    "norm": "max_norm is 0.0; it must be positive; pass None to switch clipping off",
     "reduction": "reduction is 'average'; it must be 'mean' or 'sum'",
     "rates": "lr of group 0=0.[12].*every replica needs the same",
     "options": "density=0.[12].*every replica needs the same",

@@ -163,7 +163,7 @@ def _find_layout(optimizer: ReplicaOptimizer) -> GlobalLayout:
     replicas, replica = (1, 0) if simulated > 1 else (collectives.replicas, collectives.replica)
     positions: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(positions, (replica, *inner))
-    ranks = torch.empty((replicas, *shape), dtype=torch.int)
+    ranks = torch.empty((replicas, *shape), dtype=torch.int, device="cpu")
     for rank, position in enumerate(positions):
         ranks[position] = rank
     names = ("dp_replicate", *(names or (f"shard{i}" for i in range(len(shape)))))

@@ -275,7 +275,7 @@ class StateReader:
 
     def model(self, shard: LocalShard) -> Tensor:
         """Return the parameter's saved value, FP32 (n,). Not collective: pipeline stages have different parameters."""
-        room = torch.empty(local(shard.parameter).shape)
+        room = torch.empty(local(shard.parameter).shape, dtype=torch.float32, device="cpu")
         load_into(self.path, {self._prefix + shard.name: self.layout.whole(shard.parameter, room)}, alone=True)
         return room.view(-1)
 
@@ -321,7 +321,7 @@ class StateReader:
         if not self.has(key):
             return 0.0
         stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
-        steps = torch.zeros(stored.size, dtype=stored.properties.dtype)
+        steps = torch.zeros(stored.size, dtype=stored.properties.dtype, device="cpu")
         self.fill({key: steps})
         return float(steps)
 
@@ -374,12 +374,12 @@ class StateReader:
                     continue
                 rows = (self.layout.share(self.replicas),) if description["per_replica"] else ()
                 stored = cast(TensorStorageMetadata, self._kinds[f"optimizer.{key}"])
-                buffer[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype)
+                buffer[kind] = torch.empty((*rows, *shard.local_shape), dtype=stored.properties.dtype, device="cpu")
                 target = self.layout.rows(shard.parameter, buffer[kind], self.replicas) if rows else None
                 keys[key] = self.layout.whole(shard.parameter, buffer[kind]) if target is None else target
             for kind in moments:
                 if self.has(moment := f"state.{shard.name}.{kind}"):
-                    buffer[kind] = torch.empty(shard.local_shape)
+                    buffer[kind] = torch.empty(shard.local_shape, dtype=torch.float32, device="cpu")
                     keys[moment] = self.layout.whole(shard.parameter, buffer[kind])
             buffers.append(buffer)
         self.fill(keys)

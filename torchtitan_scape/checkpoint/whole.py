@@ -93,7 +93,7 @@ def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> d
             f"--weights master: {path} has no masters beside its weights; give --weights model (a checkpoint of the "
             "model alone, and one whose weights are FP32, has nothing else)"
         )
-    values = {name: torch.empty(shape) for name, shape in shapes.items()}
+    values = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
     _load(path, {_MASTERS + name if masters else name: value for name, value in values.items()})
     return values
 

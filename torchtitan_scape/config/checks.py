@@ -79,8 +79,11 @@ def check_config(config: JobConfig, device_type: str) -> None:
             f"simulate_replicas = {simulated}: the residuals of the shard axis would differ between replicas; set "
             "simulate_replicas = 1 and method = 'dense', or [sync] method = 'tagc' and gradients_code = 'dense'"
         )
-    if config.training.max_norm <= 0:
-        raise ValueError(f"[training] max_norm = {config.training.max_norm}; it must be positive")
+    if not config.training.max_norm > 0:
+        raise ValueError(
+            f"[training] max_norm = {config.training.max_norm}; it must be positive: the trainer always clips, and a "
+            "large value, such as 1e9, changes no gradient"
+        )
     _check_ranges(config)
     if config.training.steps:  # 0 in a dry run
         config.observe.check(config.training.steps)

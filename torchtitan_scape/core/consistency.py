@@ -72,7 +72,7 @@ def fingerprints(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
                 chunk = torch.nn.functional.pad(chunk.clone(), (0, -chunk.numel() % 8))
             sums.append(_column_sums(chunk.view(torch.int64)))
             chunk_ids.append((number, index))
-    numbers, chunks = torch.tensor(chunk_ids, device=device).unbind(1)
+    numbers, chunks = torch.tensor(chunk_ids, dtype=torch.int64, device=device).unbind(1)
     of_chunks = _mixed(_numbered(torch.stack(sums))).sum(1)
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     return found.index_add_(0, numbers, _mixed(of_chunks + chunks * _ODD))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeGuard, cast
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -161,14 +161,13 @@ def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
     """
     shards = []
     for index, group in enumerate(param_groups):
-        names = group.get("param_names") or [f"group{index}.{i}" for i in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
+        named = group.get("param_names") or []
+        names = named or [f"group{index}.{i}" for i in range(len(group["params"]))]
+        for i, (name, parameter) in enumerate(zip(names, group["params"], strict=True)):
             name = plain_name(name)
             if not parameter.dtype.is_floating_point:
-                raise ValueError(
-                    f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point parameters can "
-                    "be trained: do not pass it to the optimizer"
-                )
+                of_group = f"{i} of param group {index}, of shape {tuple(parameter.shape)},"
+                _refuse_dtype(repr(name) if named else of_group, parameter.dtype)
             _check_even(name, parameter)
             shards.append(Shard(name, parameter, index))
     if not shards:
@@ -269,11 +268,21 @@ def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise ValueError(
-            "the parameters are DTensors on more than one mesh axis; pass "
-            "replicas=torchtitan_scape.topology.groups.ReplicaGroups with the group of the ranks that hold one "
-            "replica together"
+            "the parameters are DTensors on more than one mesh dimension; with FSDP2 alone, pass the dimension of the "
+            "shards to fully_shard, such as mesh['shard']; with tensor parallelism, pass replicas="
+            "torchtitan_scape.topology.groups.ReplicaGroups with the group of the ranks that hold one replica together"
         )
     return mesh.get_group() if mesh.size() > 1 else None
+
+
+def _refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
+    fix = "leave it out of the optimizer"
+    if dtype.is_complex:
+        fix = (
+            "store torch.view_as_real(values) as the parameter and call torch.view_as_complex in the forward pass, or "
+            f"freeze it with requires_grad_(False) and {fix}"
+        )
+    raise ValueError(f"parameter {name} has dtype {dtype}; only real floating-point parameters can be trained: {fix}")
 
 
 def _check_even(name: str, parameter: Tensor) -> None:

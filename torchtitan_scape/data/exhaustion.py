@@ -22,7 +22,8 @@ def raise_together(error: ValueError | None, what: str) -> None:
         what: The operation, for the message on the other ranks.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        failed = torch.tensor([error is not None, dist.get_rank() if error else 0], device=device_type)
+        flags = [error is not None, dist.get_rank() if error else 0]
+        failed = torch.tensor(flags, dtype=torch.int64, device=device_type)
         dist.all_reduce(failed)
         n_failed, rank = failed.tolist()
         if n_failed and error is None:
@@ -58,7 +59,7 @@ class EndOfDataSync:
             return
         ended, failed = isinstance(step.end, StopIteration), isinstance(step.end, NoTextError)
         mine = [float(step.tokens), float(ended), float(failed), failed * float(dist.get_rank())]
-        values = torch.tensor(mine, dtype=torch.float64)
+        values = torch.tensor(mine, dtype=torch.float64, device="cpu")
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
         self._sum = work, values
@@ -73,7 +74,8 @@ class EndOfDataSync:
                 raise
             self._error = error
         while True:
-            yield on_host(({"input": torch.zeros(1, 1, dtype=torch.int64)}, torch.full((1, 1), IGNORE_INDEX)))
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+            yield on_host(({"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)))
 
     def count(self, *args: Any, **kwargs: Any) -> float:
         """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`.

@@ -132,7 +132,7 @@ class TextDataset(HuggingFaceTextDataset):
         """Yield all complete sequences in the buffer."""
         while len(self._token_buffer) - self._begin > self.seq_len:
             end = self._begin + self.seq_len + 1
-            tokens = torch.tensor(self._token_buffer[self._begin : end])
+            tokens = torch.tensor(self._token_buffer[self._begin : end], dtype=torch.int64, device="cpu")
             self._begin, self._sequences_yielded = end, self._sequences_yielded + 1
             yield {"input": tokens[:-1]}, tokens[1:]
         del self._token_buffer[: self._begin]

@@ -126,7 +126,7 @@ def validation_batches(
 def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
     """Return inputs and labels of all sequences, int64 of shape (sequences, seq_len)."""
     batch_list = list(batches)
-    empty = torch.empty(0, seq_len, dtype=torch.int64)
+    empty = torch.empty(0, seq_len, dtype=torch.int64, device="cpu")
     inputs = torch.cat([empty, *(inputs["input"] for inputs, _ in batch_list)])
     return inputs, torch.cat([empty, *(labels for _, labels in batch_list)])
 

@@ -49,7 +49,7 @@ def check_logits(folder: Path, model: nn.Module, entries: int, length: int) -> s
 
     loaded = load_model(folder, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(entries, (2, min(length, _TOKENS)), generator=generator)
+    tokens = torch.randint(entries, (2, min(length, _TOKENS)), generator=generator, device="cpu")
     error = distance(model(tokens)[..., :entries], loaded(tokens).logits)
     if not error <= MAX_DISTANCE:  # Also true for NaN.
         raise DifferentError(

@@ -182,6 +182,7 @@ class Method(ABC):
         supports_overlap: True if the exchange can start while the backward pass is running (`methods.chunked`).
         holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
             supplies the rates alone.
+        reads_moments: True if the method computes with the optimizer's moments, so that it depends on its algorithm.
     """
 
     gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
@@ -189,6 +190,7 @@ class Method(ABC):
     limits_gradients: ClassVar[bool] = True
     supports_overlap: ClassVar[bool] = False
     holds_optimizer_state: ClassVar[bool] = False
+    reads_moments: ClassVar[bool] = False
 
     def __init__(self, context: MethodContext, options: Any) -> None:
         self.context, self.options, self.collectives = context, options, context.collectives

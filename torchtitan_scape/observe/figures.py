@@ -56,7 +56,8 @@ def distribution(values: Tensor) -> Distribution:
     half = LINEAR // 2
     # Multiplication by a power of two and floor are exact. FP64 has the range of that power.
     bins = torch.cat([(part.double() * (half * 2.0**-exponent)).floor().int() for part in values.split(_CHUNK)])
-    edges = torch.tensor([2.0 ** (i / PER_OCTAVE - 1) for i in range(1, PER_OCTAVE)], device=values.device)
+    borders = [2.0 ** (i / PER_OCTAVE - 1) for i in range(1, PER_OCTAVE)]
+    edges = torch.tensor(borders, dtype=torch.float32, device=values.device)
     parts = torch.bucketize(mantissas, edges, right=True, out_int32=True)
     octaves = (exponents - 1 - LOWEST) * PER_OCTAVE + parts
     mean, second, fourth = _central_moments(values)

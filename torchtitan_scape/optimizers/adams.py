@@ -58,7 +58,8 @@ class AdamS(Optimizer):
         step.
         """
         super().add_param_group(param_group)
-        self._shards = collect_shards(self.param_groups)
+        has_any = any(group["params"] for group in self.param_groups)  # the first param groups may be empty
+        self._shards = collect_shards(self.param_groups) if has_any else []
         for parameter in self.param_groups[-1]["params"] if self._allocates_state else ():
             self.state[parameter] = {
                 "exp_avg": torch.zeros_like(parameter, dtype=torch.float32).detach(),

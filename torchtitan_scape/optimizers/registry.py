@@ -22,6 +22,7 @@ class OptimizerEntry:
     """An optimizer, registered under the name of its class.
 
     Attributes:
+        kind: Class whose step it runs. PyTorch's AdamW runs that of Adam.
         make: Constructor from named parameters, with keywords lr, betas, eps, weight_decay, `implementation` (PyTorch's
             AdamW: "fused", "foreach" or "for-loop"), `kernels`, `count`, which receives the bytes sent to each rank of
             the replica, and `share`, the `ReplicaShare` of replicas with equal gradients.
@@ -30,6 +31,7 @@ class OptimizerEntry:
         on_matrices: Whether it needs matrices that are whole or sharded by rows.
     """
 
+    kind: type[Optimizer]
     make: Callable[..., Optimizer]
     moments: Callable[[Optimizer, Shard], tuple[str, ...]]
     on_matrices: bool = False
@@ -64,10 +66,10 @@ def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Op
 
 
 OPTIMIZERS = {
-    "AdamW": OptimizerEntry(_adamw, lambda optimizer, shard: (FIRST, SECOND)),
-    "AdamS": OptimizerEntry(_adams, lambda optimizer, shard: (FIRST,)),
-    "Muon": OptimizerEntry(_muon, _muon_moments, on_matrices=True),
-    "SignSGD": OptimizerEntry(_signsgd, lambda optimizer, shard: ()),
+    "AdamW": OptimizerEntry(torch.optim.Adam, _adamw, lambda optimizer, shard: (FIRST, SECOND)),
+    "AdamS": OptimizerEntry(AdamS, _adams, lambda optimizer, shard: (FIRST,)),
+    "Muon": OptimizerEntry(Muon, _muon, _muon_moments, on_matrices=True),
+    "SignSGD": OptimizerEntry(SignSGD, _signsgd, lambda optimizer, shard: ()),
 }
 
 

@@ -176,7 +176,7 @@ class FiniteGuard:
         if not outcome.is_cuda:
             self._pending = (outcome, None)
             return
-        on_host = torch.empty(len(outcome), dtype=outcome.dtype, pin_memory=True)
+        on_host = torch.empty(len(outcome), dtype=outcome.dtype, pin_memory=True, device="cpu")
         on_host.copy_(outcome, non_blocking=True)
         # The event belongs to the stream of the copy, because the current device may be another one.
         self._pending = (on_host, torch.cuda.current_stream(outcome.device).record_event())

@@ -14,7 +14,7 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.loop_checks import LoopChecks
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.setup_checks import refuse_wrappers
+from torchtitan_scape.replica.setup_checks import ONE_OPTIMIZER, refuse_wrappers
 from torchtitan_scape.replica.simulation import Named
 from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
 
@@ -135,13 +135,14 @@ def _name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
     if left:
         raise ValueError(
-            f"{len(left)} trainable parameters are not in the optimizer, first {left[0]!r}; pass all of them, or set "
-            "requires_grad to False"
+            f"{len(left)} trainable parameters are not in the optimizer, first {left[0]!r}; {ONE_OPTIMIZER}; set "
+            "requires_grad to False for parameters that are not trained"
         )
 
 
 def _replicas(replicas: ReplicaChoice, model: nn.Module) -> OneReplica | SimulatedReplicas:
     if isinstance(replicas, SimulatedReplicas):
         return replicas
-    shards = collect_shards([{"params": [p for p in model.parameters() if p.requires_grad]}])
-    return OneReplica(replicas_of(replicas, shards))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    group = {"params": [p for _, p in trained], "param_names": [name for name, _ in trained]}
+    return OneReplica(replicas_of(replicas, collect_shards([group])))

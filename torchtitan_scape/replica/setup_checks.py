@@ -8,36 +8,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
 from torchtitan_scape.methods.registry import MethodEntry
+from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.torch_version import fsdp_copies
 
 logger = logging.getLogger(__name__)
 
 # Optimizers whose step is not a function of one dense gradient, and why.
 _UNSUPPORTED = {
-    "LBFGS": "evaluates the loss several times in a step",
-    "SparseAdam": "needs sparse gradients, which no method exchanges",
+    torch.optim.LBFGS: "evaluates the loss several times in a step",
+    torch.optim.SparseAdam: "needs sparse gradients, which no method exchanges",
 }
+
+
+ONE_OPTIMIZER = (
+    "replicate() takes one optimizer with all trainable parameters: use param groups for different rates, and in place "
+    "of two optimizers, Muon and AdamW, pass torchtitan_scape.Muon(model.named_parameters()), which contains both"
+)
 
 
 def check_arguments(max_norm: float | None, reduction: str) -> None:
     """Raise ValueError for values that no replica optimizer accepts."""
     if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be positive, or None for no clipping")
+        raise ValueError(f"max_norm is {max_norm}; it must be positive; pass None to switch clipping off")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEntry) -> None:
-    """Refuse one of this project's optimizers, or AdamW, with a method that does not work with it.
+    """Refuse an optimizer whose algorithm does not work with the method.
+
+    Most methods work with any optimizer but some of this project's. Those that compute with its moments, or update the
+    parameters themselves, need an algorithm that they know.
 
     Args:
         name: of the method.
@@ -46,12 +57,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
         ValueError: with the optimizers that the method works with.
     """
     given = type(optimizer).__name__
-    if given in _UNSUPPORTED:
-        raise ValueError(f"{given} {_UNSUPPORTED[given]}; pass another optimizer, such as AdamW")
-    if given not in entry.optimizers and (given in OPTIMIZERS or entry.method.holds_optimizer_state):
+    for kind, reason in _UNSUPPORTED.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(f"{given} {reason}; pass another optimizer, such as AdamW")
+    known = {key for key, one in OPTIMIZERS.items() if has_step_of(optimizer, one.kind)}
+    method, accepted = entry.method, " or ".join(entry.optimizers)
+    must_be_known = method.holds_optimizer_state or method.reads_moments
+    if not known.intersection(entry.optimizers) and (known or must_be_known):
         raise ValueError(
-            f"method {name!r} works with {' or '.join(entry.optimizers)}, not with {given}; pass one of these as "
-            "optimizer"
+            f"method {name!r} works with {accepted}, not with {given} ({type(optimizer).__module__}); pass one of "
+            "these as optimizer, or a subclass with the same step"
+        )
+    if must_be_known and (difference := difference_from_adamw(optimizer)):
+        raise ValueError(
+            f"method {name!r} works with {accepted} without amsgrad, maximize and L2 weight decay, and this {given} "
+            f"has {difference}; pass torch.optim.AdamW without it"
         )
 
 
@@ -70,6 +90,22 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"the model is refused because {which} is wrapped in FullyShardedDataParallel (FSDP1), whose flat "
                 "parameters have no position in the model; shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        if isinstance(module, FSDPModule):
+            refuse_copies(module, f"the model is refused because {which} is")
+
+
+def refuse_copies(module: FSDPModule, what: str) -> None:
+    """Raise ValueError for a module that FSDP2 replicates, on a two-dimensional mesh (HSDP) or without shards.
+
+    Args:
+        what: Start of the message, for example "the parameters are".
+    """
+    if (copies := fsdp_copies(module)) > 1:
+        raise ValueError(
+            f"{what} on a mesh on which FSDP2 has {copies} copies of the parameters (HSDP) and all-reduces their "
+            "gradients in the backward pass; pass the dimension of the shards alone to fully_shard, mesh['shard'] of a "
+            "mesh ('replicate', 'shard'), and mesh['replicate'] as replicas"
+        )
 
 
 def check_at_first_step(optimizer: Any) -> RemovableHandle:
@@ -80,7 +116,7 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
         nonlocal is_first
         if is_first:
             is_first = False
-            refuse_ddp(optimizer.shards())
+            refuse_synchronized(optimizer.shards())
             if optimizer.weights and not optimizer.attempted_steps:
                 follow_loaded_weights(optimizer)
 
@@ -88,18 +124,22 @@ def check_at_first_step(optimizer: Any) -> RemovableHandle:
     return handle
 
 
-def refuse_ddp(shards: Sequence[Shard]) -> None:
-    """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`.
+def refuse_synchronized(shards: Sequence[Shard]) -> None:
+    """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`, or FSDP2 with replicas.
 
-    It would all-reduce all gradients before the method sees them, unless `noop_hook` is registered as its hook. A
-    module can be wrapped after the optimizer is built, and no parameter leads to its modules, so all objects of this
-    process are searched.
+    They would all-reduce all gradients before the method sees them, unless `noop_hook` is registered as the hook of
+    DDP. A module can be wrapped after the optimizer is built, and no parameter leads to its modules, so all objects of
+    this process are searched.
     """
     parameters = {id(shard.parameter) for shard in shards}
-    for one in gc.get_objects():
-        if not issubclass(type(one), DistributedDataParallel) or not any(id(p) in parameters for p in one.parameters()):
+    objects = gc.get_objects()
+    wrappers = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, FSDPModule))}
+    for one in objects if wrappers else ():
+        if type(one) not in wrappers or not any(id(p) in parameters for p in one.parameters()):
             continue
-        if not any(hook.__name__ == "noop_hook" for hook, _ in one._comm_hooks):
+        if isinstance(one, FSDPModule):
+            refuse_copies(one, "the parameters are")
+        elif not any(hook.__name__ == "noop_hook" for hook, _ in one._comm_hooks):
             raise ValueError(
                 "the parameters belong to a DistributedDataParallel module, which all-reduces the gradients in the "
                 "backward pass; use the module inside it. With Lightning Fabric or Accelerate, do not pass the "
@@ -156,7 +196,7 @@ def frozen_parameters(
     if frozen:
         error = (
             f"the optimizer has the frozen parameter {frozen[0]!r}, which weight decay and momentum would change; pass "
-            "[p for p in model.parameters() if p.requires_grad]"
+            "[(name, p) for name, p in model.named_parameters() if p.requires_grad] to the optimizer"
         )
     raise_on_all_ranks(collectives, error)
     parameters = model.named_parameters() if model is not None else ()

@@ -11,6 +11,7 @@ from torchtitan_scape.core.parameters import Shard, collect_shards, local, store
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.matrix_choice import unreported
+from torchtitan_scape.replica.setup_checks import ONE_OPTIMIZER
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 Named = list[tuple[str, nn.Parameter]]
@@ -95,12 +96,21 @@ class ReplicaWeights:
 def build_optimizer(
     optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn.Module | None
 ) -> tuple[torch.optim.Optimizer, MakeOptimizer | None]:
-    """Return an optimizer, and the function that builds further ones if that was passed."""
+    """Return an optimizer, and the function that builds further ones if that was passed.
+
+    Raises:
+        ValueError: it is neither of them, or builds no optimizer.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, None
+    if not callable(optimizer):
+        raise ValueError(f"the optimizer is a {type(optimizer).__name__}; {ONE_OPTIMIZER}")
     if model is None:
         raise ValueError("a function that builds the optimizer needs `model`, whose parameters it receives")
-    return optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad]), optimizer
+    made = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"the function that builds the optimizer returned a {type(made).__name__}; {ONE_OPTIMIZER}")
+    return made, optimizer
 
 
 def weights_of_replicas(

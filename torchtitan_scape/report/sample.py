@@ -59,7 +59,7 @@ def _sample(trainer: SampleView, characters: int) -> list[str]:
     """
     model, tokenizer, config = trainer.model_parts[0], trainer.tokenizer, trainer.job_config
     borders = [i for i in (getattr(tokenizer, "bos_id", None), tokenizer.eos_id) if i is not None]
-    tokens = torch.tensor([_begin(tokenizer, config.data.border)] * len(TEMPERATURES))
+    tokens = torch.tensor([_begin(tokenizer, config.data.border)] * len(TEMPERATURES), dtype=torch.int64, device="cpu")
     generator = torch.Generator().manual_seed(
         config.debug.seed or 0
     )  # Separate, so that the run's generators do not change.

@@ -116,7 +116,7 @@ class ReplicaMetrics(MetricsProcessor):
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         # Replicas with weights of their own have gradient norms of their own.
-        zero = torch.tensor(float(grad_norm == 0.0), device=device)
+        zero = torch.tensor(float(grad_norm == 0.0), dtype=torch.float32, device=device)
         self.zero_gradient = bool(self.optimizers.replica.collectives.sum_over_all(zero).item())
         fields = _sync_fields(step, figures, sent, seconds)
         if len(waits) > 1:

@@ -361,7 +361,8 @@ class ScapeTrainer(Trainer):
         if not patience or not self.job_config.validation.enable:
             return False
         since = self.best.validations_since_best(step) if dist.get_rank() == 0 else 0
-        reached = torch.tensor(float(since >= patience), device=self.replica_optimizer.grad_norm.device)
+        device = self.replica_optimizer.grad_norm.device
+        reached = torch.tensor(float(since >= patience), dtype=torch.float32, device=device)
         return bool(self.replica_optimizer.collectives.sum_over_all(reached).item() > 0)
 
     def _check_replicas(self) -> None:

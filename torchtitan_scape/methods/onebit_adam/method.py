@@ -48,11 +48,9 @@ class OnebitAdam(Quantized):
     quotient would be unbounded.
     """
 
-    supports_overlap = False
+    supports_overlap, reads_moments = False, True
 
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
-        for group in context.optimizer.param_groups:
-            _check(group, type(context.optimizer).__name__)
         super().__init__(context, options.exchange())
         self.options = options
         backend = choose_backend(context.kernels, context.shards[0].device, {s.parameter.dtype for s in context.shards})
@@ -201,12 +199,3 @@ def _corrected_by(optimizer: torch.optim.Optimizer, counted: int, updates: int) 
     finally:
         for group, (lr, weight_decay) in zip(optimizer.param_groups, before, strict=True):
             group["lr"], group["weight_decay"] = lr, weight_decay
-
-
-def _check(group: dict[str, Any], optimizer: str) -> None:
-    """Raise ValueError for an optimizer whose step is not that of AdamW."""
-    coupled = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay", True)
-    if "betas" not in group or coupled or group.get("amsgrad") or group.get("maximize"):
-        raise ValueError(
-            f"method 'onebit_adam' needs AdamW without amsgrad and maximize, and not {optimizer} with these settings"
-        )

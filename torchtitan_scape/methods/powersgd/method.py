@@ -40,7 +40,10 @@ class Powersgd(GradientMethod):
         # A residual for every matrix: other ranks may factor their shards of it, and a checkpoint needs all ranks'.
         self._pending = ErrorFeedback.of([shard for shard in context.shards if shard.parameter.ndim > 1])
         self._residuals = [self._pending.tensors[shard.name] for shard in shards]
-        self._q = {s.name: torch.empty(s.columns, rank) for s, rank in zip(shards, filter(None, ranks), strict=True)}
+        self._q = {
+            s.name: torch.empty(s.columns, rank, dtype=torch.float32, device="cpu")
+            for s, rank in zip(shards, filter(None, ranks), strict=True)
+        }
         for i, (shard, q) in enumerate(zip(shards, self._q.values(), strict=True)):
             self._q[shard.name] = _initial_q(q, i).to(shard.device)
         self._start = options.start if options.start >= 0 else context.part_of_run(10, "start")
@@ -79,8 +82,10 @@ class Powersgd(GradientMethod):
         return gradients
 
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the means over replicas. One all-reduce."""
-        flat = torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
+        """Return the means over replicas. One all-reduce, or none without tensors."""
+        if not tensors:
+            return []
+        flat = torch.cat([t.reshape(-1) for t in tensors])
         length = flat.numel()
         flat = torch.nn.functional.pad(flat, (0, self.collectives.padded_size(length) - length))
         self.collectives.all_reduce(flat).wait()
@@ -103,7 +108,7 @@ class Powersgd(GradientMethod):
 def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
     """Return random orthonormal columns of the shape of `like`, equal on all replicas."""
     generator = torch.Generator(like.device).manual_seed(number + (step << 20))
-    return orthonormalize(torch.randn(like.shape, generator=generator, device=like.device))
+    return orthonormalize(torch.randn(like.shape, generator=generator, dtype=torch.float32, device=like.device))
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ class Quantized(ChunkedMethod):
         else:
             self._bases.reset()
             for errors in (self._pending, self._owner_error):
-                errors.clear(torch.tensor(True))
+                errors.clear(torch.tensor(True, dtype=torch.bool, device="cpu"))
 
     def states(self) -> list[State]:
         migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"

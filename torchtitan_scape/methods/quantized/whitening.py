@@ -45,7 +45,7 @@ class Side:
         if not whitened:
             return cls(rotation, rotation.T)
         whole = torch.block_diag(*[rotation] * (size // len(rotation)))
-        return cls(whole, whole.T.contiguous(), torch.zeros(size, size, device=device))
+        return cls(whole, whole.T.contiguous(), torch.zeros(size, size, dtype=torch.float32, device=device))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; a rotation is made anew."""

@@ -33,7 +33,7 @@ class SharedBases:
     def __init__(self, shards: Sequence[Shard], owners: Mapping[str, int], collectives: ReplicaCollectives) -> None:
         self._owners, self._collectives = owners, collectives
         self.whitening = WhiteningBases.of(shards, interval=0, hidden=owners)
-        self.start = torch.full((), -1, dtype=torch.int64)
+        self.start = torch.full((), -1, dtype=torch.int64, device="cpu")
 
     def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:
         """Replace the means of this replica's matrices by their values in the model's basis, and observe them.

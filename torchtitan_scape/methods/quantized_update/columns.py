@@ -21,7 +21,7 @@ def rows_of(
     device: torch.device,
 ) -> Tensor:
     """Return the rows of some owners in a column, FP32 (rows, width), with zeros as padding between blocks."""
-    rows = torch.empty(len(owners), column.width, device=device)
+    rows = torch.empty(len(owners), column.width, dtype=torch.float32, device=device)
     views, parts, gaps = [], [], []
     for row, owner in zip(rows, owners, strict=True):
         end = 0
@@ -55,7 +55,7 @@ def decoded_rows(messages: Tensor, width: int, code: Codec | None) -> Tensor:
     """Return FP32 (messages, width) of uint8 (messages, bytes); code: None for the bytes of FP32 values."""
     if code is None:
         return messages.view(torch.float32)
-    values = torch.empty(len(messages), width, device=messages.device)
+    values = torch.empty(len(messages), width, dtype=torch.float32, device=messages.device)
     code.decode(messages, values)
     return values
 

@@ -26,14 +26,18 @@ from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
 from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import clip, one_for_several_steps, update
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.algorithms import has_step_of
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.chunks import Exchange, double_buffered
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.partition import Slice
 
-ELEMENTWISE = ("Adam", "AdamS", "AdamW", "SGD", "SignSGD")  # optimizers that may update a part of a tensor
+# Optimizers that may update a part of a tensor.
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, AdamS, SignSGD)
 
 
 class QuantizedUpdate(Method):
@@ -64,11 +68,11 @@ class QuantizedUpdate(Method):
                     f"method 'quantized_update' needs weights in FP32, and {shard.name!r} is {dtype}: changes below "
                     "its rounding would be lost; keep the parameters in FP32 and compute in BF16 by mixed precision"
                 )
-        kind = type(context.optimizer)
-        if options.interval > 1 and not (issubclass(kind, Muon) or kind.__name__ in ELEMENTWISE):
+        if options.interval > 1 and not has_step_of(context.optimizer, Muon, *ELEMENTWISE):
+            kind, known = type(context.optimizer), ", ".join(one.__name__ for one in ELEMENTWISE)
             raise ValueError(
                 f"[sync.quantized_update] interval = {options.interval} with {kind.__module__}.{kind.__name__}: a step "
-                f"for several is known for torchtitan_scape.Muon, {', '.join(ELEMENTWISE)}; set interval = 1"
+                f"for several is known for torchtitan_scape.Muon, {known}; set interval = 1"
             )
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
@@ -93,7 +97,7 @@ class QuantizedUpdate(Method):
         # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
         # The host reads only later whether a step was applied. Until then it keeps the numbers of the exchanged groups.
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
-        self._accumulated = torch.zeros(options.interval, dtype=torch.int64)
+        self._accumulated = torch.zeros(options.interval, dtype=torch.int64, device="cpu")
         self._steps: list[int] | None = [0] * options.interval  # the same numbers; None before they are read
         self._last_exchanged: list[int] | None = None
         self._bases: SharedBases | None = None
@@ -109,7 +113,7 @@ class QuantizedUpdate(Method):
     def finish_previous_step(self, applied: bool) -> None:
         if applied and self._last_exchanged is not None:
             self._steps = [0 if k in self._last_exchanged else self._steps_of(k) for k in range(self.options.interval)]
-            self._accumulated.copy_(torch.tensor(self._steps))
+            self._accumulated.copy_(torch.tensor(self._steps, dtype=torch.int64, device="cpu"))
         self._last_exchanged = None
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
@@ -220,7 +224,7 @@ class QuantizedUpdate(Method):
         assert self._to_owners is not None
         messages = self._to_owners.encode(column, values, residuals, factor, applied)
         is_owner = self.collectives.replica in column.owners
-        mean = torch.empty(column.width if is_owner else 0, device=messages.device)
+        mean = torch.empty(column.width if is_owner else 0, dtype=torch.float32, device=messages.device)
         handle = self.collectives.reduce_messages_to_owners(messages, mean, column.owners, code)
         return handle, partial(self._store_means, column, mean, values)
 
@@ -345,7 +349,7 @@ class QuantizedUpdate(Method):
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
         for errors in (self._residual, self._unsent):
-            errors.clear(torch.tensor(True))
+            errors.clear(torch.tensor(True, dtype=torch.bool, device="cpu"))
         self._squares.zero_()
         self._accumulated.zero_()
         self._steps = self._last_exchanged = None
@@ -432,4 +436,4 @@ class QuantizedUpdate(Method):
 
 def _is_whole(shard: Shard, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether one replica must update the whole parameter."""
-    return optimizer.updates(shard) if isinstance(optimizer, Muon) else type(optimizer).__name__ not in ELEMENTWISE
+    return optimizer.updates(shard) if isinstance(optimizer, Muon) else not has_step_of(optimizer, *ELEMENTWISE)

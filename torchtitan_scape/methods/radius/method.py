@@ -38,12 +38,11 @@ class Radius(GradientMethod):
     mask contains all entries. A skipped refresh leaves mask and residuals unchanged until the next one.
     """
 
+    reads_moments = True
+
     def __init__(self, context: MethodContext, options: RadiusOptions) -> None:
         super().__init__(context, options)
         for group in context.optimizer.param_groups:
-            if "betas" not in group:
-                name = type(context.optimizer).__name__
-                raise ValueError(f"method 'radius' needs an optimizer with betas, such as AdamW; {name} has none")
             _check_betas(*group["betas"])
         if any("exp_avg" in s and "exp_avg_sq" not in s for s in context.optimizer.state.values()):
             _check_beta1(context.optimizer)
@@ -182,9 +181,10 @@ class Radius(GradientMethod):
         group, state = self._group(shard), self.context.optimizer.state[shard.parameter]
         if "exp_avg" not in state:
             return None
-        (beta1, beta2), moment = group["betas"], local(state["exp_avg"]).reshape(-1)
+        # PyTorch's AdamW keeps moments in the dtype of the parameter.
+        (beta1, beta2), moment = group["betas"], local(state["exp_avg"]).reshape(-1).float()
         if "exp_avg_sq" in state:
-            second = local(state["exp_avg_sq"]).reshape(-1)
+            second = local(state["exp_avg_sq"]).reshape(-1).float()
         else:
             gradient = flat_gradient(shard).float()
             previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
@@ -194,10 +194,11 @@ class Radius(GradientMethod):
         return (moment / (1.0 - beta1**steps)).div_(denominator)
 
     def _with_decay(self, shard: Shard, update: Tensor) -> Tensor:
-        """Return update + weight_decay * theta, with theta before the update."""
+        """Return update + weight_decay * theta, FP32 (n,), with theta before the update."""
         group = self._group(shard)
         lr, decay = group["lr"], group["weight_decay"]
-        before = local(shard.parameter).detach().reshape(-1).add(update, alpha=lr).div_(1.0 - lr * decay)
+        theta = local(shard.parameter).detach().reshape(-1).float()
+        before = theta.add(update, alpha=lr).div_(1.0 - lr * decay)
         return before.mul_(decay).add_(update)
 
     def _select(self, values: Tensor, k: int) -> Tensor:
@@ -215,7 +216,7 @@ class Radius(GradientMethod):
     def _scale_released(self, applied: Tensor) -> None:
         """Outside the mask: theta -= (release_scale - 1) * lr * update."""
         # A barrier: simulated replicas share the parameters, and all of them must read before one writes.
-        self.collectives.sum_over_replicas(torch.zeros(1, device=applied.device))
+        self.collectives.sum_over_replicas(torch.zeros(1, dtype=torch.float32, device=applied.device))
         for shard, bits in zip(self._shards, self._bits, strict=True) if self.collectives.is_writer else ():
             update = self._update(shard)
             assert update is not None

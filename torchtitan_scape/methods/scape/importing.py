@@ -34,7 +34,7 @@ class ImportedScapeState(ImportedState):
             moment = kinds["moment"].to(device)
         else:  # every row contains it
             assert own is not None
-            row = own[0] if len(own) else torch.zeros(own.shape[1], device=device)
+            row = own[0] if len(own) else torch.zeros(own.shape[1], dtype=torch.float32, device=device)
             moment = row.clone() if self.held is None else row.masked_fill(~self.held, 0.0)
         if own is not None and saved["one_buffer"]:
             reader.broadcast_if_replica_counts_differ(moment)
@@ -101,8 +101,10 @@ class ScapeImport:
     def _from_another_method(self, shard: Shard, imported: ImportedState) -> None:
         """Pending gradients of other methods are added to the first moment."""
         state, i = self.state, self.state.names.index(shard.name)
-        exp_avg = imported.exp_avg
-        moment = torch.zeros(shard.size, device=state.passes.device) if exp_avg is None else exp_avg.mean
+        if imported.exp_avg is None:
+            moment = torch.zeros(shard.size, dtype=torch.float32, device=state.passes.device)
+        else:
+            moment = imported.exp_avg.mean
         if imported.pending is not None:
             moment = state.with_residual(i, moment, imported.pending.mean * (1.0 - state.beta1(i)), None)
         state.put(i, moment, None, None)
@@ -115,7 +117,8 @@ class ScapeImport:
             mask = kinds.get("mask")
             used = None if mask is None else mask % 2 > 0
             for target, bits in ((state.masks.in_use, used), (state.masks.previous, held)):
-                state.put_mask(i, torch.ones(shard.size, dtype=torch.bool) if bits is None else bits, target)
+                entries = torch.ones(shard.size, dtype=torch.bool, device="cpu") if bits is None else bits
+                state.put_mask(i, entries, target)
         if not self.same_layout or own is None:
             moment, own = self._for_another_layout(i, moment, own, held)
             if i >= state.sparsified and held is not None:  # dense from now on: it keeps no residual

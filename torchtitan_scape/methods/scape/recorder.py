@@ -28,7 +28,8 @@ class GradientRecorder:
             if shard.name not in self._observer.names:
                 continue
             # Zeros in the slices of other owners, because `_assembled` sums the bits over replicas.
-            found = self._found.setdefault(shard.name, torch.zeros(shard.size, device=shard.device))
+            zeros = torch.zeros(shard.size, dtype=torch.float32, device=shard.device)
+            found = self._found.setdefault(shard.name, zeros)
             if not isinstance(updater, ShardedUpdate) or updater.owns(tensor):
                 start, end = (owned.start, owned.end) if owned else (0, shard.size)
                 found[start:end] = gradient_on_mask(scape.passes, tensor)
@@ -69,7 +70,7 @@ def gradient_on_mask(passes: ScapePasses, tensor: int) -> Tensor:
         reference.synchronised_gradient_(payload, last, beta1)
     if indices is None:
         return payload
-    return torch.full((size,), torch.nan, device=payload.device).scatter_(0, indices, payload)
+    return torch.full((size,), torch.nan, dtype=torch.float32, device=payload.device).scatter_(0, indices, payload)
 
 
 def _payload(passes: ScapePasses, tensor: int) -> Tensor:

@@ -302,7 +302,7 @@ class StateByParameter:
         return None if bits is None else reference.unpack_bits(bits, self.blocks.sizes[i])
 
     def _mask_bytes(self, i: int, held: Tensor | None) -> Tensor:
-        used, ones = self._bits(i, self.masks.in_use), torch.ones(self.blocks.sizes[i], dtype=torch.uint8)
+        used, ones = self._bits(i, self.masks.in_use), torch.ones(self.blocks.sizes[i], dtype=torch.uint8, device="cpu")
         first = ones if used is None else used.to(torch.uint8).cpu()
         return first + 2 * (ones if held is None else held.to(torch.uint8).cpu())
 
@@ -316,7 +316,7 @@ class StateByParameter:
             else:
                 moment, own = torch.where(held, state, 0.0), torch.where(held, 0.0, state)
         else:
-            own = torch.zeros(size, device=device)
+            own = torch.zeros(size, dtype=torch.float32, device=device)
             for number, start, end in self.slices[i] if i < self.sparsified else ():
                 own[start:end] = kept[number]
             moment = self._assembled(i, lambda number: owner.share_of(owner.common, number))
@@ -328,7 +328,7 @@ class StateByParameter:
 
     def _assembled(self, i: int, part_of: Callable[[int], Tensor]) -> Tensor:
         """Return a parameter on every replica from the slices of its owners. Collective."""
-        whole = torch.zeros(self.scape.ordered[i].size, device=self.passes.device)
+        whole = torch.zeros(self.scape.ordered[i].size, dtype=torch.float32, device=self.passes.device)
         for number, start, end in self.slices[i]:
             if self.owner is not None and self.owner.owns(number):
                 whole[start:end] = part_of(number)

@@ -33,7 +33,8 @@ class RoundSteps:
         self._shards = [shard for shard in shards if optimizer.updates(shard)]
         self.steps = {shard.name: torch.zeros_like(anchors[shard.name]) for shard in self._shards}
         device = next(iter(self.steps.values())).device
-        self._learning_rates = torch.zeros(len(optimizer.param_groups), device=device)  # sums of the round's steps
+        # Sums of the round's steps.
+        self._learning_rates = torch.zeros(len(optimizer.param_groups), dtype=torch.float32, device=device)
 
     def states(self) -> list[State]:
         """Return the states. They are dropped if the layout changes: then the present round counts from there."""
@@ -55,9 +56,10 @@ class RoundSteps:
 
     def count_step(self, applied: Tensor) -> None:
         """Add the learning rates of a step."""
-        rates = torch.tensor([group["lr"] for group in self._optimizer.param_groups])
-        rates = rates.to(self._learning_rates.device, non_blocking=True)
-        self._learning_rates += torch.where(applied, rates, torch.zeros_like(rates))
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        on_host = torch.tensor(rates, dtype=torch.float32, device="cpu")
+        on_device = on_host.to(self._learning_rates.device, non_blocking=True)
+        self._learning_rates += torch.where(applied, on_device, torch.zeros_like(on_device))
 
     def finish_round(self, applied: Tensor) -> None:
         """Replace the sum of the round's steps by Muon's step in its direction, in anchors and parameters.
