@@ -259,7 +259,7 @@ class StateReader:
         for name, stored in self._kinds.items():
             if name.startswith(f"optimizer.{PREFIX}"):
                 of_tensor = isinstance(stored, TensorStorageMetadata)
-                value = torch.empty(stored.size, dtype=stored.properties.dtype) if of_tensor else None
+                value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu") if of_tensor else None
                 found[name.removeprefix("optimizer.")] = value
         if found:
             load_into(self.path, {"optimizer": found})

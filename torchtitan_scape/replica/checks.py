@@ -44,7 +44,7 @@ def check_states(optimizer: Any, states: Sequence[State], moments: Mapping[str, 
         DamagedParametersError: on every rank, with ranks and states.
     """
     usual = [limit.usual[0] for limit in optimizer.guard.limits]
-    usual_norm = torch.stack(usual).max() if usual else torch.zeros((), dtype=torch.float64)
+    usual_norm = torch.stack(usual).max() if usual else torch.zeros((), dtype=torch.float64, device="cpu")
     of_gradients = torch.where(usual_norm > 0.0, LARGEST * usual_norm, torch.inf)
     largest = {"gradient": of_gradients, "displacement": LARGEST, "model": LARGEST}
     named = [

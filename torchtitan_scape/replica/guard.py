@@ -121,7 +121,7 @@ class FiniteGuard:
         self.stop_agreed = False
         self.extra_flags_all_true: list[bool] = []
         self.summed_over = ""
-        self.finite = self.applied = torch.ones((), dtype=torch.bool)
+        self.finite = self.applied = torch.ones((), dtype=torch.bool, device="cpu")
         self._alarm, self._alarms_in_a_row = NormAlarm(), 0
         self._constants: list[Tensor] = []
         self._finite = finite
