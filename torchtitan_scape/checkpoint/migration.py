@@ -12,7 +12,7 @@ The rule:
   the next exchange is complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import ReplicaWeights
+
+# By parameter, a function that returns its pending gradients in the model's own coordinates.
+Decoders = dict[str, Callable[[Tensor], Tensor]]
 
 
 @torch.no_grad()
@@ -47,11 +50,14 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     exact = same_layout and reader.saved["residual"] == "exact"
     summary = MigrationSummary(reader, exact, optimizer)
     saved = reader.saved["states"].values()
-    summary.unreadable = not same_layout and any(state["on_migration"] == "pending" for state in saved)
+    decoders = None
+    if not same_layout and any(state["on_migration"] == "pending" for state in saved):
+        decoders = METHODS[reader.saved["method"]].saved_decoders(reader, optimizer.shards())
+        summary.unreadable = decoders is None
     if optimizer.methods[0].holds_optimizer_state:
         summary.copied = not same_layout
         imports = [method.begin_import(reader, same_layout, optimizer.attempted_steps) for method in optimizer.methods]
-        for shard, imported in _parameters(optimizer, reader):
+        for shard, imported in _parameters(optimizer, reader, decoders):
             summary.count(shard, imported)
             if imported.weights is None and imported.displacements:
                 imported.weights = SavedValues(reader, None, stored(shard.parameter).detach().view(-1).clone())
@@ -61,7 +67,7 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
             one.finish()
         summary.complete_exchange = not same_layout
         return summary
-    receiver = _Receiver(optimizer, reader, shard_residuals, summary, same_layout)
+    receiver = _Receiver(optimizer, reader, shard_residuals, summary, same_layout, decoders)
     receiver.load()
     for method in optimizer.methods:
         method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
@@ -71,10 +77,13 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     return summary
 
 
-def _parameters(optimizer: ReplicaOptimizer, reader: CheckpointReader) -> Iterator[tuple[Shard, ImportedState]]:
+def _parameters(
+    optimizer: ReplicaOptimizer, reader: CheckpointReader, decoders: Decoders | None
+) -> Iterator[tuple[Shard, ImportedState]]:
     import_state = METHODS[reader.saved["method"]].import_state
     for _, shard, kinds in reader:
-        yield shard, import_state(kinds, reader, optimizer.grad_norm.device)
+        decode = None if decoders is None else decoders.get(shard.name, lambda values: values)
+        yield shard, import_state(kinds, reader, optimizer.grad_norm.device, decode)
 
 
 class _Receiver:
@@ -93,8 +102,9 @@ class _Receiver:
         shard_residuals: list[State],
         summary: MigrationSummary,
         same_layout: bool,
+        decoders: Decoders | None,
     ) -> None:
-        self.optimizer, self.reader, self.summary = optimizer, reader, summary
+        self.optimizer, self.reader, self.summary, self.decoders = optimizer, reader, summary, decoders
         self.shard_residuals, self.same_layout = shard_residuals, same_layout
         name = type(optimizer.inner).__name__
         self.same_optimizer = (
@@ -111,7 +121,7 @@ class _Receiver:
         self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
 
     def load(self) -> None:
-        for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader)):
+        for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader, self.decoders)):
             self.summary.count(shard, imported)
             self.second_moments_continue &= self.same_optimizer or imported.exp_avg_sq is not None
             for row, states in enumerate(self._states(shard, imported)):

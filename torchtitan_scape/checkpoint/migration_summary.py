@@ -48,7 +48,7 @@ class MigrationSummary:
         if self.lost:
             parts.append("without a first moment, or with beta1 = 0, pending gradients are lost")
         if self.unreadable:
-            parts.append("pending gradients are lost: they are stored in the bases of the other layout or options")
+            parts.append("pending gradients are lost: they are stored in the bases of other shards")
         if self.complete_exchange:
             parts.append("the next exchange is complete")
         return "; ".join(part for part in parts if part)

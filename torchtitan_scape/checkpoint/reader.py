@@ -222,6 +222,7 @@ class StateReader:
         self._kinds = CheckedReader(path).read_metadata().state_dict_metadata
         self.replicas: int = saved["replicas"]
         self.simulated = layout.simulated
+        self.model_rank, self.model_ranks = optimizers.collectives.model_rank, optimizers.collectives.model_ranks
         self.same_count = self.replicas == layout.replicas * layout.simulated
         raise_on_all_ranks(optimizers.collectives, self._other_choice())
 
@@ -328,6 +329,19 @@ class StateReader:
     def has(self, key: str) -> bool:
         """Return whether the optimizer's part of the checkpoint contains this name."""
         return f"optimizer.{key}" in self._kinds
+
+    def shapes_by_shard(self, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Return the shapes of saved tensors of single shards whose names begin with `prefix`, by name and shard."""
+        found: dict[str, dict[str, tuple[int, ...]]] = {}
+        for key, stored in self._kinds.items():
+            name, _, number = key.removeprefix("optimizer.").rpartition(".")
+            if name.startswith(prefix):
+                found.setdefault(name, {})[number] = tuple(cast(TensorStorageMetadata, stored).size)
+        return found
+
+    def all_agree(self, value: bool) -> bool:
+        """Return whether `value` is true on all ranks. Collective."""
+        return all(self._optimizers.collectives.gather_objects(value))
 
     def _moments(self) -> tuple[str, ...]:
         """Return the moments of a dense optimizer that this run reads by parameter."""

@@ -1,6 +1,6 @@
 """The saved state of one parameter, in a form that does not depend on the method that saved it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -113,11 +113,23 @@ class ImportedState:
         return start
 
 
-def import_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> ImportedState:
+def no_decoders(reader: CheckpointReader, shards: Sequence[Shard]) -> dict[str, Any]:
+    """Return nothing: pending gradients are in the model's own coordinates."""
+    return {}
+
+
+def import_state(
+    kinds: dict[str, Tensor],
+    reader: CheckpointReader,
+    device: torch.device,
+    decode: Callable[[Tensor], Tensor] | None = None,
+) -> ImportedState:
     """Interpret the saved state of a method by its declarations. Collective.
 
     Args:
         kinds: flat tensors by kind, (n,), or (rows, n) if saved per replica.
+        decode: returns pending gradients (n,) without the coordinates in which they were saved; None to leave out
+            those with coordinates.
     """
     imported, states = ImportedState(kinds), reader.saved["states"]
     for kind, tensor in kinds.items():
@@ -130,7 +142,11 @@ def import_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: tor
             imported.exp_avg_sq = saved
         elif kind == REPLICA_WEIGHTS:
             imported.weights = saved
-        elif described["on_migration"] == "gradient":
+        elif described["on_migration"] == "gradient" or (decode is not None and described["on_migration"] == "pending"):
+            if described["on_migration"] == "pending":
+                assert decode is not None
+                own = None if saved.own is None else torch.stack([decode(row) for row in saved.own])
+                saved = SavedValues(reader, own, None if saved.shared is None else decode(saved.shared))
             imported.pending = saved if imported.pending is None else imported.pending + saved
         elif described["on_migration"] == "displacement":
             imported.displacements[kind] = saved

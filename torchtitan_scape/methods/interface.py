@@ -47,8 +47,8 @@ class State:
             `Method.gather_state`.
         on_migration: the treatment under another layout, replica count or method.
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
-            "pending": pending gradients in coordinates that only the same layout, method and options know. They are
-                loaded there, and lost elsewhere.
+            "pending": pending gradients in coordinates of their own, see `MethodEntry.decoders_function`. Elsewhere
+                they are decoded if the shards are the same, and lost otherwise.
             "displacement": pending changes of the weights, to be subtracted from them: anchor minus weight of a method
                 with per-replica weights, or what only the owner of a parameter has applied.
             "model": FP32 weights that are saved, validated and exported as the model: those that replicas share, or if

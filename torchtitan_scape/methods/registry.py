@@ -41,6 +41,7 @@ class MethodEntry:
         supports_flat_slices: It supports parameters that are flat slices of others ([sharding.levels]).
         supports_pipeline: It supports pipeline stages, where the ranks of a replica have different parameters.
         import_function: A function that reads the method's checkpoints for any other method.
+        decoders_function: A function that reads the coordinates of its pending gradients for another layout.
     """
 
     options: type[MethodOptions]
@@ -50,6 +51,7 @@ class MethodEntry:
     supports_flat_slices: bool = False
     supports_pipeline: bool = False
     import_function: str = "imported.import_state"
+    decoders_function: str = "imported.no_decoders"
 
     @property
     def method(self) -> "type[Method]":
@@ -63,6 +65,11 @@ class MethodEntry:
         return _import(self.import_function)
 
     @property
+    def saved_decoders(self) -> Any:
+        """The function `decoders_function`."""
+        return _import(self.decoders_function)
+
+    @property
     def supports_overlap(self) -> bool:
         """Whether the method supports `[sync] overlap`."""
         return self.options().cost().supports_overlap
@@ -73,6 +80,8 @@ def _import(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(import_module(f"torchtitan_scape.methods.{module}"), attribute)
 
+
+SAVED_BASES = "quantized.saved_bases.saved_decoders"
 
 METHODS: dict[str, MethodEntry] = {
     "dense": MethodEntry(
@@ -90,9 +99,14 @@ METHODS: dict[str, MethodEntry] = {
     "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),
     "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
     "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
-    "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized", supports_pipeline=True),
+    "quantized": MethodEntry(
+        QuantizedOptions, "quantized.method.Quantized", supports_pipeline=True, decoders_function=SAVED_BASES
+    ),
     "quantized_update": MethodEntry(
-        QuantizedUpdateOptions, "quantized_update.method.QuantizedUpdate", supports_pipeline=True
+        QuantizedUpdateOptions,
+        "quantized_update.method.QuantizedUpdate",
+        supports_pipeline=True,
+        decoders_function=SAVED_BASES,
     ),
     "onebit_adam": MethodEntry(OnebitAdamOptions, "onebit_adam.method.OnebitAdam", ("AdamW",)),
     "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),

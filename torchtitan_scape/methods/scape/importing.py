@@ -55,7 +55,9 @@ class ImportedScapeState(ImportedState):
         return SavedValues(self.reader, own, off_mask(self.moment, self.held) / units)
 
 
-def import_scape_state(kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> ImportedState:
+def import_scape_state(
+    kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device, decode: Any = None
+) -> ImportedState:
     """Interpret what SCAPE saved. Collective. See `methods.imported.import_state`."""
     return ImportedScapeState(kinds, reader, device)
 
