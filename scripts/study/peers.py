@@ -103,6 +103,7 @@ class HsdpPeer:
             raise ValueError("HSDP is compared without tensor parallelism; set its degree to 1")
         for shard in trainer.replica_optimizer._shards:
             shard.counted = True  # the mesh contains the replicas, too
+        trainer.replica_optimizer.first_step_check.remove()  # it refuses copies of FSDP2
         self._timer = trainer.replica_optimizer.timer
         self._one_pass = trainer.gradient_accumulation_steps == 1 and trainer.device.type == "cpu"
         _replace_method(trainer, 1.0)

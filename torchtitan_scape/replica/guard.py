@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_NORM = 2.0**56  # of a gradient that a method squares, encodes or transforms
 
-_DAMAGE = "the memory of a device may be damaged; start the run again from the last checkpoint"
+_DAMAGE = (
+    "training diverges, or the memory of a device is damaged; start the run again from the last checkpoint, with a "
+    "lower learning rate if it comes back"
+)
 _ABSURD_NORM = f"the norm of the gradient is more than {ABSURD:g} times the usual one on some rank"
 _NORM_NOT_FINITE = "the norm of the synchronized gradient was not finite, although every gradient was"
 
@@ -116,7 +119,7 @@ class FiniteGuard:
         self.rank = rank
         self.max_skipped_steps = max_skipped_steps
         self.limits, self.rates = list(limits), rates
-        self._steps = self.skipped = self.skipped_in_a_row = 0
+        self.skipped = self.skipped_in_a_row = 0
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
         self.extra_flags_all_true: list[bool] = []
@@ -217,11 +220,10 @@ class FiniteGuard:
             event.synchronize()
         values = outcome.tolist()
         finite, within, may_go_on, usual_before, *flags, norm = values
-        self._steps += 1
         self.stop_agreed, self._was_applied = not may_go_on, self._is_applied(values)
         self.extra_flags_all_true = [bool(flag) for flag in flags[: self._extra_flags]]
         if self.rates is not None:
-            self.rates.check(flags[self._extra_flags :], self._steps)
+            self.rates.check(flags[self._extra_flags :])
         if self._was_applied:
             self.skipped_in_a_row = 0
             if not within:
@@ -259,7 +261,7 @@ class FiniteGuard:
         """
         if self._alarm.judge(norm):
             usual = f"{norm:.3g}, usually {self._alarm.usual:.3g}"
-            logger.warning(f"the norm of the gradient is {usual}; if this lasts, memory may be damaged")
+            logger.warning(f"the norm of the gradient is {usual}; the run ends if this lasts")
         self._alarms_in_a_row = 0 if usual_before else self._alarms_in_a_row + 1
         if self._alarms_in_a_row >= self.max_skipped_steps:
             raise DamagedParametersError(f"{_ABSURD_NORM}, for {self._alarms_in_a_row} steps: {_DAMAGE}")

@@ -49,16 +49,16 @@ class RateComparison:
             other.fill_(-checksum - _OFFSET)
         return self._checksums
 
-    def check(self, smallest: Sequence[float], step: int) -> None:
-        """Raise ValueError on every rank if the rates of a step differed. Collective then.
+    def check(self, smallest: Sequence[float]) -> None:
+        """Raise ValueError on every rank if the rates of the last step differed. Collective then.
 
         Args:
-            smallest: of each value of the step, over all ranks.
+            smallest: of each value of that step, over all ranks.
         """
         pairs = zip(smallest[::2], smallest[1::2], strict=True)
         if all(one + other == -2 * _OFFSET for one, other in pairs):
             return
-        settings = {f"{key} of group {i} in step {step}": value for key, i, value in self._values or ()}
+        settings = {f"{key} of group {i}": value for key, i, value in self._values or ()}
         check_replicas_agree(self._collectives, settings, ())
 
 
