@@ -76,7 +76,8 @@ def test_a_spike_of_one_replica_is_forgotten_within_three_steps(name: str) -> No
         step(optimizer, SPIKE_AT, factor=100.0)
         after = [step(optimizer, SPIKE_AT + i) for i in range(1, 6)]
     assert max(after[2:]) < 1.5 * usual
-    assert sum("a replica's gradient was scaled down to 4 times its usual norm" in line for line in lines) == 1
+    limited = [line for line in lines if "times its usual norm, and was scaled down to 4 times it" in line]
+    assert len(limited) == 1 and "the gradient of replica 0 had " in limited[0]
     assert optimizer.metrics()["skipped_steps"] == 0
 
 
@@ -129,9 +130,7 @@ def spike_during_the_backward_pass() -> tuple[bool, float, list[str]]:
 def test_a_spike_that_was_sent_already_skips_the_step(pool2: Pool) -> None:
     for changed, skipped, lines in pool2(spike_during_the_backward_pass):
         assert not changed and skipped == 1
-        assert any(
-            "more than 4 times its usual norm, and its exchange had begun (1 in a row)" in line for line in lines
-        )
+        assert any("times its usual norm, and its exchange had begun (1 in a row)" in line for line in lines)
 
 
 # --------------------------------------------------------------------------------------------------- damage
@@ -193,9 +192,10 @@ def test_a_run_that_fails_twice_at_a_step_goes_back_one_checkpoint(tmp_path: Pat
     found = []
     for failed in (70, 70, 70, 70, 71, 71):
         failed_steps.note(folder, failed)
-        found.append(failed_steps.newest_to_leave_out(folder, steps))
+        found.append(failed_steps.newest_to_leave_out(folder, steps, lambda step: 0.0))
     assert found == [(0, 70), (1, 70), (2, 70), (2, 70), (0, 71), (1, 71)]
-    assert failed_steps.newest_to_leave_out(folder, [*steps, 80]) == (0, 0), "the failure was overcome"
+    assert failed_steps.newest_to_leave_out(folder, [*steps, 80], lambda step: 0.0) == (0, 0), "it was overcome"
+    assert failed_steps.newest_to_leave_out(folder, steps, lambda step: 1e12) == (0, 0), "the newest is another one"
 
 
 # ----------------------------------------------------------------------------------------------------- rates

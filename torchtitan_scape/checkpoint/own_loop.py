@@ -49,10 +49,12 @@ def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: s
 
     Raises:
         ValueError: an unknown `residual`.
+        DamagedParametersError: on every rank, if parameters are not finite or far too large.
     """
     if residual not in RESIDUALS:
         raise ValueError(f"residual is {residual!r}; it must be one of {', '.join(RESIDUALS)}")
     optimizer.joint_calls.expect("checkpoint_states")
+    optimizer.check_parameters(optimizer.attempted_steps)
     layout = _layout_of(optimizer)
     return {
         MODEL: ModelCheckpoint(_ModelState(model), optimizer, layout),

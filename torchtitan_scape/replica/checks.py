@@ -10,6 +10,7 @@ from torchtitan_scape.core.consistency import check_replicas_equal
 from torchtitan_scape.core.parameters import local, stored
 from torchtitan_scape.core.plausibility import LARGEST, check_plausible, is_plausible
 from torchtitan_scape.methods.interface import State
+from torchtitan_scape.optimizers.registry import FIRST
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 
 
@@ -33,8 +34,8 @@ def _parameters(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 def check_states(optimizer: Any, states: Sequence[State], moments: Mapping[str, Any], step: int) -> None:
     """Check the states that a checkpoint is about to store. Collective; waits for the device.
 
-    Pending gradients are compared with the usual norm of the gradients, if the method limits these. A flipped exponent
-    bit in a residual has no other visible effect before the next exchange, and would be saved.
+    Pending gradients and first moments are compared with the usual norm of the gradients, if the method limits these.
+    A flipped exponent bit in a residual has no visible effect before the next exchange, and would be saved.
 
     Args:
         optimizer: a `ReplicaOptimizer`.
@@ -46,13 +47,16 @@ def check_states(optimizer: Any, states: Sequence[State], moments: Mapping[str, 
     usual = [limit.usual[0] for limit in optimizer.guard.limits]
     usual_norm = torch.stack(usual).max() if usual else torch.zeros((), dtype=torch.float64, device="cpu")
     of_gradients = torch.where(usual_norm > 0.0, LARGEST * usual_norm, torch.inf)
-    largest = {"gradient": of_gradients, "displacement": LARGEST, "model": LARGEST}
+    # A basis that divides by root mean squares enlarges values, by a thousand at most.
+    largest = {"gradient": of_gradients, "pending": 1024.0 * of_gradients, "displacement": LARGEST, "model": LARGEST}
     named = [
         (f"{s.kind} of {name!r}", t, largest.get(s.on_migration, torch.inf))
         for s in states
         for name, t in s.tensors.items()
     ]
-    named += [(name, local(tensor), torch.inf) for name, tensor in moments.items() if isinstance(tensor, Tensor)]
+    for name, tensor in moments.items():
+        if isinstance(tensor, Tensor):
+            named.append((name, local(tensor), of_gradients if name.endswith(f".{FIRST}") else torch.inf))
     found = [(name, is_plausible(values, largest=most)) for name, values, most in named if values.is_floating_point()]
     nothing = ("", torch.ones((), dtype=torch.bool, device=optimizer.grad_norm.device))
     check_plausible([nothing, *found], optimizer.collectives, step, "states of the optimizer or the method")

@@ -6,7 +6,7 @@ of the same collective.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -88,8 +88,9 @@ class FiniteGuard:
         gather_objects: gathers an object from all ranks, for messages.
         rank: of this process.
         max_skipped_steps: the limit.
-        limits: of the gradients' norms, one per replica of this process; none for methods without error feedback. They
-            need a `NormCheck`.
+        limits: of the gradients' norms, by the number of the replica, for those of this process; none for methods that
+            need no limit. They need a `NormCheck`.
+        replicas: number of all replicas.
         rates: compares the rates of all replicas in every check; None for one replica.
 
     Attributes:
@@ -112,13 +113,15 @@ class FiniteGuard:
         gather_objects: Callable[[Any], list[Any]],
         rank: int,
         max_skipped_steps: int,
-        limits: Sequence[NormLimit] = (),
+        limits: Mapping[int, NormLimit] | None = None,
+        replicas: int = 1,
         rates: RateComparison | None = None,
     ) -> None:
         self.names = list(names)
         self.rank = rank
         self.max_skipped_steps = max_skipped_steps
-        self.limits, self.rates = list(limits), rates
+        self.limits, self._numbers = list((limits or {}).values()), list(limits or {})
+        self._replicas, self.rates = replicas, rates
         self.skipped = self.skipped_in_a_row = 0
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
@@ -131,7 +134,7 @@ class FiniteGuard:
         self._minimum_over_all = minimum_over_all
         self._gather_objects = gather_objects
         self._each: Tensor | None = None
-        self._outcome: Tensor | None = None
+        self._outcome: Tensor | None = None  # smallest values over all ranks: flags, rates, factors of all replicas
         self._extra_flags = 0
         self._was_sent = False
         self._pending: tuple[Tensor, Any] | None = None
@@ -150,23 +153,35 @@ class FiniteGuard:
         if not self._constants:  # both values are kept on the device, so that a step copies no flag from the host
             self._constants = [torch.zeros_like(finite), torch.ones_like(finite)]
             self.applied = torch.empty_like(finite)
-        norms = self.norms_by_replica(len(self.limits))
-        within = [limit.holds(each) for limit, each in zip(self.limits, norms, strict=True) if each is not None]
-        is_within = torch.stack(within).all() if within else self._constants[True]
         flags = [not self.asked_to_stop(), not self._alarm.is_on, *extra_flags]
-        flags = torch.stack([finite, is_within, *(self._constants[flag] for flag in flags)])
+        flags = torch.stack([finite, *(self._constants[flag] for flag in flags)])
         rates = [] if self.rates is None else [self.rates.checksums(finite.device)]
-        self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates]))
+        self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates, *self._own_factors()]))
         self._extra_flags, self._was_sent = len(extra_flags), was_sent
-        agreed = self._outcome[:2] > 0.0
-        self.finite = agreed[0]
-        self.applied.copy_(agreed.all() if was_sent else self.finite)
+        self.finite = self._outcome[0] > 0.0
+        self.applied.copy_(self.finite)
+        if self.limits and was_sent:
+            self.applied.logical_and_(self._outcome[-self._replicas :].amin() >= 1.0)
         return self.applied
+
+    def _own_factors(self) -> list[Tensor]:
+        """Return [the factors of this process's replicas, in a row for all replicas, FP32 (replicas,)], [] without."""
+        if not self.limits:
+            return []
+        row = self.limits[0].usual.new_full((self._replicas,), torch.inf, dtype=torch.float32)
+        norms = self.norms_by_replica(len(self.limits))
+        for number, limit, each in zip(self._numbers, self.limits, norms, strict=True):
+            assert each is not None
+            row[number].copy_(limit.factor(each))
+        return [row]
 
     def limit_norms(self, rows: Sequence[list[Tensor]], multiply: Callable[[list[Tensor], Tensor], None]) -> None:
         """Scale the gradients of each replica down to its limit, in place, unless they were sent before the check."""
-        for limit, gradients in zip(self.limits, rows, strict=False):
-            limit.apply([] if self._was_sent else gradients, self.finite, multiply)
+        assert self._outcome is not None
+        for number, limit, gradients in zip(self._numbers, self.limits, rows, strict=False):
+            if not self._was_sent:
+                multiply(gradients, self._outcome[number - self._replicas])
+            limit.update(self.finite)
 
     def conclude(self, norm: Tensor) -> None:
         """Take back `applied` if the norm of the synchronized gradient, FP32 (), is not finite: call it after a step.
@@ -200,8 +215,12 @@ class FiniteGuard:
         return self._was_applied
 
     def _is_applied(self, outcome: list[float]) -> bool:
-        finite, within, *_, norm = outcome
-        return bool(finite and (within or not self._was_sent) and math.isfinite(norm))
+        was_too_large = self._was_sent and any(factor < 1.0 for factor in self._factors(outcome))
+        return bool(outcome[0] and not was_too_large and math.isfinite(outcome[-1]))
+
+    def _factors(self, outcome: list[float]) -> list[float]:
+        """Return the factors of all replicas in the last check; [] without a limit."""
+        return outcome[-1 - self._replicas : -1] if self.limits else []
 
     def finish_previous_step(self) -> bool | None:
         """Return whether the last checked step was applied; None if this was read before. Collective if it raises.
@@ -219,26 +238,27 @@ class FiniteGuard:
         if event is not None:
             event.synchronize()
         values = outcome.tolist()
-        finite, within, may_go_on, usual_before, *flags, norm = values
+        finite, may_go_on, usual_before, *others = values
+        factors = self._factors(values)
+        flags = others[: len(others) - 1 - len(factors)]
         self.stop_agreed, self._was_applied = not may_go_on, self._is_applied(values)
         self.extra_flags_all_true = [bool(flag) for flag in flags[: self._extra_flags]]
         if self.rates is not None:
             self.rates.check(flags[self._extra_flags :])
         if self._was_applied:
             self.skipped_in_a_row = 0
-            if not within:
-                logger.warning(f"a replica's gradient was scaled down to {FACTOR:g} times its usual norm")
-            self._judge(norm, bool(usual_before))
+            if limited := _limited(factors):
+                logger.warning(f"{limited}, and was scaled down to {FACTOR:g} times it")
+            self._judge(values[-1], bool(usual_before))
             return True
         self.skipped += 1
         self.skipped_in_a_row += 1
         cause = "some rank's gradient was not finite"
         if finite:
-            cause = f"a replica's gradient has more than {FACTOR:g} times its usual norm, and its exchange had begun"
-            if within or not self._was_sent:
-                cause = _NORM_NOT_FINITE
+            is_spike = self._was_sent and _limited(factors)
+            cause = f"{_limited(factors)}, and its exchange had begun" if is_spike else _NORM_NOT_FINITE
         if self.skipped_in_a_row >= self.max_skipped_steps:
-            self._give_up(bool(finite), cause)
+            self._give_up(cause if finite else "")
         logger.warning("skipped a step: %s (%d in a row)", cause, self.skipped_in_a_row)
         return False
 
@@ -266,15 +286,17 @@ class FiniteGuard:
         if self._alarms_in_a_row >= self.max_skipped_steps:
             raise DamagedParametersError(f"{_ABSURD_NORM}, for {self._alarms_in_a_row} steps: {_DAMAGE}")
 
-    def _give_up(self, finite: bool, cause: str) -> NoReturn:
+    def _give_up(self, cause: str) -> NoReturn:
+        """Raise the error after too many skipped steps; `cause` is "" if a gradient was not finite."""
         steps = f"for {self.skipped_in_a_row} steps in a row (max_skipped_steps={self.max_skipped_steps})"
         if cause == _NORM_NOT_FINITE:
             raise DamagedParametersError(f"{cause}, {steps}: {_DAMAGE}")
+        what = "the gradients were not finite, or too large to be summed"
         raise NonFiniteGradientError(
-            f"the gradients were not finite, or too large to be summed, {steps}; in the last one: "
-            f"{cause if finite else self._culprits()}. {self._summed_ranks_note()}"
-            "Parameters and state are those of the last good step. Lower the learning rate, or look at "
-            f"the data of {self.summed_over or 'that rank'}."
+            f"{cause or what}, {steps}; "
+            + ("" if cause else f"in the last one: {self._culprits()}. ")
+            + f"{self._summed_ranks_note()}Parameters and state are those of the last good step. Lower the learning "
+            f"rate, or look at the data of {self.summed_over or 'that rank'}."
         )
 
     def _summed_ranks_note(self) -> str:
@@ -293,6 +315,16 @@ class FiniteGuard:
         return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")
 
 
+def _limited(factors: Sequence[float]) -> str:
+    """Return which replica's gradient was above its limit by how much, from the factors of all; "" if none was."""
+    above = [number for number, factor in enumerate(factors) if factor < 1.0]
+    if not above:
+        return ""
+    times = FACTOR / max(factors[above[0]], 1e-38)
+    more = f" (and {len(above) - 1} more)" if len(above) > 1 else ""
+    return f"the gradient of replica {above[0]}{more} had {times:.3g} times its usual norm"
+
+
 def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
     """Return the check of the gradients of all replicas of a `ReplicaOptimizer` that is being built. Collective.
 
@@ -300,7 +332,9 @@ def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int)
         scale: by which the gradients are multiplied afterwards.
     """
     shards, collectives, device = optimizer.shards(), optimizer.collectives, optimizer.grad_norm.device
-    limits = [NormLimit(device) for method in optimizer.methods if method.limits_gradients]
+    made = zip(optimizer.replicas.endpoints, optimizer.methods, strict=True)
+    limits = {endpoint.replica: NormLimit(device) for endpoint, method in made if method.limits_gradients}
+    many = collectives.replicas * collectives.model_ranks > 1
     by_norms = bool(optimizer.weights or limits)
     return FiniteGuard(
         [shard.name + endpoint.label for endpoint in optimizer.replicas.endpoints for shard in shards],
@@ -310,5 +344,6 @@ def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int)
         dist.get_rank() if dist.is_initialized() else 0,
         max_skipped_steps,
         limits,
-        RateComparison(lambda: optimizer.param_groups, collectives) if collectives.replicas > 1 else None,
+        collectives.replicas,
+        RateComparison(lambda: optimizer.param_groups, collectives) if many else None,
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
-SECONDS = 120.0  # the first rank waits so long for the others, which may be late
+SECONDS = 300.0  # the first rank waits so long for the others, which may be late
 WARNING_SECONDS = 10.0  # after which it says that it waits
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,5 @@
 """Norms of gradients, relative to their usual values: a limit for each replica, and an alarm for their mean."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -9,6 +7,7 @@ from torchtitan_scape.core.tensors import masked_copy_
 
 FACTOR = 4.0  # largest norm of a replica's gradient, in units of the usual one
 _STEPS = 10  # over which the usual norm is averaged
+_SPIKES = 2  # in a row; the next one is the usual norm
 ABSURD = 1000.0  # a norm that only damaged memory explains, in units of the usual one
 _UNKNOWN = 20  # steps at the begin of a run without an alarm
 
@@ -20,41 +19,40 @@ class NormLimit:
     therefore dominate the exchanges of many steps, and the averages of a whitening basis those of hundreds. Clipping by
     the synchronized norm comes too late for these. Limits relative to a running norm are known from ZClip (Kumar et
     al., arXiv:2504.02507) and AdaGC (Wang et al., arXiv:2502.11034); this one is for spikes alone, and far above the
-    usual variation. A rank compares the norm of its own shards, so that no communication is needed. A change that lasts
-    is followed within a few steps.
+    usual variation.
+
+    A rank compares the norm of its own shards. All ranks of a replica use the smallest of their factors, so that the
+    direction of the gradient stays, and so do equal copies of a parameter. A change that lasts is followed within a few
+    steps.
 
     Attributes:
-        usual: FP64 (2,) on the device: the usual norm, 0 before the first gradient, and the number of averaged steps.
+        usual: FP64 (3,) on the device: the usual norm, 0 before the first gradient; the number of averaged steps; and
+            the number of the last steps in a row above the limit.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.usual = torch.zeros(2, dtype=torch.float64, device=device)
+        self.usual = torch.zeros(3, dtype=torch.float64, device=device)
         self._norm = self._largest = self.usual[0]
 
-    def holds(self, norms: Tensor) -> Tensor:
-        """Return whether the norm of the gradients is within the limit, bool (). NaN is within it.
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return the factor by which this rank would scale the gradients, FP32 (); 1 within the limit, and for NaN.
 
         Args:
             norms: FP64 (n,), of the gradient of each parameter.
         """
         self._norm = torch.linalg.vector_norm(norms)
         self._largest = torch.where(self.usual[0] > 0.0, FACTOR * self.usual[0], torch.inf)
-        return ~(self._norm > self._largest)
+        return torch.where(self._norm > self._largest, self._largest / self._norm, 1.0).float()
 
-    def apply(self, gradients: list[Tensor], finite: Tensor, multiply: Callable[[list[Tensor], Tensor], None]) -> None:
-        """Scale the gradients of the last `holds` down to the limit, in place, and update the usual norm.
-
-        Args:
-            finite: bool (); the usual norm stays if it is false.
-            multiply: multiplies tensors by a factor, FP32 (); see `kernels.backends.scaling`.
-        """
-        mean, steps = self.usual
+    def update(self, finite: Tensor) -> None:
+        """Update the usual norm by the last one, if that is not 0 and all gradients are `finite`, bool ()."""
+        mean, steps, above = self.usual
         is_above, largest = self._norm > self._largest, torch.minimum(self._norm, self._largest)
-        if gradients:
-            multiply(gradients, torch.where(is_above, self._largest / self._norm, 1.0).float())
         steps = torch.where(mean > 0.0, (steps + 1.0).clamp(max=_STEPS), 1.0)
+        above = torch.where(is_above, above + 1.0, 0.0)
         weight = torch.where(is_above, 0.5, 1.0 / steps)
-        masked_copy_(self.usual, torch.stack([mean + weight * (largest - mean), steps]), finite)
+        mean = torch.where(above > _SPIKES, self._norm, mean + weight * (largest - mean))
+        masked_copy_(self.usual, torch.stack([mean, steps, above]), finite & (self._norm > 0.0))
 
 
 class NormAlarm:

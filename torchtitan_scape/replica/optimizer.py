@@ -192,8 +192,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self.timer.phase("exchange"):
             self.finish_previous_step()
-        if self._consistency_interval and self.attempted_steps % self._consistency_interval == 0:
-            self.check_consistency(self.attempted_steps)
         with self.timer.phase("check"):
             gradients = self._gradients()
             complete = self._overlap.complete if self._overlap else ()
@@ -208,6 +206,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
         self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         self.guard.conclude(self.grad_norm)
+        if self.guard.rates is not None:
+            self.guard.rates.after_step()
         for weights in self.weights[1:]:
             weights.optimizer.zero_grad()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that no step was taken
@@ -216,6 +216,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.sharding.version.changed()  # a delayed exchange may land at a step that is skipped
         else:
             self.sharding.version.changed_if(self.guard.last_applied)
+        if self._consistency_interval and self.attempted_steps % self._consistency_interval == 0:
+            self.check_consistency(self.attempted_steps)
         return loss
 
     def stash_replica_gradients(self) -> None:

@@ -1,17 +1,20 @@
-"""Comparison of the hyper-parameters of the param groups over the replicas, in the collective of the finite check."""
+"""Comparison of the hyper-parameters of the param groups over all ranks, in the collective of the finite check."""
 
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_scape.replica.setup_checks import check_replicas_agree
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 # Checksums are below it, so that they are exact in FP32. Subtracted from the values, so that no zero is the smallest.
 _OFFSET = 1 << 23
+
+
+_Values = dict[tuple[str, int], Any]
 
 
 class RateComparison:
@@ -28,26 +31,31 @@ class RateComparison:
         self._groups, self._collectives = groups, collectives
         stages, self._stage = collectives.gather_from_stages(None)
         self._stages = len(stages)
-        self._values: list[tuple[str, int, Any]] | None = None
+        self._compared = set(self._read())
+        self._values: _Values = {}
         self._checksums: Tensor | None = None
+
+    def _read(self) -> "_Values":
+        """Return the numbers in all groups by (key, group)."""
+        numbered = enumerate(self._groups())
+        return {(key, i): number(v) for i, group in numbered for key, v in group.items() if is_number(v)}
 
     def checksums(self, device: torch.device) -> Tensor:
         """Return the values to reduce in this step, FP32 (2 * stages,)."""
-        values = [
-            (key, i, number(value))
-            for i, group in enumerate(self._groups())
-            for key, value in group.items()
-            if is_number(value)
-        ]
-        if self._checksums is None:
+        values = {key: value for key, value in self._read().items() if key in self._compared}
+        if self._checksums is None or values != self._values:
             self._checksums = torch.zeros(2 * self._stages, dtype=torch.float32, device=device)
-        if values != self._values:
             self._values = values
-            checksum = zlib.crc32(repr(values).encode()) % _OFFSET
+            checksum = zlib.crc32(repr(sorted(values.items())).encode()) % _OFFSET
             one, other = self._checksums.view(-1, 2)[self._stage]
             one.fill_(checksum - _OFFSET)  # in contrast to a copy from the host this does not wait for the device
             other.fill_(-checksum - _OFFSET)
         return self._checksums
+
+    def after_step(self) -> None:
+        """Compare no longer what the optimizer has changed in its step: its own estimates, in the param groups."""
+        now = self._read()
+        self._compared -= {key for key, value in self._values.items() if now.get(key) != value}
 
     def check(self, smallest: Sequence[float]) -> None:
         """Raise ValueError on every rank if the rates of the last step differed. Collective then.
@@ -58,8 +66,21 @@ class RateComparison:
         pairs = zip(smallest[::2], smallest[1::2], strict=True)
         if all(one + other == -2 * _OFFSET for one, other in pairs):
             return
-        settings = {f"{key} of group {i}": value for key, i, value in self._values or ()}
-        check_replicas_agree(self._collectives, settings, ())
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        every = sorted(self._collectives.gather_objects((self._stage, rank, self._values, self._compared)))
+        for stage in range(self._stages):
+            (_, one, expected, _), *others = (each for each in every if each[0] == stage)
+            # An estimate of the optimizer may have changed on some ranks only.
+            keys = sorted(set.intersection(*(compared for each, *_, compared in every if each == stage)))
+            for _, rank, values, _ in others:
+                for key, i in (key for key in keys if values[key] != expected[key]):
+                    raise ValueError(
+                        f"rank {rank} has {key}={values[key, i]!r} in param group {i}, rank {one} has "
+                        f"{expected[key, i]!r}; every replica needs the same values in every step: give a scheduler "
+                        "that reads a loss the mean over all ranks"
+                    )
+            if stage == self._stage:
+                self._compared = set(keys)
 
 
 def is_number(value: Any) -> bool:

@@ -33,7 +33,7 @@ from torchtitan_scape.checkpoint.reader import (
 )
 from torchtitan_scape.checkpoint.slices import SlicePlanner
 from torchtitan_scape.checkpoint.state import load_counters
-from torchtitan_scape.checkpoint.storage import CheckedWriter, is_complete, is_finished, remove
+from torchtitan_scape.checkpoint.storage import MANIFEST, CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.titan.components import (
     DATALOADER,
@@ -281,7 +281,7 @@ class ReplicaCheckpointer(CheckpointManager):
             logger.warning(
                 f"{self._create_checkpoint_id(unfinished)} has no manifest: it is incomplete and will not be loaded"
             )
-        left_out, failed = call_on_rank_0(lambda: failed_steps.newest_to_leave_out(self.folder, steps))
+        left_out, failed = call_on_rank_0(lambda: self._left_out(steps))
         if left_out:
             logger.warning(
                 f"the run failed {left_out + 1} times at step {failed}: the state of "
@@ -302,6 +302,14 @@ class ReplicaCheckpointer(CheckpointManager):
         if steps:
             raise ValueError(f"all checkpoints in {self.folder} are damaged; start in another --job.dump_folder")
         return None
+
+    def _left_out(self, steps: list[int]) -> tuple[int, int]:
+        """Return the result of `failed_steps.newest_to_leave_out`."""
+
+        def saved_at(step: int) -> float:
+            return os.path.getmtime(os.path.join(self._create_checkpoint_id(step), MANIFEST))
+
+        return failed_steps.newest_to_leave_out(self.folder, steps, saved_at)
 
     def _path_of_step(self, step: int, steps: list[int]) -> str:
         path = self._create_checkpoint_id(step)

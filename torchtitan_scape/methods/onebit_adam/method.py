@@ -83,7 +83,15 @@ class OnebitAdam(Quantized):
                 with phase("observe"):
                     self.observer.synchronised(partial(self._gradient_of, momenta), info.applied)
             with phase("update"):
-                self._update(momenta, info)
+                self._update(momenta, self._if_finite(momenta, info))
+
+    def _if_finite(self, momenta: list[Tensor], info: StepInfo) -> StepInfo:
+        """Return `info` without `applied`, and set the norm to infinity, if a synchronized momentum is not finite."""
+        context = self.context
+        norms = list(torch._foreach_norm(momenta, 2, torch.float64))
+        sound = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device).isfinite()
+        context.grad_norm.copy_(torch.where(sound, context.grad_norm, torch.inf))
+        return info._replace(applied=info.applied & sound)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         """Return the synchronized gradients, as every method does.
