@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.logs import logged
 from tests.pool import Pool, attempts
@@ -19,7 +22,6 @@ from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
 from torchtitan_scape import AdamS, Muon, ReplicaOptimizer, checkpoint_states, load_checkpoint, replicate
 from torchtitan_scape.checkpoint import failed_steps
 from torchtitan_scape.core.plausibility import DamagedParametersError
-from torchtitan_scape.replica.norms import ABSURD, NormAlarm
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 REPLICAS, SPIKE_AT = 4, 16
@@ -54,13 +56,15 @@ def build(name: str, **arguments: Any) -> ReplicaOptimizer:
     return replicate(Net(), optimizer, method, SimulatedReplicas(REPLICAS), **arguments)
 
 
-def step(optimizer: ReplicaOptimizer, number: int, factor: float = 1.0) -> float:
-    """Run a step with random gradients, of which those of the first replica are multiplied; return the norm."""
+def step(optimizer: ReplicaOptimizer, number: int, factor: float = 1.0, of_all: bool = False) -> float:
+    """Run a step with random gradients, those of the first replica or of all multiplied; return the norm."""
     assert optimizer.model is not None
     generator = torch.Generator().manual_seed(number)
     for replica in range(REPLICAS):
         for parameter in optimizer.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator) * (1.0 if replica else factor)
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * (
+                factor if of_all or not replica else 1.0
+            )
         optimizer.stash_replica_gradients()
     optimizer.step()
     optimizer.zero_grad()
@@ -146,9 +150,9 @@ def test_a_damaged_residual_is_sent_away_or_ends_the_run(name: str, value: float
     next(iter(state.tensors.values())).view(-1)[7] = value
     try:
         norms = [step(optimizer, number) for number in range(24, 40)]
-        assert norms[0] > ABSURD * usual and norms[-1] < 1.5 * usual
+        assert norms[0] > 1e4 * usual and norms[-1] < 1.5 * usual
     except DamagedParametersError as error:
-        assert "the memory of a device is damaged; start the run again" in str(error) and optimizer.guard.alarm
+        assert "the memory of a device may be damaged; start the run again" in str(error) and optimizer.guard.alarm
         assert name not in ("quantized_update", "topk"), "their codes send the largest entries first"
     assert optimizer.model is not None and weights(optimizer.model).isfinite().all()
 
@@ -180,11 +184,15 @@ def test_a_damaged_state_is_not_saved(kind: str, value: float, pool2: Pool, tmp_
     assert not (tmp_path / "step-3" / ".metadata").exists()
 
 
-def test_an_absurd_norm_is_an_alarm() -> None:
-    alarm = NormAlarm()
-    assert not any(alarm.judge(norm) for norm in (1e-9, *[1.0] * 25, 900.0))
-    assert alarm.judge(ABSURD * alarm.usual * 1.01) and alarm.is_on
-    assert not alarm.judge(1.0) and not alarm.is_on
+@pytest.mark.parametrize("factor", [0.1, 10.0, 1e5])
+def test_a_change_of_the_norm_that_lasts_is_followed(factor: float) -> None:
+    """It is neither a spike nor damage."""
+    optimizer = build("quantized 1bit")
+    norms = [step(optimizer, number, 1.0) for number in range(12)]
+    for number in range(12, 30):
+        norms.append(step(optimizer, number, factor, of_all=True))
+    assert norms[-1] == pytest.approx(factor * median(norms[6:12]), rel=0.3)
+    assert optimizer.metrics()["skipped_steps"] == 0 and not optimizer.guard.alarm
 
 
 def test_a_run_that_fails_twice_at_a_step_goes_back_one_checkpoint(tmp_path: Path) -> None:
@@ -245,3 +253,106 @@ def test_the_usual_norm_is_part_of_a_checkpoint(form: str, tmp_path: Path) -> No
         resumed.model.load_state_dict(whole.model.state_dict())
     assert step(resumed, SPIKE_AT, factor=100.0) == step(whole, SPIKE_AT, factor=100.0) > 0.0
     assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+# ---------------------------------------------------------------------------------------- ranks of one replica
+
+
+class Block(nn.Module):
+    """Its norm is a copy on each rank of tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(self.norm(x))))
+
+
+def copies_after_a_spike(method: str) -> tuple[float, float]:
+    """Return the largest difference of the copies on the ranks of a replica, and how far these have moved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = Block()
+    parallelize_module(model, mesh["shard"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    kind = AdamS if method == "scape" else torch.optim.AdamW
+    inner = kind(list(model.named_parameters()), lr=1e-2)
+    optimizer = replicate(model, inner, method, mesh["replicate"], max_norm=1.0, total_steps=50)
+    replica = mesh.get_local_rank("replicate")
+    for number in range(12):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * number + replica))
+        (model(x).square().mean() * (1e3 if number == 6 and replica == 0 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = model.norm.weight.detach()
+    every = [torch.empty_like(weight) for _ in range(4)]
+    dist.all_gather(every, weight)
+    return max((one - weight).abs().max().item() for one in every), (weight - 1.0).abs().max().item()
+
+
+def test_a_spike_leaves_the_copies_of_tensor_parallelism_equal(pool4: Pool) -> None:
+    for difference, moved in pool4(copies_after_a_spike, "topk"):
+        assert difference == 0.0 < moved
+
+
+def rates_of_shards() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Block(), mesh=mesh["shard"])
+    optimizer = replicate(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "dense", mesh["replicate"])
+    for _ in range(3):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if mesh.get_local_rank("shard") == 1:
+            optimizer.param_groups[0]["lr"] = 5e-3
+
+
+def test_rates_of_the_shards_of_one_replica_are_compared(pool4: Pool) -> None:
+    for ((good, error),) in pool4(attempts, rates_of_shards, ()):
+        assert not good and "rank 1 has lr=0.005 in param group 0, rank 0 has 0.01" in error
+
+
+class Estimating(torch.optim.AdamW):
+    """Keeps an estimate in its groups, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["d"] = max(group.get("d", 1e-6), max(p.grad.norm().item() for p in group["params"]))
+        return super().step(closure)
+
+
+def with_an_estimate(method: str) -> None:
+    """Local updates have other estimates on every rank."""
+    model = make_model()
+    optimizer = replicate(
+        model, Estimating(model.parameters(), lr=1e-3, fused=False), method, dist.group.WORLD, consistency_interval=1
+    )
+    for number in range(1, 6):
+        loss_of(model, number, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish_previous_step()
+
+
+def test_estimates_of_the_optimizer_may_differ(pool2: Pool) -> None:
+    for ((good, error),) in pool2(attempts, with_an_estimate, ("sparta",)):
+        assert good, error
+
+
+def overlapped_with_unused_parameters() -> float:
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = replicate(
+        model, torch.optim.AdamW(model.parameters()), "dense", dist.group.WORLD, overlap=True, consistency_interval=1
+    )
+    for _ in range(3):
+        optimizer.prepare_last_backward()
+        used = model if dist.get_rank() == 0 else model[:1]
+        nn.Sequential(*used)(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.stats()["steps"]
+
+
+def test_the_consistency_check_does_not_meet_an_overlapped_exchange(pool2: Pool) -> None:
+    """Ranks whose backward pass completes other chunks would run it at another place among the collectives."""
+    assert pool2(overlapped_with_unused_parameters) == [3.0, 3.0]

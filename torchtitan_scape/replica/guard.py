@@ -16,18 +16,16 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.kernels.backends import choose_backend, finite_check
-from torchtitan_scape.replica.norms import ABSURD, FACTOR, NormAlarm, NormLimit
+from torchtitan_scape.replica.norms import FACTOR, NormLimit
 from torchtitan_scape.replica.rates import RateComparison
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_NORM = 2.0**56  # of a gradient that a method squares, encodes or transforms
 
-_DAMAGE = (
-    "training diverges, or the memory of a device is damaged; start the run again from the last checkpoint, with a "
-    "lower learning rate if it comes back"
-)
-_ABSURD_NORM = f"the norm of the gradient is more than {ABSURD:g} times the usual one on some rank"
+_ABSURD = 1e4  # a norm of the synchronized gradient that only damage explains, in units of a replica's usual one
+_FAR_ABOVE = f"more than {_ABSURD:,.0f} times the usual norm of a replica's gradient"
+_DAMAGE = "the memory of a device may be damaged; start the run again from the last checkpoint"
 _NORM_NOT_FINITE = "the norm of the synchronized gradient was not finite, although every gradient was"
 
 
@@ -91,6 +89,7 @@ class FiniteGuard:
         limits: of the gradients' norms, by the number of the replica, for those of this process; none for methods that
             need no limit. They need a `NormCheck`.
         replicas: number of all replicas.
+        scale: by which gradients are multiplied after the check.
         rates: compares the rates of all replicas in every check; None for one replica.
 
     Attributes:
@@ -115,6 +114,7 @@ class FiniteGuard:
         max_skipped_steps: int,
         limits: Mapping[int, NormLimit] | None = None,
         replicas: int = 1,
+        scale: float = 1.0,
         rates: RateComparison | None = None,
     ) -> None:
         self.names = list(names)
@@ -128,7 +128,7 @@ class FiniteGuard:
         self.extra_flags_all_true: list[bool] = []
         self.summed_over = ""
         self.finite = self.applied = torch.ones((), dtype=torch.bool, device="cpu")
-        self._alarm, self._alarms_in_a_row = NormAlarm(), 0
+        self._scale, self._is_absurd, self._absurd_in_a_row = scale, False, 0
         self._constants: list[Tensor] = []
         self._finite = finite
         self._minimum_over_all = minimum_over_all
@@ -153,7 +153,7 @@ class FiniteGuard:
         if not self._constants:  # both values are kept on the device, so that a step copies no flag from the host
             self._constants = [torch.zeros_like(finite), torch.ones_like(finite)]
             self.applied = torch.empty_like(finite)
-        flags = [not self.asked_to_stop(), not self._alarm.is_on, *extra_flags]
+        flags = [not self.asked_to_stop(), not self._is_absurd, *extra_flags]
         flags = torch.stack([finite, *(self._constants[flag] for flag in flags)])
         rates = [] if self.rates is None else [self.rates.checksums(finite.device)]
         self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates, *self._own_factors()]))
@@ -190,7 +190,10 @@ class FiniteGuard:
         """
         assert self._outcome is not None
         self.applied.logical_and_(norm.isfinite())
-        outcome, self._outcome = torch.cat([self._outcome, norm.detach().view(1)]), None
+        usual = torch.stack([limit.usual[0] for limit in self.limits]).amax() if self.limits else torch.zeros_like(norm)
+        is_absurd = (usual > 0.0) & (norm > _ABSURD * self._scale * usual)
+        judged = torch.stack([is_absurd.to(norm.dtype), norm.detach()])
+        outcome, self._outcome = torch.cat([self._outcome, judged]), None
         if not outcome.is_cuda:
             self._pending = (outcome, None)
             return
@@ -220,7 +223,7 @@ class FiniteGuard:
 
     def _factors(self, outcome: list[float]) -> list[float]:
         """Return the factors of all replicas in the last check; [] without a limit."""
-        return outcome[-1 - self._replicas : -1] if self.limits else []
+        return outcome[-2 - self._replicas : -2] if self.limits else []
 
     def finish_previous_step(self) -> bool | None:
         """Return whether the last checked step was applied; None if this was read before. Collective if it raises.
@@ -240,7 +243,7 @@ class FiniteGuard:
         values = outcome.tolist()
         finite, may_go_on, usual_before, *others = values
         factors = self._factors(values)
-        flags = others[: len(others) - 1 - len(factors)]
+        flags = others[: len(others) - 2 - len(factors)]
         self.stop_agreed, self._was_applied = not may_go_on, self._is_applied(values)
         self.extra_flags_all_true = [bool(flag) for flag in flags[: self._extra_flags]]
         if self.rates is not None:
@@ -249,7 +252,7 @@ class FiniteGuard:
             self.skipped_in_a_row = 0
             if limited := _limited(factors):
                 logger.warning(f"{limited}, and was scaled down to {FACTOR:g} times it")
-            self._judge(values[-1], bool(usual_before))
+            self._judge(bool(values[-2]), values[-1], bool(usual_before))
             return True
         self.skipped += 1
         self.skipped_in_a_row += 1
@@ -268,23 +271,27 @@ class FiniteGuard:
 
         A single skipped step is usual; its state is that of the step before.
         """
-        if self._alarms_in_a_row:
-            return _ABSURD_NORM
+        if self._absurd_in_a_row:
+            return f"the norm of the synchronized gradient was {_FAR_ABOVE}"
         return f"the last {self.skipped_in_a_row} steps were skipped" if self.skipped_in_a_row > 1 else ""
 
-    def _judge(self, norm: float, usual_before: bool) -> None:
+    def _judge(self, is_absurd: bool, norm: float, usual_before: bool) -> None:
         """Raise DamagedParametersError on every rank if some rank's norm is absurd for too long.
 
         Args:
-            norm: of the step, which other ranks learn of in the next check.
+            is_absurd: whether the norm of the step is, which other ranks learn of in the next check.
             usual_before: whether that of the step before was usual on all ranks.
         """
-        if self._alarm.judge(norm):
-            usual = f"{norm:.3g}, usually {self._alarm.usual:.3g}"
-            logger.warning(f"the norm of the gradient is {usual}; the run ends if this lasts")
-        self._alarms_in_a_row = 0 if usual_before else self._alarms_in_a_row + 1
-        if self._alarms_in_a_row >= self.max_skipped_steps:
-            raise DamagedParametersError(f"{_ABSURD_NORM}, for {self._alarms_in_a_row} steps: {_DAMAGE}")
+        self._is_absurd = is_absurd
+        if is_absurd:
+            logger.warning(
+                f"the norm of the synchronized gradient is {norm:.3g}, {_FAR_ABOVE}; the run ends if this lasts"
+            )
+        self._absurd_in_a_row = 0 if usual_before else self._absurd_in_a_row + 1
+        if self._absurd_in_a_row >= self.max_skipped_steps:
+            raise DamagedParametersError(
+                f"the norm of the synchronized gradient was {_FAR_ABOVE} for {self._absurd_in_a_row} steps: {_DAMAGE}"
+            )
 
     def _give_up(self, cause: str) -> NoReturn:
         """Raise the error after too many skipped steps; `cause` is "" if a gradient was not finite."""
@@ -345,5 +352,6 @@ def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int)
         max_skipped_steps,
         limits,
         collectives.replicas,
+        scale,
         RateComparison(lambda: optimizer.param_groups, collectives) if many else None,
     )

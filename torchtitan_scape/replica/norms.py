@@ -1,4 +1,4 @@
-"""Norms of gradients, relative to their usual values: a limit for each replica, and an alarm for their mean."""
+"""A limit on the norm of a replica's gradient, relative to its usual norm."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,6 @@ from torchtitan_scape.core.tensors import masked_copy_
 FACTOR = 4.0  # largest norm of a replica's gradient, in units of the usual one
 _STEPS = 10  # over which the usual norm is averaged
 _SPIKES = 2  # in a row; the next one is the usual norm
-ABSURD = 1000.0  # a norm that only damaged memory explains, in units of the usual one
-_UNKNOWN = 20  # steps at the begin of a run without an alarm
 
 
 class NormLimit:
@@ -53,25 +51,3 @@ class NormLimit:
         weight = torch.where(is_above, 0.5, 1.0 / steps)
         mean = torch.where(above > _SPIKES, self._norm, mean + weight * (largest - mean))
         masked_copy_(self.usual, torch.stack([mean, steps, above]), finite & (self._norm > 0.0))
-
-
-class NormAlarm:
-    """Finds norms of clipped gradients that only damaged memory explains, on the host.
-
-    Attributes:
-        is_on: whether the last norm was one.
-        usual: the mean of the last usual ones.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.usual = 0.0
-        self._seen = 0
-
-    def judge(self, norm: float) -> bool:
-        """Return `is_on` for the norm of an applied step."""
-        self.is_on = self._seen >= _UNKNOWN and norm > ABSURD * self.usual > 0.0
-        if not self.is_on:
-            self._seen += 1
-            self.usual += (norm - self.usual) / min(self._seen, _STEPS)
-        return self.is_on
