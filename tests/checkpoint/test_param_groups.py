@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 from tests.marks import slow
@@ -131,6 +131,20 @@ def test_another_optimizer_receives_the_numbers_of_both() -> None:
         else:
             assert group["lr"] == 0.02 and "betas" not in group
             assert "betas (of another optimizer)" in text and "momentum (not in the checkpoint)" in text
+
+
+def test_weight_decay_of_another_kind_is_not_restored() -> None:
+    """AdamW's decoupled decay became a strong L2 penalty in Adam, whose flag is this run's."""
+    text = "weight_decay (0.25 in the checkpoint, of an optimizer that may apply it in another way)"
+    kinds: list[Any] = [Adam, SGD, Adamax, RMSprop, NAdam]
+    for saved_by, loaded in [*((AdamW, kind) for kind in kinds), (SGD, AdamS), (type("Own", (SGD,), {}), SGD)]:
+        optimizer = loaded(named(a=2), lr=1.0, weight_decay=0.5)
+        assert text in restored(saved_by(named(a=2), lr=0.1, weight_decay=0.25), optimizer)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.1
+    decoupled = Adam(named(a=2), weight_decay=0.5, decoupled_weight_decay=True)
+    for saved_by, optimizer in ((AdamW, AdamS(named(a=2))), (AdamS, decoupled), (SGD, Adam(named(a=2)))):
+        assert "weight_decay (0.25" not in restored(saved_by(named(a=2), lr=0.1, weight_decay=0.25), optimizer)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
 def test_groups_with_other_parameters() -> None:
