@@ -107,6 +107,31 @@ def test_every_method_resumes_with_a_schedule(cases: list[tuple[str, str, str]],
     assert pool2(resume_all, str(tmp_path), cases, timeout=300) == [[], []]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_param_groups_without_parameters(first: bool, tmp_path: Path) -> None:
+    """PyTorch raised IndexError at the load."""
+    from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
+
+    def built(lr: float) -> tuple[Any, Any]:
+        model = nn.Linear(4, 4)
+        groups = [{"params": [], "lr": 0.5}, {"params": list(model.parameters())}]
+        return model, replicate(model, AdamW(groups if first else groups[::-1], lr=lr), "dense")
+
+    model, optimizer = built(lr=0.01)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=str(tmp_path))
+    resumed, loaded = built(lr=0.1)
+    assert "state as it was saved" in load_checkpoint(str(tmp_path), resumed, loaded)
+    full, empty = loaded.param_groups[::-1] if first else loaded.param_groups
+    assert empty["params"] == [] and full["params"] == list(resumed.parameters()) and full["lr"] == 0.01
+    for there, here in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(there, here)
+        assert torch.equal(optimizer.state[there]["exp_avg"], loaded.state[here]["exp_avg"])
+
+
 def restored(saved_by: torch.optim.Optimizer, loaded: torch.optim.Optimizer) -> str:
     saved = group_values(saved_by.param_groups, collect_shards(saved_by.param_groups))
     return restore_groups(loaded, collect_shards(loaded.param_groups), saved, type(saved_by).__name__)

@@ -68,9 +68,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
     return f"param groups as they were saved (lr {rates})" + (f", except {reasons}" if reasons else "")
 
 
-def _reason_to_keep(
-    key: str, found: Sequence[Any], present: dict[str, Any], same_class: bool, same_decay: bool
-) -> str:
+def _reason_to_keep(key: str, found: Sequence[Any], present: dict[str, Any], same_class: bool, same_decay: bool) -> str:
     """Return why a group keeps its own value of `key`, or has none; "" if it receives the saved one."""
     if not found:
         return "not in the checkpoint"
