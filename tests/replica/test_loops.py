@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,8 @@ def warned(loop: str) -> str:
     steps = 0 if loop == "no length" else 24
 
     def backward(step: int) -> None:
+        if loop == "closure":
+            optimizer.zero_grad()
         for part in range(2):
             loss_of(model, 2 * step + part, dist.get_rank()).backward()
 
@@ -134,7 +137,7 @@ def warned(loop: str) -> str:
         optimizer = make_optimizer(model, "sparta" if loop == "no length" else "dense", total_steps=steps)
         for step in range(3):
             if loop == "closure":
-                optimizer.step(lambda step=step: (optimizer.zero_grad(), backward(step)))
+                optimizer.step(partial(backward, step))
                 continue
             backward(step)
             if "clipped" in loop:

@@ -92,10 +92,10 @@ class LoopChecks:
 
     def _changes_since(self, seen: _Seen | None) -> int | None:
         """Return how often the gradient was changed since then; None if it is another tensor, or there is none."""
-        gradient = None if self._parameter is None else self._parameter.grad
-        if gradient is None or seen is None:
+        before = None if seen is None else seen[0]()
+        if self._parameter is None or seen is None or before is None or self._parameter.grad is not before:
             return None
-        return gradient._version - seen[1] if seen[0]() is gradient else None
+        return before._version - seen[1]
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
