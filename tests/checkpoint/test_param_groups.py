@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 from tests.marks import slow
@@ -107,6 +107,31 @@ def test_every_method_resumes_with_a_schedule(cases: list[tuple[str, str, str]],
     assert pool2(resume_all, str(tmp_path), cases, timeout=300) == [[], []]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_param_groups_without_parameters(first: bool, tmp_path: Path) -> None:
+    """PyTorch raised IndexError at the load."""
+    from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
+
+    def built(lr: float) -> tuple[Any, Any]:
+        model = nn.Linear(4, 4)
+        groups = [{"params": [], "lr": 0.5}, {"params": list(model.parameters())}]
+        return model, replicate(model, AdamW(groups if first else groups[::-1], lr=lr), "dense")
+
+    model, optimizer = built(lr=0.01)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=str(tmp_path))
+    resumed, loaded = built(lr=0.1)
+    assert "state as it was saved" in load_checkpoint(str(tmp_path), resumed, loaded)
+    full, empty = loaded.param_groups[::-1] if first else loaded.param_groups
+    assert empty["params"] == [] and full["params"] == list(resumed.parameters()) and full["lr"] == 0.01
+    for there, here in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(there, here)
+        assert torch.equal(optimizer.state[there]["exp_avg"], loaded.state[here]["exp_avg"])
+
+
 def restored(saved_by: torch.optim.Optimizer, loaded: torch.optim.Optimizer) -> str:
     saved = group_values(saved_by.param_groups, collect_shards(saved_by.param_groups))
     return restore_groups(loaded, collect_shards(loaded.param_groups), saved, type(saved_by).__name__)
@@ -131,6 +156,20 @@ def test_another_optimizer_receives_the_numbers_of_both() -> None:
         else:
             assert group["lr"] == 0.02 and "betas" not in group
             assert "betas (of another optimizer)" in text and "momentum (not in the checkpoint)" in text
+
+
+def test_weight_decay_of_another_kind_is_not_restored() -> None:
+    """AdamW's decoupled decay became a strong L2 penalty in Adam, whose flag is this run's."""
+    text = "weight_decay (0.25 in the checkpoint, of an optimizer that may apply it in another way)"
+    kinds: list[Any] = [Adam, SGD, Adamax, RMSprop, NAdam]
+    for saved_by, loaded in [*((AdamW, kind) for kind in kinds), (SGD, AdamS), (type("Own", (SGD,), {}), SGD)]:
+        optimizer = loaded(named(a=2), lr=1.0, weight_decay=0.5)
+        assert text in restored(saved_by(named(a=2), lr=0.1, weight_decay=0.25), optimizer)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.1
+    decoupled = Adam(named(a=2), weight_decay=0.5, decoupled_weight_decay=True)
+    for saved_by, optimizer in ((AdamW, AdamS(named(a=2))), (AdamS, decoupled), (SGD, Adam(named(a=2)))):
+        assert "weight_decay (0.25" not in restored(saved_by(named(a=2), lr=0.1, weight_decay=0.25), optimizer)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
 def test_groups_with_other_parameters() -> None:

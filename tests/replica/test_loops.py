@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,42 +118,79 @@ def test_a_file_has_one_shard(pool2: Pool) -> None:
 # ------------------------------------------------------------------------------- calls left in or left out
 
 
+RIGHT = ("right", "zeroed", "data zeroed", "set to none", "closure", "second gradient")
+
+
 def warned(loop: str) -> str:
-    """Return the warnings of a loop of three steps with a mistake."""
+    """Return the warnings of a loop of three steps, most with a mistake. The last parameter may be unused."""
     model = make_model()
-    model.unused = nn.Parameter(torch.ones(3)) if loop == "unused" else None
+    model.unused = nn.Parameter(torch.ones(3)) if loop.startswith("unused") else None
+    steps = 0 if loop == "no length" else 24
+
+    def backward(step: int) -> None:
+        if loop == "closure":
+            optimizer.zero_grad()
+        for part in range(2):
+            loss_of(model, 2 * step + part, dist.get_rank()).backward()
+
     with logged() as lines:
-        steps = 0 if loop == "no length" else 24
         optimizer = make_optimizer(model, "sparta" if loop == "no length" else "dense", total_steps=steps)
         for step in range(3):
-            for part in range(2):
-                loss = nn.functional.mse_loss(model[0](torch.ones(1, 32) * (step + part)), torch.zeros(1, 64))
-                (loss + 0.0 * sum(p.sum() for layer in model for p in layer.parameters())).backward()
-            if loop == "clipped":
+            if loop == "closure":
+                optimizer.step(partial(backward, step))
+                continue
+            backward(step)
+            if "clipped" in loop:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e6)
             optimizer.step()
-            if loop == "zeroed":
-                model.zero_grad(set_to_none=False)
-            elif loop != "not cleared":
+            if loop == "second gradient":  # such as for a penalty that is logged
+                torch.autograd.grad(model(torch.ones(1, 32)).sum(), list(model.parameters()))
+            if "zeroed" in loop:
+                for p in model.parameters():
+                    (p.grad.data if loop == "data zeroed" else p.grad).zero_()
+            elif loop == "set to none":
+                for p in model.parameters():
+                    p.grad = None
+            elif "not cleared" not in loop:
                 optimizer.zero_grad()
     return "\n".join(lines)
 
 
+def sharded_warnings() -> str:
+    """Return the warnings of a loop with FSDP2, two micro-batches and an unused layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = shard(make_model().append(nn.Linear(4, 4)), init_device_mesh("cpu", (2,)))
+    with logged() as lines:
+        optimizer = replicate(model, torch.optim.AdamW(model.parameters()), "dense")
+        for step in range(4):
+            loss_of(model[:5], step, dist.get_rank()).backward()
+            if step % 2:
+                optimizer.step()
+                model.zero_grad(set_to_none=False)
+    return "\n".join(lines)
+
+
 def warnings_of_loops() -> dict[str, str]:
-    return {loop: warned(loop) for loop in ("right", "zeroed", "clipped", "not cleared", "unused", "no length")}
+    mistakes = ("clipped", "not cleared", "unused", "unused, clipped and not cleared", "no length")
+    return {loop: warned(loop) for loop in (*RIGHT, *mistakes)} | {"sharded": sharded_warnings()}
 
 
 def test_mistakes_are_named_once(pool2: Pool) -> None:
+    """Correct loops have no warning; a last parameter without a gradient hides no mistake."""
     first, other = pool2(warnings_of_loops)
-    assert set(other.values()) == {""} and first["right"] == first["zeroed"] == ""
+    assert set(other.values()) == {""} and {loop: first[loop] for loop in RIGHT} == dict.fromkeys(RIGHT, "")
     expected = {
-        "clipped": "if clip_grad_norm_() does it, remove it and pass max_norm to replicate()",
+        "clipped": "If clip_grad_norm_() does it, remove it and pass max_norm to replicate()",
         "not cleared": "call optimizer.zero_grad() after step()",
         "unused": "1 parameters have no gradient, first 'unused'",
         "no length": "warmup_steps is 0, because the number of steps is unknown; pass total_steps to replicate()",
+        "sharded": "2 parameters have no gradient, first '5.weight'",
     }
     for loop, text in expected.items():
         assert first[loop].count(text) == 1 and first[loop].count("\n") == 0, first[loop]
+    all_three = first["unused, clipped and not cleared"]
+    assert all_three.count("\n") == 2 and all(expected[loop] in all_three for loop in list(expected)[:3])
 
 
 def announced_twice() -> str:

@@ -67,7 +67,8 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     """Load model and optimizer of a checkpoint with the entries of `checkpoint_states`. Collective.
 
     The values of param groups (learning rates, betas and others) become those of the checkpoint, as with
-    `Optimizer.load_state_dict`; of another optimizer class those that both have. Set other values after the load.
+    `Optimizer.load_state_dict`; of another optimizer class the numbers that both have, but `weight_decay` only if both
+    decouple it, or neither does. Set other values after the load.
 
     Returns:
         A line about the loaded state, the values of param groups and the differences, for the log.

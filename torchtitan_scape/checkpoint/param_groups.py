@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.optimizers.algorithms import has_decoupled_decay
 
 PREFIX = "param_groups."
 # Keys that select an implementation, or determine which state the optimizer has: a run keeps its own values.
@@ -33,7 +34,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
     """Load saved values into the param groups of an optimizer.
 
     A group receives the values of the saved groups that contain its parameters, or of all if none does. An optimizer of
-    another class receives the numbers that both have.
+    another class receives the numbers that both have, and `weight_decay` only if both decouple it, or neither does.
 
     Args:
         saved: values by their name in the checkpoint.
@@ -46,15 +47,17 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
     for name, value in saved.items():
         parameter, _, key = name.removeprefix(PREFIX).rpartition(".")
         by_parameter.setdefault(parameter, {})[key] = value
-    kept = dict[str, str]()
+    kept, this_class = dict[str, str](), type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         names = [shard.name for shard in shards if shard.group == index]
         sources = [_plain_values(by_parameter[name]) for name in names if name in by_parameter]
         sources = sources or [_plain_values(source) for source in by_parameter.values()]
         present = _plain_values(group)
+        decays = {has_decoupled_decay(by, source) for source in sources} | {has_decoupled_decay(this_class, present)}
+        same_decay = len(decays) == 1 and None not in decays
         for key in sorted(present.keys() | {key for source in sources for key in source}):
             found = [source[key] for source in sources if key in source]
-            if reason := _reason_to_keep(key, found, present, by == type(optimizer).__name__):
+            if reason := _reason_to_keep(key, found, present, by == this_class, same_decay):
                 kept[key] = reason
             elif found and found[0] != present.get(key, ...):
                 _assign(group, key, found[0])
@@ -65,7 +68,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
     return f"param groups as they were saved (lr {rates})" + (f", except {reasons}" if reasons else "")
 
 
-def _reason_to_keep(key: str, found: Sequence[Any], present: dict[str, Any], same_class: bool) -> str:
+def _reason_to_keep(key: str, found: Sequence[Any], present: dict[str, Any], same_class: bool, same_decay: bool) -> str:
     """Return why a group keeps its own value of `key`, or has none; "" if it receives the saved one."""
     if not found:
         return "not in the checkpoint"
@@ -75,6 +78,8 @@ def _reason_to_keep(key: str, found: Sequence[Any], present: dict[str, Any], sam
         return ""
     if key in _OF_THIS_RUN:
         return f"{found[0]} in the checkpoint"
+    if key == "weight_decay" and not same_class and not same_decay:
+        return f"{found[0]} in the checkpoint, of an optimizer that may apply it in another way"
     # `initial_lr` belongs to schedulers, and those that are built after the load read it.
     if same_class or key == "initial_lr" or (key in present and _is_number(present[key]) and _is_number(found[0])):
         return ""

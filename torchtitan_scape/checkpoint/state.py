@@ -1,5 +1,7 @@
 """The state of a replica optimizer in a checkpoint: its tensors, their description, sizes and counters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import (
@@ -8,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.initial_state import create_state
@@ -42,7 +45,8 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     for module in optimizer.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # Names of gathered weights, as after a validation, are not found.
-    return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
+    with _without_empty_groups(optimizer.inner):
+        return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
 
 
 def gather_state(optimizer: ReplicaOptimizer) -> None:
@@ -53,7 +57,20 @@ def gather_state(optimizer: ReplicaOptimizer) -> None:
 def load_dense_state(optimizer: ReplicaOptimizer, state: dict[str, Any]) -> None:
     """Load the result of `dense_state`."""
     assert optimizer.model is not None
-    set_optimizer_state_dict(optimizer.model, optimizer.inner, optim_state_dict=state, options=_FLAT)
+    with _without_empty_groups(optimizer.inner):
+        set_optimizer_state_dict(optimizer.model, optimizer.inner, optim_state_dict=state, options=_FLAT)
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Remove param groups without parameters for a while: PyTorch takes the name of each group's first parameter."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:  # a load has replaced the others
+        others = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(others) if group["params"] else group for group in groups]
 
 
 def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:

@@ -11,14 +11,16 @@ from torchtitan_scape.core.parameters import local
 
 logger = logging.getLogger(__name__)
 
-# A gradient and its version, which every change in place increments.
+# A gradient and its version, which every change in place increments. That of a DTensor excludes what FSDP2 adds to its
+# local tensor.
 _Seen = tuple[ReferenceType[Tensor], int]
 
 
 class LoopChecks:
-    """Warns once about each mistake in a loop that a step can notice without reading a gradient, on the first rank.
+    """Warns once about each mistake in a loop that a step can notice, on the first rank.
 
-    It follows the gradient of one parameter, the last one, because every model uses its output.
+    It follows the gradient of one parameter, the first that receives one. With DTensors it notices fewer mistakes:
+    FSDP2 runs no hook before it accumulates, and foreach functions, as in `clip_grad_norm_`, keep their version.
 
     Args:
         optimizer: a `ReplicaOptimizer` of a single replica per process.
@@ -26,32 +28,54 @@ class LoopChecks:
 
     def __init__(self, optimizer: Any) -> None:
         self._shards, self._is_first, self._warned = optimizer.shards(), True, set[str]()
-        trained = [shard.parameter for shard in self._shards if shard.parameter.requires_grad]
+        self._parameter: Tensor | None = None
         self._after_backward: _Seen | None = None
         self._after_step: _Seen | None = None
-        if trained and (dist.get_rank() if dist.is_initialized() else 0) == 0:
-            self._parameter: Tensor = trained[-1]
-            self._parameter.register_post_accumulate_grad_hook(self._on_backward)
+        self._left: Tensor | None = None  # whether the backward pass adds to values that are not zero
+        self._may_read = True
+        if (dist.get_rank() if dist.is_initialized() else 0) == 0:
+            trained = [shard.parameter for shard in self._shards if shard.parameter.requires_grad]
+            self._hooks = [(p, p.register_post_accumulate_grad_hook(self._on_backward)) for p in trained]
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._on_step)
 
+    def _follow(self, parameter: Tensor) -> None:
+        """Follow this parameter, and remove the hooks of the others."""
+        self._parameter = parameter
+        for other, hook in self._hooks:
+            if other is not parameter:
+                hook.remove()
+        self._hooks = []
+        parameter.register_hook(self._before_accumulation)
+
+    def _before_accumulation(self, _: Tensor) -> None:
+        """Compute whether an unchanged gradient of the last step has values. `torch.autograd.grad` calls this, too."""
+        # Writes to `grad.data` do not change the version, so that the values are needed; they are read once in a run.
+        is_left = self._may_read and self._changes_since(self._after_step) == 0
+        self._left = local(self._parameter.grad).any() if is_left else None  # type: ignore[union-attr, arg-type]
+
     def _on_backward(self, parameter: Tensor) -> None:
-        if self._changes_since(self._after_step) == 1:  # the accumulation alone; `zero_` would be another change
-            self._warn(
-                "the gradients of the last step were not cleared before this backward pass, which adds to them; call "
-                "optimizer.zero_grad() after step(), which uses their storage as scratch space"
-            )
-        self._after_step, self._after_backward = None, self._seen()
+        if self._parameter is None:
+            self._follow(parameter)
+        if self._left is not None:
+            self._may_read = False
+            if self._left.item():
+                self._warn(
+                    "the gradients of the last step were not cleared before this backward pass, which adds to them; "
+                    "call optimizer.zero_grad() after step(), which uses their storage as scratch space"
+                )
+        self._left, self._after_step, self._after_backward = None, None, self._seen()
 
     def _before_step(self, *_: Any) -> None:
         if self._changes_since(self._after_backward):
             self._warn(
                 "the gradients were changed between the backward pass and step(), where they are those of one replica; "
-                "if clip_grad_norm_() does it, remove it and pass max_norm to replicate(), which clips by the "
+                "that is right only for a change that is the same on all replicas, such as a constant factor. If "
+                "clip_grad_norm_() does it, remove it and pass max_norm to replicate(), which clips by the "
                 "synchronized norm"
             )
         missing = [shard.name for shard in self._shards if shard.parameter.grad is None] if self._is_first else []
-        if missing and self._after_backward is not None:  # else a closure runs the backward pass later
+        if 0 < len(missing) < len(self._shards):  # without any, a closure runs the backward pass later
             self._warn(
                 f"{len(missing)} parameters have no gradient, first {missing[0]!r}; step() treats it as zero, so that "
                 "momentum and weight decay change them, where PyTorch's optimizers skip them. Do not pass parameters "
@@ -63,15 +87,15 @@ class LoopChecks:
         self._after_backward, self._after_step = None, self._seen()
 
     def _seen(self) -> _Seen | None:
-        gradient = self._parameter.grad
-        return None if gradient is None else (ref(gradient), local(gradient)._version)
+        gradient = None if self._parameter is None else self._parameter.grad
+        return None if gradient is None else (ref(gradient), gradient._version)
 
-    def _changes_since(self, seen: _Seen | None) -> int:
-        """Return how often the gradient was changed since then; 0 if it is another tensor."""
-        gradient = self._parameter.grad
-        if gradient is None or seen is None or seen[0]() is not gradient:
-            return 0
-        return local(gradient)._version - seen[1]
+    def _changes_since(self, seen: _Seen | None) -> int | None:
+        """Return how often the gradient was changed since then; None if it is another tensor, or there is none."""
+        before = None if seen is None else seen[0]()
+        if self._parameter is None or seen is None or before is None or self._parameter.grad is not before:
+            return None
+        return before._version - seen[1]
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
