@@ -79,9 +79,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise OSError(
-            error.errno, error.strerror or str(error), str(path)
-        ) from error  # Errors of writing have no name.
+        # Errors of writing have no name.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     sync_folder(path.parent)
 
 
