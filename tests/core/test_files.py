@@ -61,6 +61,21 @@ def test_a_pointer_in_a_checkpoint_is_its_damage(tmp_path: Path) -> None:
     assert "__0_0.distcp is a Git LFS pointer" in (find_damage(tmp_path) or "")
 
 
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (POINTER.replace("git-lfs", "hawser"), "a Git LFS pointer, not the file itself; run git lfs pull in"),
+        (
+            f"/annex/objects/SHA256E-s5--{'ab' * 32}.txt\n",
+            "a git-annex pointer, not the file itself; run git annex get in",
+        ),
+    ],
+)
+def test_other_pointers_are_refused(content: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    assert text in pointer_text(tmp_path / "a.txt")
+
+
 def test_a_longer_text_on_pointers_is_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(POINTER + "A document about Git LFS. " * 40)
     assert pointer_text(tmp_path / "a.txt") == pointer_text(tmp_path / "none") == ""

@@ -13,6 +13,7 @@ from torchtitan_scape.config.job_config import Data, JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.borders import BoundaryTokenizer, border_ids
+from torchtitan_scape.data.identity import tokenizer_digest
 from torchtitan_scape.data.loader import TextDataset
 from torchtitan_scape.data.prepare_parts import Encoder
 from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
@@ -130,8 +131,22 @@ def test_special_tokens_that_the_model_itself_contains_are_reported(
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     job = JobConfig()
     job.model.hf_assets_path = str(tmp_path)
-    build_tokenizer(job)
+    built = build_tokenizer(job)
     assert "encodes text that spells <unk>, </s> as these special tokens, because its model" in caplog.text
+    caplog.clear()
+    assert BoundaryTokenizer(built, "eos").encode("a</s>").count(1) == 2
+    assert "the last one '</s>'; it is encoded as the token (data" in caplog.text
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_accepted(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["</s>", "<new>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    job = JobConfig()
+    job.model.hf_assets_path = str(tmp_path)
+    assert BoundaryTokenizer(build_tokenizer(job), "eos").encode("a a") == [0, 0, 1]
 
 
 def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> None:
@@ -142,7 +157,11 @@ def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> No
     job = JobConfig()
     job.model.hf_assets_path = str(tmp_path)
     built = build_tokenizer(job)
-    assert built.eos_id == 256 and BoundaryTokenizer(built, "eos").encode(f"a{END_OF_TEXT}").count(256) == 1
+    encoder = BoundaryTokenizer(built, "eos")
+    assert built.eos_id == 256 and encoder.encode(f"a{END_OF_TEXT}").count(256) == 1
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    digests = TextDataset("text_files", str(tmp_path / "a.jsonl"), encoder, 4).digests
+    assert digests["tokenizer"] == tokenizer_digest(tokenizer.to_str())  # That of checkpoints of earlier versions.
 
 
 def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

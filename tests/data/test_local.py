@@ -59,6 +59,12 @@ def test_of_a_saved_dataset_only_its_own_files_are_read(splits: bool, tmp_path: 
         load_text_files(tmp_path)
 
 
+def test_the_state_of_another_program_is_no_saved_dataset(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": 5}]}')
+    write(tmp_path / "a.parquet", text=TEXTS)
+    assert load_text_files(tmp_path)["text"][:] == TEXTS
+
+
 def test_views_of_strings_are_read(tmp_path: Path) -> None:
     """Polars writes them."""
     write(tmp_path / "a.parquet", body=pyarrow.array([*TEXTS, "a longer text than twelve"], pyarrow.string_view()))

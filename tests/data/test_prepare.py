@@ -87,8 +87,8 @@ def test_tokens_are_those_of_the_text_loader(
     text = jsonl(tmp_path / "text")
     (text / "0.jsonl").write_text('{"text": "a <|end_of_text|> b"}\n' + (text / "0.jsonl").read_text())
     call(tmp_path / "out", "--validation", "0", "--border", border, *special, text=text)
-    how = "these tokens" if special else "text; --allow-special-tokens allows them"
-    assert f"train: 1 documents spell a special token, which was encoded as {how}\n" in capsys.readouterr().out
+    how = "the token" if special else "text unless the tokenizer's model contains it; --allow-special-tokens encodes"
+    assert f"train: 1 documents spell a special token, which was encoded as {how}" in capsys.readouterr().out
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(text)

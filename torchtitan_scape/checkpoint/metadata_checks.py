@@ -1,5 +1,6 @@
 """Checks of DCP's `.metadata`: before it is unpickled, and of the values in it."""
 
+import math
 import os
 import pickle
 import pickletools
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -141,6 +143,8 @@ def check_metadata(metadata: Any) -> None:
     """
     if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
         raise TypeError
+    if type(metadata.storage_meta) not in (StorageMeta, type(None)):
+        raise TypeError
     for name, stored in metadata.state_dict_metadata.items():
         if type(name) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
             raise TypeError
@@ -167,3 +171,6 @@ def _check_tensor(stored: TensorStorageMetadata) -> None:
             raise ValueError
         if min((*chunk.offsets, *chunk.sizes), default=0) < 0:
             raise ValueError
+    # Entries outside of all chunks would silently keep the values that they have before the load.
+    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+        raise ValueError

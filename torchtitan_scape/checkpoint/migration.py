@@ -20,7 +20,9 @@ from torch import Tensor
 
 from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
 from torchtitan_scape.checkpoint.param_groups import PREFIX
+from torchtitan_scape.checkpoint.record_format import damaged
 from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, usual_norms
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
 from torchtitan_scape.methods.interface import State
@@ -40,7 +42,19 @@ def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: 
     Args:
         same_layout: method, optimizer and layout are those of the run that saved.
         step: of the checkpoint.
+
+    Raises:
+        ValueError: a value of the checkpoint's record has another type.
     """
+    try:
+        return _migrate(optimizer, reader, same_layout, step)
+    except (TypeError, AttributeError, LookupError, AssertionError) as error:
+        raise damaged(
+            reader.path, f"loading its states fails with {type(error).__name__}: {one_line(error):.200}"
+        ) from error
+
+
+def _migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool, step: int) -> MigrationSummary:
     optimizer.prepare_to_load()
     shard_residuals = optimizer.sharding.unsent.loading(reader, optimizer.shards())
     # Format 1 stored the counter among the values of a method that performs the update itself.

@@ -26,6 +26,7 @@ from torchtitan_scape.checkpoint.reader import (
     StateReader,
     load_into,
 )
+from torchtitan_scape.checkpoint.safe_load import forget_metadata
 from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters
 from torchtitan_scape.core.parameters import plain_name
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -94,6 +95,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     text = migrate(optimizer, reader, same_layout, step=0).text()
     load_counters(optimizer, saved["counters"])
     optimizer.count_bytes_from_here()
+    forget_metadata()
     different.pop("betas", None)  # of the run before the load: they are values of param groups
     listed = ", ".join(f"{key} {change}" for key, change in different.items())
     return f"{text}; {groups}" + (f"; differs from the run that saved: {listed}" if listed else "")

@@ -29,10 +29,11 @@ class _Record(dict[str, Any]):
         self._path = path
 
     def __missing__(self, key: str) -> Any:
-        raise _damaged(self._path, f"it has no {key!r}")
+        raise damaged(self._path, f"it has no {key!r}")
 
 
-def _damaged(path: str, reason: str) -> ValueError:
+def damaged(path: str, reason: str) -> ValueError:
+    """Return the error for a record of the checkpoint `path` that cannot be interpreted."""
     return ValueError(f"{path}: the record of the run, run_metadata.json, is damaged: {reason}")
 
 
@@ -45,18 +46,24 @@ def parse_record(content: Any, path: str) -> dict[str, Any]:
     try:
         found = parse_json(content)
     except (ValueError, TypeError) as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path, str(error)) from None
     if not isinstance(found, dict):
-        raise _damaged(path, f"it is {found!r:.100}")
+        raise damaged(path, f"it is {found!r:.100}")
     try:
         saved = _Record(to_present_format(_Record(found, path), path), path)
     except (TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+        raise damaged(path, f"{type(error).__name__}: {error}") from None
     for key, kind in _TYPES.items():
         if type(saved[key]) is not (_Record if kind is dict else kind) or (kind is int and saved[key] < 1):
-            raise _damaged(path, f"{key!r} is {saved[key]!r:.100}")
+            raise damaged(path, f"{key!r} is {saved[key]!r:.100}")
+    for table, kind in (("states", _Record), ("counters", int)):
+        for key, value in saved[table].items():
+            if type(value) is not kind:
+                raise damaged(path, f"{key!r} of {table!r} is {value!r:.100}")
+    if type(saved.get("code")) not in (str, type(None)):
+        raise damaged(path, f"'code' is {saved['code']!r:.100}")
     if saved["method"] not in METHODS:
-        raise _damaged(path, f"there is no method {saved['method']!r:.100}")
+        raise damaged(path, f"there is no method {saved['method']!r:.100}")
     return saved
 
 

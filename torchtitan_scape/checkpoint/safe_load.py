@@ -9,6 +9,7 @@ import io
 import pickle
 import re
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.futures import Future
 
 from torchtitan_scape.checkpoint.metadata_checks import Index, RefusedError, check_metadata, check_opcodes
 from torchtitan_scape.checkpoint.slices import FlatSlices
+from torchtitan_scape.core.command import one_line
 
 # All classes that FileSystemWriter of torch 2.10 to 2.14 writes into `.metadata`, except torch.dtype (see below).
 _ADMITTED = {
@@ -72,6 +74,21 @@ def _unpickled(content: bytes) -> Any:
             gc.enable()
 
 
+@lru_cache(maxsize=1)  # A load reads it several times, and it may describe 100,000s of chunks.
+def _read_metadata(path: Path, size: int, mtime_ns: int) -> Metadata:
+    """Return the checked contents of `.metadata`, with its size and time of change, which identify them."""
+    content = path.read_bytes()
+    check_opcodes(content)
+    metadata = _unpickled(content)
+    check_metadata(metadata)
+    return metadata
+
+
+def forget_metadata() -> None:
+    """Free the memory of the metadata that were read last."""
+    _read_metadata.cache_clear()
+
+
 def _member(kind: Any, name: str) -> Any:
     if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING":
         raise RefusedError(f"asks for the attribute {name} of {kind}; loading it could run code")
@@ -86,29 +103,24 @@ class CheckedReader(FileSystemReader):
     """
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata.
+        """Return the metadata, whose values the callers share and must not change.
 
         Raises:
             ValueError: `.metadata` is missing or damaged, could run code, or names a file outside its folder.
         """
         path = Path(self.path) / ".metadata"
         try:
-            content = path.read_bytes()
-            check_opcodes(content)
-            metadata = _unpickled(content)
-            check_metadata(metadata)
+            found = path.stat()
+            metadata = _read_metadata(path, found.st_size, found.st_mtime_ns)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except RefusedError as error:
-            raise ValueError(f"{path} is refused: it {error}") from None
+            raise ValueError(f"{path} is refused: it {one_line(error)}") from None
         except Exception as error:  # damaged bytes can raise anything
             raise ValueError(f"{path} is damaged ({type(error).__name__})") from None
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return replace(metadata, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read tensors and values, file by file. Not collective.

@@ -9,7 +9,13 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 FULL = (errno.ENOSPC, errno.EDQUOT)  # A full disk, or an exhausted quota.
-_LFS_BEGIN, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+# Beginning of a pointer -> its kind, and the command that replaces it by the file.
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": ("Git LFS", "git lfs pull"),
+    b"version https://hawser.github.com/spec/": ("Git LFS", "git lfs pull"),  # Before its release.
+    b"/annex/objects/": ("git-annex", "git annex get"),
+}
+_POINTER_BYTES = 1024
 
 
 def packaged(path: str) -> str:
@@ -37,21 +43,24 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def pointer_text(path: Path) -> str:
-    """Return an error message if a file is a pointer of Git LFS, else "".
+    """Return an error message if a file is a pointer of Git LFS or git-annex, else "".
 
     Until `git lfs pull`, a clone has pointers in the place of large files: texts of less than 1,024 bytes (Git LFS
     specification). A file that is missing or cannot be read is no pointer.
     """
     try:
-        if path.stat().st_size >= _LFS_BYTES or not path.read_bytes().startswith(_LFS_BEGIN):
-            return ""
+        content = path.read_bytes() if path.stat().st_size < _POINTER_BYTES else b""
     except OSError:  # Reported by the reader of the file.
         return ""
-    return f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its repository, or download the file"
+    for begin, (kind, command) in _POINTERS.items():
+        if content.startswith(begin):
+            fix = f"run {command} in its repository, or download the file"
+            return f"{path} is a {kind} pointer, not the file itself; {fix}"
+    return ""
 
 
 def refuse_pointers(*paths: Path) -> None:
-    """Raise ValueError if one of these files is a pointer of Git LFS."""
+    """Raise ValueError if one of these files is a pointer of Git LFS or git-annex."""
     for path in paths:
         if text := pointer_text(path):
             raise ValueError(text)

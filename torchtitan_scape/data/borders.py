@@ -73,6 +73,7 @@ class BoundaryTokenizer:
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self.tokenizer = tokenizer.tokenizer
+        self.definition: str | None = getattr(tokenizer, "definition", None)  # See `name_borders`.
         self._encode, self._special = TextEncoder(self.tokenizer).encode, SpecialTokenCount(self.tokenizer)
         self._border, self._split = Border(tokenizer, border), PieceSplitter(tokenizer)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan_scape.titan.tokenizer import panic_text
+from torchtitan_scape.titan.tokenizer import panic_text, special_tokens_in_text
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class SpecialTokenCount:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         parts = map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))
         self._pattern = re.compile("|".join(parts) or r"(?!)")
-        self._as_text = tokenizer.encode_special_tokens
+        self._as_token = special_tokens_in_text(tokenizer)
         self.documents = 0
 
     def is_in(self, text: str) -> bool:
@@ -76,7 +76,7 @@ class SpecialTokenCount:
             return
         self.documents += 1
         if re.fullmatch("10*", str(self.documents)):
-            how = "ordinary text" if self._as_text else "the token"
+            how = "the token" if found[0] in self._as_token else "ordinary text"
             logger.warning(
                 f"documents that spell a special token: {self.documents:,}, the last one {found[0]!r}; it is encoded "
                 f"as {how} (data.allow_special_tokens)"

@@ -35,9 +35,9 @@ def data_digest(data: Any) -> str:
     return _digest(_encoded((text[int(row)]["text"] or "")[:SAMPLED_CHARACTERS]) for row in rows)
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of the definition of a tokenizer of the tokenizers library."""
-    return _digest([tokenizer.to_str().encode()])
+def tokenizer_digest(definition: str) -> str:
+    """Return a digest of the definition of a tokenizer, in the JSON of the tokenizers library."""
+    return _digest([definition.encode()])
 
 
 def _encoded(document: str | None) -> bytes:

@@ -76,7 +76,8 @@ class TextDataset(HuggingFaceTextDataset):
         """Digests of text and tokenizer, for checkpoints; validation does not need them."""
         tokenizer = self._tokenizer.tokenizer
         allowed = "false" if tokenizer.encode_special_tokens else "true"
-        digests = {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(tokenizer)}
+        definition = self._tokenizer.definition or tokenizer.to_str()
+        digests = {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(definition)}
         return digests | {"data.allow_special_tokens": allowed}
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:

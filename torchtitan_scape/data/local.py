@@ -110,7 +110,8 @@ def _saved_names(folder: Path, names: set[str]) -> set[str] | None:
     for record, key in (("state.json", "_data_files"), ("dataset_dict.json", "splits")):
         try:
             entries = parse_json((folder / record).read_bytes())[key]
-            saved = {entry["filename"] if isinstance(entry, dict) else str(entry) for entry in entries}
+            # A TypeError shows another program's file, whose entries are not names.
+            saved = {os.fspath(entry["filename"] if isinstance(entry, dict) else entry) for entry in entries}
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if missing := sorted(saved - names):
@@ -154,7 +155,7 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
 
     Raises:
         ValueError: `path` is missing or not readable, or has no such file, only empty ones, files of several formats,
-            a pointer of Git LFS, or a link that leads nowhere.
+            a pointer of Git LFS or git-annex, or a link that leads nowhere.
     """
     root = Path(path)
     if not root.exists():

@@ -269,7 +269,8 @@ def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = Non
         rate = f", {n_bytes / tokens:.3f} bytes of text per token" if tokens else ""
         print(f"{split}: {documents:,} documents, {tokens:,} tokens{rate}, {len(manifest.of(split))} shards")
         if special := manifest.total(split, "special_documents"):
-            how = "these tokens" if manifest.allow_special_tokens else "text; --allow-special-tokens allows them"
+            as_text = "text unless the tokenizer's model contains it; --allow-special-tokens encodes it as the token"
+            how = "the token" if manifest.allow_special_tokens else as_text
             print(f"{split}: {special:,} documents spell a special token, which was encoded as {how}")
     if not manifest.of(VALIDATION):
         print("no document is held out for validation; --validation sets the share")

@@ -16,12 +16,14 @@ class CheckpointReader(Protocol):
     """A checkpoint's optimizer state by parameter, as `checkpoint.reader.StateReader` reads it. Calls are collective.
 
     Attributes:
+        path: of the checkpoint.
         saved: the record of the run that saved, see `checkpoint.metadata`.
         replicas: of that run.
         same_count: whether this run has as many replicas.
         simulated: replicas of this process, 1 for a real one.
     """
 
+    path: str
     saved: dict[str, Any]
     replicas: int
     same_count: bool

@@ -37,6 +37,7 @@ def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
         tokenizer.eos_id, tokenizer.eos_token = found, END_OF_TEXT
         added = tokenizer.tokenizer.get_added_tokens_decoder().get(found)
         if added is not None and not added.special:  # Otherwise it would be found in the text of documents.
+            tokenizer.definition = tokenizer.tokenizer.to_str()  # Its digest in checkpoints is that of the folder's.
             tokenizer.tokenizer.add_special_tokens([END_OF_TEXT])
 
 
@@ -45,16 +46,28 @@ def panic_text(error: BaseException) -> str:
     return f"{one_line(error)}; {_REGEX}" if type(error).__name__ == "PanicException" else ""
 
 
+def special_tokens_in_text(tokenizer: Any) -> list[str]:
+    """Return the special tokens that result from text that spells them.
+
+    If special tokens are ordinary text, they still result from text that the model has as an entry of its own.
+    """
+    tokens = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return [content for number, content in tokens.items() if number in _ids(tokenizer, content)]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text; none if the tokenizer has no token for a part of it, nor one for unknown text."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+    except Exception:  # The tokenizers library raises no narrower type.
+        return []
+
+
 def _report_unavoidable(tokenizer: Any, folder: Path) -> None:
     """Log the special tokens that are also entries of the model, which finds them in text by itself."""
     unknown = getattr(tokenizer.model, "unk_token", None)  # The token of any text without an entry.
-    tokens = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    found = [
-        content
-        for number, content in tokens.items()
-        if content != unknown and number in tokenizer.encode(content, add_special_tokens=False).ids
-    ]
-    if found:
+    if found := [token for token in special_tokens_in_text(tokenizer) if token != unknown]:
         logger.warning(
             f"The tokenizer in {str(folder)!r} encodes text that spells {', '.join(found[:5])} as these special "
             "tokens, because its model contains them"
@@ -80,7 +93,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     try:
         refuse_pointers(*(folder / name for name in (*_FILES, *_OTHER_FILES)))
         tokenizer = build_hf_tokenizer(job_config)
-        tokenizer.tokenizer.encode(_PROBE)
+        _ids(tokenizer.tokenizer, _PROBE)
     except Exception as error:  # The tokenizers library raises no narrower type.
         raise ValueError(f"{cannot}: {one_line(error)}") from error
     except BaseException as error:

@@ -31,6 +31,7 @@ from torchtitan_scape.checkpoint.reader import (
     StateReader,
     load_into,
 )
+from torchtitan_scape.checkpoint.safe_load import forget_metadata
 from torchtitan_scape.checkpoint.slices import SlicePlanner
 from torchtitan_scape.checkpoint.state import load_counters
 from torchtitan_scape.checkpoint.storage import MANIFEST, CheckedWriter, is_complete, is_finished, remove
@@ -387,6 +388,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if DATALOADER not in excluded:
             messages += self._load_data(path, saved)
         load_counters(self._optimizers, saved["counters"])
+        forget_metadata()
         self._set_learning_rates("lr" in different)
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")
         changes = f"; differs from the run that saved it: {listed}" if listed else ""

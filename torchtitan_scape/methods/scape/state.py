@@ -234,7 +234,7 @@ class StateByParameter:
 
     def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
         """Load the counters of `record`, and the densities of A and P."""
-        self.masks.in_use.density, self.masks.previous.density = densities
+        self.masks.in_use.density, self.masks.previous.density = densities[0], densities[1]
         self.passes.code_residual.zero_()
         self.scape.attempted_steps = saved["attempted_steps"]
         self.scape.applied_steps.fill_(saved["applied_steps"])
