@@ -73,12 +73,14 @@ class RateComparison:
             # An estimate of the optimizer may have changed on some ranks only.
             keys = sorted(set.intersection(*(compared for each, *_, compared in every if each == stage)))
             for _, rank, values, _ in others:
-                for key, i in (key for key in keys if values[key] != expected[key]):
-                    raise ValueError(
-                        f"rank {rank} has {key}={values[key, i]!r} in param group {i}, rank {one} has "
-                        f"{expected[key, i]!r}; every replica needs the same values in every step: give a scheduler "
-                        "that reads a loss the mean over all ranks"
-                    )
+                for key, i in keys:
+                    own, wanted = values.get((key, i)), expected.get((key, i))
+                    if own != wanted:
+                        raise ValueError(
+                            f"rank {rank} has {key}={own!r} in param group {i}, rank {one} has {wanted!r}; every "
+                            "replica needs the same values in every step: give a scheduler that reads a loss the mean "
+                            "over all ranks"
+                        )
             if stage == self._stage:
                 self._compared = set(keys)
 
