@@ -189,15 +189,15 @@ def values_of(packed: Tensor, scales: Tensor, form: Format, out: Tensor | None =
     if form.name == "2bit":
         levels = torch.stack((scales, -scales), 2).view(-1)  # the four levels of each block in the order of the codes
         first = torch.arange(0, levels.numel(), 4, dtype=torch.int32, device=levels.device)
-        indices = unpack(packed.view(-1), form).view(len(packed), -1) + first[:, None]
+        indices = unpack(packed.reshape(-1), form).view(len(packed), -1) + first[:, None]
         values = levels.index_select(0, indices.view(-1)).view(indices.shape)
         return values if out is None else out.copy_(values)
     if form.bits == 8:
         levels = packed.view(torch.int8)
     elif form.bits == 4:
-        levels = level_table(form, packed.device).index_select(0, packed.view(-1).int()).view(torch.float32)
+        levels = level_table(form, packed.device).index_select(0, packed.reshape(-1).int()).view(torch.float32)
     else:
-        levels = 1 - 2 * unpack(packed.view(-1), form).view(torch.int8)
+        levels = 1 - 2 * unpack(packed.reshape(-1), form).view(torch.int8)
     return torch.mul(levels.view(len(packed), -1), scales, out=out)
 
 

@@ -191,6 +191,22 @@ def test_rows_are_added_in_order() -> None:
         assert bool((out == expected).all())
 
 
+@each_code
+def test_sums_of_messages_of_any_size(name: str) -> None:
+    """Messages are decoded in parts, of which the last one may be a single block."""
+    code = BlockCode(name)
+    for rows, blocks in ((1, 1), (2, 1), (2, 3), (8, 1025), (2, 2049), (2, 4097)):
+        generator = torch.Generator().manual_seed(blocks)
+        values = torch.randn(rows, blocks * code.block_size, generator=generator)
+        messages, found, expected = code.encode(values), torch.empty(values.shape[1]), torch.zeros(values.shape[1])
+        code.decode_and_sum(messages, found)
+        for row in messages.split(1):
+            decoded = torch.empty(1, values.shape[1])
+            code.decode(row, decoded)
+            expected += decoded[0]
+        assert same(found, expected), (rows, blocks)
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @each_code
 def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
