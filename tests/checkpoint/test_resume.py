@@ -30,9 +30,9 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
     for shard in () if holds_state else optimizers.shards():
         moment = local(optimizers.inner.state[shard.parameter].get("exp_avg", torch.zeros(shard.size)))
         left = torch.zeros(shard.size, dtype=torch.float64)
-        for state in (state for method in optimizers.methods for state in method.states()):
-            if state.on_migration == "gradient" and shard.name in state.tensors:
-                left += state.tensors[shard.name].double().view(-1)
+        for method in optimizers.methods:
+            for state in (state for state in method.states() if state.is_gradient and shard.name in state.tensors):
+                left += method.pending_gradient(state, shard.name).double()
         if optimizers.collectives.groups.replicate is not None:
             dist.all_reduce(left, group=optimizers.collectives.groups.replicate)
         # A gradient enters the moment times 1 - b1.

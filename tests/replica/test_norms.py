@@ -236,14 +236,15 @@ def test_rates_that_differ_end_the_run_on_every_rank(method: str, pool2: Pool) -
         assert not good and "rank 1 has " in error and "every replica needs the same" in error, error
 
 
+@pytest.mark.parametrize("name", ["topk", "scape"])
 @pytest.mark.parametrize("form", ["files of each rank", "distributed checkpoint"])
-def test_the_usual_norm_is_part_of_a_checkpoint(form: str, tmp_path: Path) -> None:
+def test_the_usual_norm_is_part_of_a_checkpoint(form: str, name: str, tmp_path: Path) -> None:
     """Otherwise a spike after a resume would not be limited as in the uninterrupted run."""
-    whole = build("topk")
+    whole = build(name)
     for number in range(SPIKE_AT):
         step(whole, number)
     assert whole.model is not None
-    resumed = build("topk")
+    resumed = build(name)
     assert resumed.model is not None
     if form == "distributed checkpoint":
         dcp.save(checkpoint_states(whole.model, whole), checkpoint_id=tmp_path)

@@ -63,6 +63,8 @@ def _migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout:
     optimizer.attempted_steps = counted[0] if counted else step
     exact = same_layout and reader.saved["residual"] == "exact"
     summary = MigrationSummary(reader, exact, optimizer)
+    if same_layout:
+        reader.fill_of_this_shard(usual_norms(optimizer))
     saved = reader.saved["states"].values()
     decoders = None
     if not same_layout and any(state["on_migration"] == "pending" for state in saved):
@@ -282,7 +284,7 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
     each = [method.states() for method in optimizer.methods]
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
-    missing = not reader.fill_of_this_shard([*each[0], *usual_norms(optimizer)])
+    missing = not reader.fill_of_this_shard(each[0])
     for states in each[1:]:
         for state, first in zip(states, each[0], strict=True):
             for name, values in state.tensors.items() if not state.by_parameter else ():

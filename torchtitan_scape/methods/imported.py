@@ -147,7 +147,9 @@ def import_state(
         elif described["on_migration"] == "gradient" or (decode is not None and described["on_migration"] == "pending"):
             if described["on_migration"] == "pending":
                 assert decode is not None
-                own = None if saved.own is None else torch.stack([decode(row) for row in saved.own])
+                # A rank of more replicas than before may have read no row.
+                has_rows = saved.own is not None and len(saved.own)
+                own = torch.stack([decode(row) for row in saved.own]) if has_rows else saved.own  # type: ignore[union-attr]
                 saved = SavedValues(reader, own, None if saved.shared is None else decode(saved.shared))
             imported.pending = saved if imported.pending is None else imported.pending + saved
         elif described["on_migration"] == "displacement":
