@@ -190,8 +190,10 @@ class FiniteGuard:
         """
         assert self._outcome is not None
         self.applied.logical_and_(norm.isfinite())
-        usual = torch.stack([limit.usual[0] for limit in self.limits]).amax() if self.limits else torch.zeros_like(norm)
-        is_absurd = (usual > 0.0) & (norm > _ABSURD * self._scale * usual)
+        is_absurd = self._constants[False]
+        if self.limits:
+            usual = torch.stack([limit.usual[0] for limit in self.limits]).amax()
+            is_absurd = (usual > 0.0) & (norm > _ABSURD * self._scale * usual)
         judged = torch.stack([is_absurd.to(norm.dtype), norm.detach()])
         outcome, self._outcome = torch.cat([self._outcome, judged]), None
         if not outcome.is_cuda:
