@@ -6,7 +6,7 @@ of the same collective.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,15 +16,14 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.kernels.backends import choose_backend, finite_check
-from torchtitan_scape.replica.norms import FACTOR, NormLimit
+from torchtitan_scape.replica.norms import ABSURD, FACTOR, NormLimits, above_the_limit
 from torchtitan_scape.replica.rates import RateComparison
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_NORM = 2.0**56  # of a gradient that a method squares, encodes or transforms
 
-_ABSURD = 1e4  # a norm of the synchronized gradient that only damage explains, in units of a replica's usual one
-_FAR_ABOVE = f"more than {_ABSURD:,.0f} times the usual norm of a replica's gradient"
+_FAR_ABOVE = f"more than {ABSURD:,.0f} times the usual norm of a replica's gradient"
 _DAMAGE = "the memory of a device may be damaged; start the run again from the last checkpoint"
 _NORM_NOT_FINITE = "the norm of the synchronized gradient was not finite, although every gradient was"
 
@@ -86,10 +85,7 @@ class FiniteGuard:
         gather_objects: gathers an object from all ranks, for messages.
         rank: of this process.
         max_skipped_steps: the limit.
-        limits: of the gradients' norms, by the number of the replica, for those of this process; none for methods that
-            need no limit. They need a `NormCheck`.
-        replicas: number of all replicas.
-        scale: by which gradients are multiplied after the check.
+        limits: of the gradients' norms, for methods that need them; the check must then be a `NormCheck`.
         rates: compares the rates of all replicas in every check; None for one replica.
 
     Attributes:
@@ -112,23 +108,20 @@ class FiniteGuard:
         gather_objects: Callable[[Any], list[Any]],
         rank: int,
         max_skipped_steps: int,
-        limits: Mapping[int, NormLimit] | None = None,
-        replicas: int = 1,
-        scale: float = 1.0,
+        limits: NormLimits | None = None,
         rates: RateComparison | None = None,
     ) -> None:
         self.names = list(names)
         self.rank = rank
         self.max_skipped_steps = max_skipped_steps
-        self.limits, self._numbers = list((limits or {}).values()), list(limits or {})
-        self._replicas, self.rates = replicas, rates
+        self.limits, self._limits, self.rates = [] if limits is None else limits.each, limits, rates
         self.skipped = self.skipped_in_a_row = 0
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
         self.extra_flags_all_true: list[bool] = []
         self.summed_over = ""
         self.finite = self.applied = torch.ones((), dtype=torch.bool, device="cpu")
-        self._scale, self._is_absurd, self._absurd_in_a_row = scale, False, 0
+        self._is_absurd, self._absurd_in_a_row = False, 0
         self._constants: list[Tensor] = []
         self._finite = finite
         self._minimum_over_all = minimum_over_all
@@ -156,31 +149,24 @@ class FiniteGuard:
         flags = [not self.asked_to_stop(), not self._is_absurd, *extra_flags]
         flags = torch.stack([finite, *(self._constants[flag] for flag in flags)])
         rates = [] if self.rates is None else [self.rates.checksums(finite.device)]
-        self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates, *self._own_factors()]))
+        norms = self.norms_by_replica(len(self.limits)) if self._limits is not None else ()
+        factors = [] if self._limits is None else [self._limits.own_factors(norms)]
+        self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates, *factors]))
         self._extra_flags, self._was_sent = len(extra_flags), was_sent
         self.finite = self._outcome[0] > 0.0
         self.applied.copy_(self.finite)
-        if self.limits and was_sent:
-            self.applied.logical_and_(self._outcome[-self._replicas :].amin() >= 1.0)
+        if self._limits is not None and was_sent:
+            self.applied.logical_and_(self._outcome[-self._limits.replicas :].amin() >= 1.0)
         return self.applied
-
-    def _own_factors(self) -> list[Tensor]:
-        """Return [the factors of this process's replicas, in a row for all replicas, FP32 (replicas,)], [] without."""
-        if not self.limits:
-            return []
-        row = self.limits[0].usual.new_full((self._replicas,), torch.inf, dtype=torch.float32)
-        norms = self.norms_by_replica(len(self.limits))
-        for number, limit, each in zip(self._numbers, self.limits, norms, strict=True):
-            assert each is not None
-            row[number].copy_(limit.factor(each))
-        return [row]
 
     def limit_norms(self, rows: Sequence[list[Tensor]], multiply: Callable[[list[Tensor], Tensor], None]) -> None:
         """Scale the gradients of each replica down to its limit, in place, unless they were sent before the check."""
+        if self._limits is None:
+            return
         assert self._outcome is not None
-        for number, limit, gradients in zip(self._numbers, self.limits, rows, strict=False):
-            if not self._was_sent:
-                multiply(gradients, self._outcome[number - self._replicas])
+        if not self._was_sent:
+            self._limits.scale(rows, self._outcome[-self._limits.replicas :], multiply)
+        for limit in self.limits:
             limit.update(self.finite)
 
     def conclude(self, norm: Tensor) -> None:
@@ -190,10 +176,7 @@ class FiniteGuard:
         """
         assert self._outcome is not None
         self.applied.logical_and_(norm.isfinite())
-        is_absurd = self._constants[False]
-        if self.limits:
-            usual = torch.stack([limit.usual[0] for limit in self.limits]).amax()
-            is_absurd = (usual > 0.0) & (norm > _ABSURD * self._scale * usual)
+        is_absurd = self._constants[False] if self._limits is None else self._limits.is_absurd(norm)
         judged = torch.stack([is_absurd.to(norm.dtype), norm.detach()])
         outcome, self._outcome = torch.cat([self._outcome, judged]), None
         if not outcome.is_cuda:
@@ -204,11 +187,10 @@ class FiniteGuard:
         # The event belongs to the stream of the copy, because the current device may be another one.
         self._pending = (on_host, torch.cuda.current_stream(outcome.device).record_event())
 
-    def norms_by_replica(self, replicas: int) -> Sequence[Tensor | None]:
-        """Return the norms of each replica's gradients in the last check, FP64 (n,); None if it computed none."""
-        if not isinstance(self._finite, NormCheck):
-            return [None] * replicas
-        return self._finite.norms.view(replicas, -1).unbind() if replicas else []
+    def norms_by_replica(self, replicas: int) -> Sequence[Tensor]:
+        """Return the norms of each replica's gradients in the last check, FP64 (n,), of a guard with a `NormCheck`."""
+        assert isinstance(self._finite, NormCheck)
+        return self._finite.norms.view(replicas, -1).unbind()
 
     def last_applied(self) -> bool:
         """Return whether the last step was applied. Waits for its norm, not for later work on the device."""
@@ -225,7 +207,7 @@ class FiniteGuard:
 
     def _factors(self, outcome: list[float]) -> list[float]:
         """Return the factors of all replicas in the last check; [] without a limit."""
-        return outcome[-2 - self._replicas : -2] if self.limits else []
+        return [] if self._limits is None else outcome[-2 - self._limits.replicas : -2]
 
     def finish_previous_step(self) -> bool | None:
         """Return whether the last checked step was applied; None if this was read before. Collective if it raises.
@@ -252,7 +234,7 @@ class FiniteGuard:
             self.rates.check(flags[self._extra_flags :])
         if self._was_applied:
             self.skipped_in_a_row = 0
-            if limited := _limited(factors):
+            if limited := above_the_limit(factors):
                 logger.warning(f"{limited}, and was scaled down to {FACTOR:g} times it")
             self._judge(bool(values[-2]), values[-1], bool(usual_before))
             return True
@@ -260,8 +242,8 @@ class FiniteGuard:
         self.skipped_in_a_row += 1
         cause = "some rank's gradient was not finite"
         if finite:
-            is_spike = self._was_sent and _limited(factors)
-            cause = f"{_limited(factors)}, and its exchange had begun" if is_spike else _NORM_NOT_FINITE
+            is_spike = self._was_sent and above_the_limit(factors)
+            cause = f"{above_the_limit(factors)}, and its exchange had begun" if is_spike else _NORM_NOT_FINITE
         if self.skipped_in_a_row >= self.max_skipped_steps:
             self._give_up(cause if finite else "")
         logger.warning("skipped a step: %s (%d in a row)", cause, self.skipped_in_a_row)
@@ -324,16 +306,6 @@ class FiniteGuard:
         return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")
 
 
-def _limited(factors: Sequence[float]) -> str:
-    """Return which replica's gradient was above its limit by how much, from the factors of all; "" if none was."""
-    above = [number for number, factor in enumerate(factors) if factor < 1.0]
-    if not above:
-        return ""
-    times = FACTOR / max(factors[above[0]], 1e-38)
-    more = f" (and {len(above) - 1} more)" if len(above) > 1 else ""
-    return f"the gradient of replica {above[0]}{more} had {times:.3g} times its usual norm"
-
-
 def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
     """Return the check of the gradients of all replicas of a `ReplicaOptimizer` that is being built. Collective.
 
@@ -341,8 +313,10 @@ def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int)
         scale: by which the gradients are multiplied afterwards.
     """
     shards, collectives, device = optimizer.shards(), optimizer.collectives, optimizer.grad_norm.device
-    made = zip(optimizer.replicas.endpoints, optimizer.methods, strict=True)
-    limits = {endpoint.replica: NormLimit(device) for endpoint, method in made if method.limits_gradients}
+    limits = None
+    if optimizer.methods[0].limits_gradients:
+        numbers = [endpoint.replica for endpoint in optimizer.replicas.endpoints]
+        limits = NormLimits(numbers, collectives.replicas, scale, device)
     many = collectives.replicas * collectives.model_ranks > 1
     by_norms = bool(optimizer.weights or limits)
     return FiniteGuard(
@@ -353,7 +327,5 @@ def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int)
         dist.get_rank() if dist.is_initialized() else 0,
         max_skipped_steps,
         limits,
-        collectives.replicas,
-        scale,
         RateComparison(lambda: optimizer.param_groups, collectives) if many else None,
     )
