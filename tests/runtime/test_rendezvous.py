@@ -141,7 +141,9 @@ def test_a_foreign_value_that_cannot_be_ignored_ends_the_rendezvous(
 ) -> None:
     first = Launcher(port, 2)
     wait_until(lambda: _connects(port))
-    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(key, value)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    wait_until(lambda: store.add("joined", 0) > 0)  # otherwise the launcher would add itself to the value
+    store.set(key, value)
     error = first.result()
     assert isinstance(error, RendezvousError) and reason in str(error)
     assert f"another program writes to the store at 127.0.0.1:{port}; choose another port" in str(error)
