@@ -96,8 +96,7 @@ class Executes:
 def test_what_another_process_writes_is_never_unpickled(port: int) -> None:
     """A pickle under the keys of this rendezvous and of PyTorch's; nodes that are no JSON are ignored."""
     first = Launcher(port, 2)
-    wait_until(lambda: _connects(port))
-    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    intruder = _store_of_launchers(port)
     number = intruder.add("joined", 1)
     for key in (f"node/{number}", "torch.rendezvous.run", "torch.rendezvous.none"):
         intruder.set(key, pickle.dumps(Executes()))
@@ -108,8 +107,7 @@ def test_what_another_process_writes_is_never_unpickled(port: int) -> None:
 
 def test_entries_of_other_programs_are_ignored_with_a_line(port: int) -> None:
     first = Launcher(port, 2)
-    wait_until(lambda: _connects(port))
-    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    intruder = _store_of_launchers(port)
     good = {"host": "x", "address": "127.0.0.1", "nodes": 2}
     entries = [good | one for one in ({"address": 5}, {"address": "there"}, {"host": 5}, {"nodes": "2"}, {"more": 1})]
     numbers = [intruder.add("joined", 1) for _ in entries]
@@ -140,13 +138,19 @@ def test_a_foreign_value_that_cannot_be_ignored_ends_the_rendezvous(
     key: str, value: str, reason: str, port: int
 ) -> None:
     first = Launcher(port, 2)
-    wait_until(lambda: _connects(port))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    wait_until(lambda: store.add("joined", 0) > 0)  # otherwise the launcher would add itself to the value
+    store = _store_of_launchers(port)
     store.set(key, value)
     error = first.result()
     assert isinstance(error, RendezvousError) and reason in str(error)
     assert f"another program writes to the store at 127.0.0.1:{port}; choose another port" in str(error)
+
+
+def _store_of_launchers(port: int) -> dist.TCPStore:
+    """Return the store once a launcher has joined, so that launchers and tests add to its counters in one order."""
+    wait_until(lambda: _connects(port))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    wait_until(lambda: store.add("joined", 0) > 0)
+    return store
 
 
 def _connects(port: int) -> bool:
@@ -176,8 +180,7 @@ def test_missing_nodes_are_reported_while_waiting_and_at_the_end(port: int) -> N
 
 def test_a_node_that_left_does_not_count(port: int) -> None:
     first = Launcher(port, 2)
-    wait_until(lambda: _connects(port))
-    gone = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    gone = _store_of_launchers(port)
     number = gone.add("joined", 1)
     gone.set(f"node/{number}", json.dumps({"host": "gone", "address": "127.0.0.1", "nodes": 2}))
     gone.add(f"beat/{number}", 1)
