@@ -23,7 +23,7 @@ class TorchAdams:
 
         Args:
             parameters: Local shards, any floating-point dtype.
-            gradients: Flat, one per parameter.
+            gradients: Contiguous, one per parameter.
             moments: First moments, in the order of the parameters; written.
             rates: Hyper-parameters of each parameter.
             steps: float64 (len(parameters),), applied steps of each parameter, this one included.
@@ -33,7 +33,7 @@ class TorchAdams:
             flat, flat_moment = Flat(parameter), Flat(moment)
             adams_update_(
                 flat.flat,
-                gradient.float(),
+                gradient.float().view(-1),
                 flat_moment.flat,
                 lr=r.lr,
                 betas=(r.beta1, r.beta2),

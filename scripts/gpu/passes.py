@@ -18,7 +18,7 @@ from torch import Tensor
 from scripts.common import write
 from scripts.gpu.timing import Clock, clock_of
 from torchtitan_scape import AdamS, Scape, ScapeOptions
-from torchtitan_scape.core.parameters import flat_gradient
+from torchtitan_scape.core.parameters import contiguous_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape, count_entries
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.codec.formats import FORMATS
@@ -142,7 +142,7 @@ class Passes:
         optimizer.finish_previous_step()
         method = optimizer.method
         p = self.passes = method.passes
-        gradients = [flat_gradient(shard) for shard in method.ordered]
+        gradients = [contiguous_gradient(shard) for shard in method.ordered]
         info = StepInfo(optimizer.attempted_steps + 1, optimizer.guard.check(gradients))
         self.step: PassInputs = method._inputs(gradients, info)
         p.bind(self.step)

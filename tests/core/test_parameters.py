@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_scape.core import parameters
 from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
-from torchtitan_scape.core.parameters import StoredTensors, collect_shards, flat_gradient, store_gradient, stored
+from torchtitan_scape.core.parameters import StoredTensors, collect_shards, contiguous_gradient, store_gradient, stored
 
 
 @pytest.fixture
@@ -68,21 +68,21 @@ def test_stored_tensors_are_kept_until_a_storage_is_replaced(
         assert stored(parameter).float().eq(5.0).all()
 
 
-def test_a_flat_gradient_is_a_view_if_possible() -> None:
+def test_a_contiguous_gradient_is_not_copied() -> None:
     (shard,) = collect_shards([{"params": [plain()]}])
-    assert flat_gradient(shard).eq(0.0).all()  # no gradient
+    assert contiguous_gradient(shard).eq(0.0).all()  # no gradient
     for gradient in (torch.rand(3, 4), torch.rand(4, 3).t(), torch.rand(3, 4).requires_grad_()):
         shard.parameter.grad = gradient
-        flat = flat_gradient(shard)
-        assert not flat.requires_grad and torch.equal(flat, gradient.detach().flatten())
-        assert (flat.data_ptr() == gradient.data_ptr()) == gradient.is_contiguous()
+        found = contiguous_gradient(shard)
+        assert not found.requires_grad and torch.equal(found, gradient.detach())
+        assert found.is_contiguous() and (found.data_ptr() == gradient.data_ptr()) == gradient.is_contiguous()
 
 
 def test_a_stored_gradient_is_copied_unless_it_is_a_view() -> None:
     (shard,) = collect_shards([{"params": [plain()]}])
     for gradient in (torch.rand(3, 4), torch.rand(4, 3).t()):
         shard.parameter.grad = gradient
-        flat: Tensor = flat_gradient(shard)
-        flat += 1.0
-        store_gradient(shard, flat)
-        assert shard.parameter.grad is gradient and torch.equal(gradient.flatten(), flat)
+        found: Tensor = contiguous_gradient(shard)
+        found += 1.0
+        store_gradient(shard, found)
+        assert shard.parameter.grad is gradient and torch.equal(gradient, found)

@@ -196,8 +196,8 @@ def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Sha
     return sparse, dense
 
 
-def flat_gradient(shard: Shard) -> Tensor:
-    """Return the local gradient, flat and contiguous (n,), in its own dtype, without a copy if possible.
+def contiguous_gradient(shard: Shard) -> Tensor:
+    """Return the local gradient, contiguous and of any shape, in its own dtype, without a copy or a view if possible.
 
     A missing gradient is returned as zeros, because a replica that did not use a parameter still takes part in every
     collective.
@@ -214,22 +214,22 @@ def flat_gradient(shard: Shard) -> Tensor:
         gradient = local(gradient)
     if gradient.layout != torch.strided:
         raise ValueError(f"the gradient of {shard.name!r} is {gradient.layout}; build the module with sparse=False")
-    return (gradient.detach() if gradient.requires_grad else gradient).ravel()
+    return (gradient.detach() if gradient.requires_grad else gradient).contiguous()
 
 
-def store_gradient(shard: Shard, flat: Tensor) -> None:
-    """Store FP32 (n,) as the parameter's gradient, unless it is a view of the gradient already."""
+def store_gradient(shard: Shard, values: Tensor) -> None:
+    """Store FP32 values, of any shape, as the parameter's gradient, unless they are in its memory already."""
     parameter = shard.parameter
     gradient = parameter.grad
-    if type(gradient) is Tensor and gradient.data_ptr() == flat.data_ptr():
-        return  # the common case first, as in `flat_gradient`
+    if gradient is values:
+        return  # the common case first, as in `contiguous_gradient`
     same_layout = not isinstance(gradient, DTensor) or gradient.placements == cast(DTensor, parameter).placements
     if gradient is not None and same_layout:
         local_gradient = local(gradient)
-        if local_gradient.data_ptr() != flat.data_ptr():
-            local_gradient.copy_(flat.view(local_gradient.shape))
+        if local_gradient.data_ptr() != values.data_ptr():
+            local_gradient.copy_(values.view(local_gradient.shape))
         return
-    values = flat.view(local(parameter).shape).to(parameter.dtype)
+    values = values.view(local(parameter).shape).to(parameter.dtype)
     if isinstance(parameter, DTensor):
         values = DTensor.from_local(
             values,

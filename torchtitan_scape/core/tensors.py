@@ -12,6 +12,11 @@ K = TypeVar("K", bound=Hashable)
 PART = 1 << 22  # entries that are converted to FP64 at once
 
 
+def flat(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors as vectors (n,), which are views."""
+    return [tensor.view(-1) for tensor in tensors]
+
+
 def packed_bits(bits: Tensor) -> Tensor:
     """Return bool (n,) as uint8 (ceil(n / 8),), with entry i in bit i % 8 of byte i // 8."""
     return pack_bits(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import check_contiguous, store_gradient, stored
-from torchtitan_scape.core.tensors import PART
+from torchtitan_scape.core.tensors import PART, flat
 from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.update import clip, norm_over_model, update
 
@@ -25,7 +25,7 @@ class GradientMethod(Method):
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase
         with phase("exchange"):
-            gradients = self.synchronize(gradients, info)
+            gradients = self.synchronize(flat(gradients), info)
         if self.collectives.is_writer:
             self._observe(gradients, info)
             with phase("clip"):

@@ -80,7 +80,7 @@ class ChunkedMethod(GradientMethod):
             applied: `StepInfo.applied`; None during the backward pass, before the check for non-finite gradients.
         """
         chunk = self.chunks[number]
-        parts = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
+        parts = [gradients[s.tensor].view(-1)[s.first : s.first + s.length] for s in chunk.slices]
         size = self.collectives.padded_size(chunk.entries, self.codec)
         values = in_place(parts) if applied is not None and parts[0].numel() == size else None
         views: list[Tensor] = []

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import Observer
 from torchtitan_scape.core.parameters import Shard, local, stored
-from torchtitan_scape.core.tensors import masked_copy_, packed_bits, sum_of_squares
+from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits, sum_of_squares
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.backends import choose_backend, scaling
@@ -208,8 +208,8 @@ class Method(ABC):
         """Synchronize, clip and update. Collective.
 
         Args:
-            gradients: flat (n,), one per shard, of `gradient_dtype`; they may be overwritten. They may contain NaN if
-                not `info.applied`; then no state may change.
+            gradients: contiguous, of any shape, one per shard, of `gradient_dtype`; they may be overwritten. They may
+                contain NaN if not `info.applied`; then no state may change.
             info: the step's number, and the flag that gates every write.
         """
 
@@ -396,7 +396,7 @@ class Method(ABC):
     def _observe(self, gradients: Sequence[Tensor], info: StepInfo) -> None:
         if self.observer is not None:
             with self.context.timer.phase("observe"):
-                by_name = dict(zip((shard.name for shard in self.context.shards), gradients, strict=True))
+                by_name = dict(zip((shard.name for shard in self.context.shards), flat(gradients), strict=True))
                 self.observer.synchronised(by_name.__getitem__, info.applied)
 
 

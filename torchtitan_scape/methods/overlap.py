@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, flat_gradient
+from torchtitan_scape.core.parameters import Shard, contiguous_gradient
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
 from torchtitan_scape.methods.interface import Method, StepInfo
 
@@ -110,7 +110,7 @@ class BackwardOverlap:
     def _start_all(self) -> list[Tensor]:
         for number, shard in enumerate(self._shards):
             if number not in self._gradients:
-                self._gradients[number] = flat_gradient(shard).float()
+                self._gradients[number] = contiguous_gradient(shard).float()
         self._start_complete()
         return [self._gradients[number] for number in range(len(self._shards))]
 
@@ -133,7 +133,7 @@ class BackwardOverlap:
                 "call it before the last backward pass of a step only, or leave overlap out if FSDP2 has a module that "
                 "is used twice ([sync] overlap = false in a recipe)"
             )
-        self._gradients[number] = flat_gradient(self._shards[number]).float()
+        self._gradients[number] = contiguous_gradient(self._shards[number]).float()
         self._start_complete()
 
     def _start_complete(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
-from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, local
+from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, local
 from torchtitan_scape.core.tensors import add_to_each_
 from torchtitan_scape.kernels.backends import adams_step, choose_backend
 from torchtitan_scape.kernels.common.rates import Rates
@@ -107,7 +107,7 @@ class AdamS(Optimizer):
             rates = [Rates.of(group) for group in self.param_groups]
             self._passes[device].step(
                 [local(shard.parameter).detach() for shard in shards],
-                [flat_gradient(shard) for shard in shards],
+                [contiguous_gradient(shard) for shard in shards],
                 [local(state["exp_avg"]) for state in states],
                 [rates[shard.group] for shard in shards],
                 torch.stack([state["step"] for state in states]),

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.observer import ObservedState, Observer
-from torchtitan_scape.core.parameters import Shard, collect_shards, flat_gradient, stored
+from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, stored
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
@@ -227,7 +227,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """
         if len(self.replicas.endpoints) == 1:
             return
-        self._stashed.append([flat_gradient(shard) for shard in self._shards])
+        self._stashed.append([contiguous_gradient(shard) for shard in self._shards])
         for shard in self._shards:
             shard.parameter.grad = None
         if len(self.weights) > 1:
@@ -248,7 +248,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 return [self._overlap.start_remaining()]
         rows, self._stashed = self._stashed, []
         if len(self.replicas.endpoints) == 1:
-            rows = [[flat_gradient(shard) for shard in self._shards]]
+            rows = [[contiguous_gradient(shard) for shard in self._shards]]
         elif len(rows) != len(self.replicas.endpoints):
             if self._active_replica:
                 self._activate(0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, local
-from torchtitan_scape.core.tensors import indices_by_key
+from torchtitan_scape.core.tensors import flat, indices_by_key
 from torchtitan_scape.kernels.backends import choose_backend, frozen_adam_step
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
@@ -68,7 +68,7 @@ class OnebitAdam(Quantized):
             with _corrected_by(self.context.optimizer, updates, info.number) if rescaled else nullcontext():
                 super().step(gradients, info)
             return
-        context, phase = self.context, self.context.timer.phase
+        context, phase, gradients = self.context, self.context.timer.phase, flat(gradients)
         with phase("clip"):
             norms = list(torch._foreach_norm(gradients, 2, torch.float64))
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, local, store_gradient, stored
-from torchtitan_scape.core.tensors import add_to_each_, masked_copy_
+from torchtitan_scape.core.tensors import add_to_each_, flat, masked_copy_
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
@@ -117,7 +117,7 @@ class QuantizedUpdate(Method):
         self._last_exchanged = None
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
-        context, phase = self.context, self.context.timer.phase
+        context, phase, gradients = self.context, self.context.timer.phase, flat(gradients)
         full = self.take_full_exchange_request()
         exchanged = list(range(self.options.interval)) if full else [info.number % self.options.interval]
         encoded = not full and self.collectives.replicas > 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, flat_gradient, local, split
+from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local, split
 from torchtitan_scape.core.tensors import masked_copy_, packed_bits
 from torchtitan_scape.kernels.backends import choose_backend, masked_payload
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
@@ -186,7 +186,7 @@ class Radius(GradientMethod):
         if "exp_avg_sq" in state:
             second = local(state["exp_avg_sq"]).reshape(-1).float()
         else:
-            gradient = flat_gradient(shard).float()
+            gradient = contiguous_gradient(shard).float().view(-1)
             previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
             second = previous.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
         steps = local(state["step"]).double()

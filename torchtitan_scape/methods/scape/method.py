@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
@@ -44,7 +45,7 @@ class ScapeMethod(ScapeComponents):
         """Run one step of Algorithm 1. Gradients are FP32 or BF16, flat (n,) per shard, and are overwritten."""
         phase, passes, exchange = self.context.timer.phase, self.passes, self.payload_exchange
         with phase("pack"):
-            inputs = self._inputs([gradients[number] for number in self._order], info)
+            inputs = self._inputs(flat(gradients[number] for number in self._order), info)
             passes.bind(inputs)
         in_flight: list[PayloadInFlight] = []
         for chunk in passes.parts:
