@@ -68,14 +68,24 @@ def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
 
 
 def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor]], Tensor]:
-    """Return a function that checks flat gradients, see `dense.reference.finite`."""
+    """Return a function that checks gradients, see `dense.reference.finite`."""
     if backend == "triton":
-        from torchtitan_scape.kernels.dense.triton_passes import Finite
-
-        return Finite(limit)
+        of = norms(backend)
+        return lambda gradients: of(gradients) < limit
     from torchtitan_scape.kernels.dense.reference import finite
 
     return partial(finite, limit=limit)
+
+
+def norms(backend: str) -> Callable[[list[Tensor]], Tensor]:
+    """Return a function that returns the norms of tensors, FP64 (n,)."""
+    if backend == "triton":
+        from torchtitan_scape.kernels.dense.triton_passes import Norms
+
+        return Norms()
+    from torchtitan_scape.kernels.dense.reference import norms
+
+    return norms
 
 
 def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
@@ -89,26 +99,26 @@ def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
     return scale_
 
 
-def adams_step(backend: str) -> Any:
-    """Return an object whose `step` is a dense AdamS step; see `TorchAdams`."""
+def elementwise_update(backend: str, rule: str) -> Any:
+    """Return an object whose `step` is that of an elementwise optimizer; see `TorchUpdate`."""
     if backend == "triton":
-        from torchtitan_scape.kernels.dense.triton_passes import TritonAdams
+        from torchtitan_scape.kernels.dense.triton_passes import TritonUpdate
 
-        return TritonAdams()
-    from torchtitan_scape.kernels.dense.torch_passes import TorchAdams
+        return TritonUpdate(rule)
+    from torchtitan_scape.kernels.dense.torch_passes import TorchUpdate
 
-    return TorchAdams()
+    return TorchUpdate(rule)
 
 
-def frozen_adam_step(backend: str) -> Any:
-    """Return an object whose `step` is one of AdamW with a frozen variance; see `TorchFrozenAdam`."""
+def muon_passes(backend: str) -> Any:
+    """Return an object with the elementwise parts of Muon's step; see `TorchMuon`."""
     if backend == "triton":
-        from torchtitan_scape.kernels.dense.triton_passes import TritonFrozenAdam
+        from torchtitan_scape.kernels.dense.triton_passes import TritonMuon
 
-        return TritonFrozenAdam()
-    from torchtitan_scape.kernels.dense.torch_passes import TorchFrozenAdam
+        return TritonMuon()
+    from torchtitan_scape.kernels.dense.torch_passes import TorchMuon
 
-    return TorchFrozenAdam()
+    return TorchMuon()
 
 
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:

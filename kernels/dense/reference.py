@@ -1,4 +1,4 @@
-"""Dense AdamS, Adam with a frozen variance, and the finite check in plain PyTorch: specification, and CPU code."""
+"""Steps of elementwise optimizers, norms and the finite check in plain PyTorch: specification, and CPU code."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.gating import decay_, gated, known_false
+from torchtitan_scape.kernels.common.rates import Rates
 
 
 def finite(gradients: list[Tensor], limit: float = math.inf) -> Tensor:
@@ -25,15 +26,17 @@ def finite(gradients: list[Tensor], limit: float = math.inf) -> Tensor:
     return torch.stack(results)
 
 
+def norms(tensors: list[Tensor]) -> Tensor:
+    """Return the norms of tensors, FP64 (len(tensors),)."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float64))
+
+
 def adams_update_(
     parameter: Tensor,
     gradient: Tensor,
     moment: Tensor,
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    rates: Rates,
     bias_corrections: tuple[Tensor, Tensor],
     applied: Tensor,
 ) -> None:
@@ -44,13 +47,35 @@ def adams_update_(
     """
     if known_false(applied):
         return
-    beta1, beta2 = betas
-    second = moment.square().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
-    new = (moment * beta1).add_(gradient, alpha=1.0 - beta1)
-    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
-    decay_(parameter, lr * weight_decay, applied)
-    parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
+    second = moment.square().mul_(rates.beta2).add_(gradient.square(), alpha=1.0 - rates.beta2)
+    new = (moment * rates.beta1).add_(gradient, alpha=1.0 - rates.beta1)
+    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(rates.eps))
+    _move_(parameter, step, rates, applied)
     moment.copy_(gated(applied, new, moment))
+
+
+def adamw_update_(
+    parameter: Tensor,
+    gradient: Tensor,
+    moment: Tensor,
+    variance: Tensor,
+    *,
+    rates: Rates,
+    bias_corrections: tuple[Tensor, Tensor],
+    applied: Tensor,
+) -> None:
+    """Update in place with AdamW (Loshchilov and Hutter, arXiv:1711.05101), as `torch.optim.AdamW`.
+
+    All tensors are FP32 (n,). applied: bool (); nothing is written if it is false.
+    """
+    if known_false(applied):
+        return
+    new = moment.lerp(gradient, 1.0 - rates.beta1)
+    second = (variance * rates.beta2).addcmul_(gradient, gradient, value=1.0 - rates.beta2)
+    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(rates.eps))
+    _move_(parameter, step, rates, applied)
+    moment.copy_(gated(applied, new, moment))
+    variance.copy_(gated(applied, second, variance))
 
 
 def frozen_adam_update_(
@@ -59,11 +84,8 @@ def frozen_adam_update_(
     moment: Tensor,
     variance: Tensor,
     *,
-    lr: float,
-    beta1: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction: Tensor,
+    rates: Rates,
+    bias_corrections: tuple[Tensor, Tensor],
     applied: Tensor,
 ) -> None:
     """Apply AdamW in place with a given first moment and a frozen second moment (arXiv:2102.02888, Algorithm 1).
@@ -73,21 +95,25 @@ def frozen_adam_update_(
     Args:
         momentum: FP32 (n,), the new first moment divided by 1 - beta1.
         moment: FP32 (n,), receives the first moment.
-        variance: FP32 (n,), the second moment.
-        bias_correction: Bias correction of the variance, ().
+        variance: FP32 (n,), the second moment, which does not change.
+        bias_corrections: Those of both moments, (), of which the second one is used.
         applied: bool (); nothing is written if it is false.
     """
     if known_false(applied):
         return
-    new = momentum * (1.0 - beta1)
-    step = new / (variance / bias_correction).sqrt_().add_(eps)
-    step = torch.where(variance > 0.0, step, 0.0)
-    decay_(parameter, lr * weight_decay, applied)
-    parameter.sub_(gated(applied, step * lr, torch.zeros_like(step)))
+    new = momentum * (1.0 - rates.beta1)
+    step = new / (variance / bias_corrections[1]).sqrt_().add_(rates.eps)
+    _move_(parameter, torch.where(variance > 0.0, step, 0.0), rates, applied)
     moment.copy_(gated(applied, new, moment))
+
+
+def _move_(parameter: Tensor, step: Tensor, rates: Rates, applied: Tensor) -> None:
+    """Decay, and take a step, in place."""
+    decay_(parameter, rates.lr * rates.weight_decay, applied)
+    parameter.sub_(gated(applied, step * rates.lr, torch.zeros_like(step)))
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a factor, (), in place. On a CPU, where reading it costs nothing, 1 leaves out the pass."""
-    if not (factor.is_cpu and factor == 1.0):
+    if tensors and not (factor.is_cpu and factor == 1.0):
         torch._foreach_mul_(tensors, factor)

@@ -1,89 +1,111 @@
-"""Dense AdamS and Adam with a frozen variance in plain PyTorch, tensor by tensor."""
+"""Elementwise steps of optimizers in plain PyTorch, tensor by tensor."""
+
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.flat import Flat
+from torchtitan_scape.kernels.common.gating import gated, known_false
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.dense.reference import adams_update_, frozen_adam_update_
+from torchtitan_scape.kernels.dense.reference import adams_update_, adamw_update_, frozen_adam_update_
+
+UPDATES: dict[str, Callable[..., None]] = {
+    "adams": adams_update_,
+    "adamw": adamw_update_,
+    "frozen": frozen_adam_update_,
+}
 
 
-class TorchAdams:
-    """Dense AdamS with `kernels.dense.reference`."""
+class TorchUpdate:
+    """The elementwise step of an optimizer, with `kernels.dense.reference`.
+
+    Args:
+        rule: One of `UPDATES`.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._update = UPDATES[rule]
 
     def step(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
-        moments: list[Tensor],
+        states: Sequence[list[Tensor]],
         rates: list[Rates],
         steps: Tensor,
         applied: Tensor,
-    ) -> None:
-        """Update all parameters in place.
-
-        Args:
-            parameters: Local shards, any floating-point dtype.
-            gradients: Contiguous, one per parameter.
-            moments: First moments, in the order of the parameters; written.
-            rates: Hyper-parameters of each parameter.
-            steps: float64 (len(parameters),), applied steps of each parameter, this one included.
-            applied: bool (); nothing is written if it is false.
-        """
-        for parameter, gradient, moment, r, step in zip(parameters, gradients, moments, rates, steps, strict=True):
-            flat, flat_moment = Flat(parameter), Flat(moment)
-            adams_update_(
-                flat.flat,
-                gradient.float().view(-1),
-                flat_moment.flat,
-                lr=r.lr,
-                betas=(r.beta1, r.beta2),
-                eps=r.eps,
-                weight_decay=r.weight_decay,
-                bias_corrections=(1 - r.beta1**step, 1 - r.beta2**step),
-                applied=applied,
-            )
-            flat.store()
-            flat_moment.store()
-
-
-class TorchFrozenAdam:
-    """AdamW with a given first moment and a variance that does not change, with `kernels.dense.reference`."""
-
-    def step(
-        self,
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        moments: list[Tensor],
-        variances: list[Tensor],
-        rates: list[Rates],
-        updates: Tensor,
-        applied: Tensor,
+        factor: Tensor | None = None,
     ) -> None:
         """Update all parameters in place.
 
         Args:
             parameters: Local shards, any floating-point dtype; the update is computed in FP32.
-            momenta: FP32 (n,), one per parameter, the new first moments divided by 1 - beta1.
-            moments, variances: First and second moments, in the order of the parameters, all of one dtype for a
-                parameter; the first ones are written.
+            gradients: Contiguous, one per parameter. With "frozen": the new first moments divided by 1 - beta1, FP32.
+            states: First moments, and unless the rule is "adams" the second ones, in the order of the parameters and
+                all of one dtype for a parameter; written, except the second ones of "frozen".
             rates: Hyper-parameters of each parameter.
-            updates: float64 (len(parameters),), updates of each variance.
+            steps: (len(parameters),), applied steps of each parameter, this one included; with "frozen" those that
+                updated the second moment.
             applied: bool (); nothing is written if it is false.
+            factor: FP32 (), multiplies the gradients; None for 1.
         """
-        tensors = zip(parameters, momenta, moments, variances, rates, updates, strict=True)
-        for parameter, momentum, moment, variance, r, count in tensors:
-            flat, flat_moment = Flat(parameter), Flat(moment)
-            frozen_adam_update_(
-                flat.flat,
-                momentum,
-                flat_moment.flat,
-                variance.float().reshape(-1),
-                lr=r.lr,
-                beta1=r.beta1,
-                eps=r.eps,
-                weight_decay=r.weight_decay,
-                bias_correction=1 - r.beta2**count,
+        for i, (parameter, gradient, r, count) in enumerate(zip(parameters, gradients, rates, steps, strict=True)):
+            written = [Flat(tensor) for tensor in (parameter, *(each[i] for each in states))]
+            values = gradient.float().view(-1)
+            self._update(
+                written[0].flat,
+                values if factor is None else values * factor,
+                *(each.flat for each in written[1:]),
+                rates=r,
+                bias_corrections=(1 - r.beta1**count, 1 - r.beta2**count),
                 applied=applied,
             )
-            flat.store()
-            flat_moment.store()
+            for each in written:
+                each.store()
+
+
+class TorchMuon:
+    """The elementwise parts of Muon's step, before and after the orthogonalization."""
+
+    def average(
+        self,
+        gradients: list[Tensor],
+        averages: list[Tensor],
+        momenta: Sequence[float],
+        applied: Tensor,
+        factor: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor]:
+        """Add gradients to the momenta, in place: average = momentum * average + (1 - momentum) * gradient.
+
+        Args:
+            gradients: Contiguous FP32 matrices, multiplied by `factor` first, FP32 (); None for 1.
+            averages: FP32, of the shapes of the gradients; not written if `applied`, bool (), is false.
+            momenta: Of every matrix.
+            needed: Whether the direction of a matrix is needed.
+
+        Returns:
+            BF16, (1 - momentum) * gradient + momentum * average; an empty tensor where it is not needed.
+        """
+        directions = []
+        for gradient, average, momentum, is_needed in zip(gradients, averages, momenta, needed, strict=True):
+            gradient = gradient if factor is None else gradient * factor
+            new = average.lerp(gradient, 1 - momentum)
+            average.copy_(gated(applied, new, average)) if not known_false(applied) else None
+            directions.append(gradient.lerp(new, momentum).bfloat16() if is_needed else gradient.new_empty(0))
+        return directions
+
+    def move(
+        self, weights: list[Tensor], directions: list[Tensor], factors: Sequence[tuple[float, float]], applied: Tensor
+    ) -> None:
+        """Replace weights by factor 0 times weight plus factor 1 times direction, in place, if `applied`.
+
+        Args:
+            weights: FP32.
+            directions: BF16, of the shapes of the weights.
+            factors: Of every weight.
+        """
+        if known_false(applied):
+            return
+        for weight, direction, (kept, moved) in zip(weights, directions, factors, strict=True):
+            weight.copy_(gated(applied, (weight * kept).add_(direction, alpha=moved), weight))

@@ -1,4 +1,4 @@
-"""The finite check, scaling, AdamS and AdamW with a frozen variance as Triton kernels, over all tensors of a model."""
+"""Sums of squares, scaling, and the elementwise parts of optimizer steps, over all tensors of a model."""
 
 import triton
 import triton.language as tl
@@ -14,40 +14,52 @@ from torchtitan_scape.kernels.common.triton_common import (
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
     PARAMETER,
+    PAYLOAD,
     STATE,
     adams,
+    cell,
     entries,
     pointer,
     rate,
     tile_of,
 )
 
-VARIANCE = FIRST_BLOCK  # address; these tensors have no blocks in a mask
+# These tensors have no blocks in a mask and no payload.
+VARIANCE = FIRST_BLOCK  # address
+FIRST_TILE = FIRST_BLOCK  # of the tensor, among those of all tensors
+END_TILE = PAYLOAD
 
 
 @triton.jit
-def finite_kernel(
+def squares_kernel(
     tiles,
     table,
-    bad,
+    sums,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
-    """Set bad[tensor] = 1, int32, if its gradient has NaN, Inf or an exponent (bits) from LIMIT on.
-
-    `bad` is initially zero.
-    """
-    tensor, _, first, left = tile_of(tiles, table, BLOCK)
+    """Write the sum of squares of every tile, FP64. Products in FP32 would overflow from 1.8e19 on."""
+    tensor, row, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first + local, mask=inside, other=0.0)
-    exponent = gradient.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    # Several programs may store to one element; all of them store 1.
-    largest = tl.max(tl.max(tl.max(exponent, 2), 1), 0)
-    tl.store(bad + tensor, 1, mask=largest >= LIMIT)
+    value = gradient.to(tl.float64)
+    total = tl.sum(tl.sum(tl.sum(value * value, 2), 1), 0)
+    tl.store(sums + cell(table, tensor, FIRST_TILE) + row // ROWS, total)
+
+
+@triton.jit
+def norms_kernel(table, sums, norms, EACH: tl.constexpr):
+    """Write the norm of tensor i, FP64, from the sums of its tiles, which are added in a fixed order."""
+    tensor = tl.program_id(0)
+    end = cell(table, tensor, END_TILE)
+    total = tl.zeros((EACH,), tl.float64)
+    for first in range(cell(table, tensor, FIRST_TILE), end, EACH):
+        at = first + tl.arange(0, EACH)
+        total += tl.load(sums + at, mask=at < end, other=0.0)
+    tl.store(norms + tensor, tl.sqrt(tl.sum(total, 0)))
 
 
 @triton.jit
@@ -71,76 +83,132 @@ def scale_kernel(
 
 
 @triton.jit
-def adams_kernel(
+def update_kernel(
     tiles,
     table,
     rates,
     corrections,
     applied,
+    factor,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
+    RULE: tl.constexpr,
     DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """Update parameters and moments with dense AdamS; 20 bytes of memory traffic per FP32 parameter."""
+    """Update parameters and moments by the RULE "adams", "adamw" or "frozen", see `reference`.
+
+    20 bytes of memory traffic per FP32 parameter, with "adamw" 28.
+    """
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
     gradients = pointer(table, tensor, GRADIENT, GRADIENT_DTYPE, ALIGNED_TILE) + first
     parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
-    states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
-    gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32)
-    before = tl.load(states + local, mask=inside, other=0.0)
+    moments = pointer(table, tensor, STATE, STATE_DTYPE, ALIGNED_TILE) + first
+    gradient = tl.load(gradients + local, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
     parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    moment, step = adams(
-        before,
-        gradient,
-        gradient,
-        rate(rates, tensor, BETA1),
-        rate(rates, tensor, ONE_MINUS_BETA1),
-        rate(rates, tensor, BETA2),
-        rate(rates, tensor, ONE_MINUS_BETA2),
-        rate(rates, tensor, EPS),
-        1.0 / tl.load(corrections + 2 * tensor),
-        1.0 / tl.load(corrections + 2 * tensor + 1),
-        True,
-    )
+    correction1, correction2 = tl.load(corrections + 2 * tensor), tl.load(corrections + 2 * tensor + 1)
+    beta2, square_rate = rate(rates, tensor, BETA2), rate(rates, tensor, ONE_MINUS_BETA2)
+    gradient_rate, eps = rate(rates, tensor, ONE_MINUS_BETA1), rate(rates, tensor, EPS)
+    if RULE != "frozen":
+        before = tl.load(moments + local, mask=inside, other=0.0).to(tl.float32)
+    if RULE == "adams":
+        moment, step = adams(
+            before,
+            gradient,
+            gradient,
+            rate(rates, tensor, BETA1),
+            gradient_rate,
+            beta2,
+            square_rate,
+            eps,
+            1.0 / correction1,
+            1.0 / correction2,
+            True,
+        )
+    else:
+        variances = pointer(table, tensor, VARIANCE, STATE_DTYPE, ALIGNED_TILE) + first
+        variance = tl.load(variances + local, mask=inside, other=0.0).to(tl.float32)
+        zeros = tl.zeros_like(variance)
+        if RULE == "adamw":
+            moment = before + (gradient - before) * gradient_rate
+            variance = variance * beta2 + gradient * gradient * square_rate
+            tl.store(variances + local, variance.to(STATE_DTYPE), mask=inside)
+            numerator = tl.div_rn(moment, zeros + correction1)
+        else:
+            moment = gradient * gradient_rate
+            numerator = moment
+        step = tl.div_rn(numerator, tl.sqrt_rn(tl.div_rn(variance, zeros + correction2)) + eps)
+        if RULE == "frozen":
+            step = tl.where(variance > 0.0, step, 0.0)
     parameter = parameter - parameter * rate(rates, tensor, DECAY) - step * rate(rates, tensor, LR)
     tl.store(parameters + local, parameter.to(DTYPE), mask=inside)
-    tl.store(states + local, moment, mask=inside)
+    tl.store(moments + local, moment.to(STATE_DTYPE), mask=inside)
 
 
 @triton.jit
-def frozen_adam_kernel(
+def lerp(start, end, weight):
+    """Interpolate as `torch.lerp`."""
+    return tl.where(weight < 0.5, start + weight * (end - start), end - (end - start) * (1.0 - weight))
+
+
+@triton.jit
+def average_kernel(
     tiles,
     table,
-    rates,
-    corrections,
+    weights,
+    applied,
+    factor,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+):
+    """Add gradients to Muon's momentum, and write the directions to be orthogonalized, BF16, where there are any.
+
+    weights: FP32 (tensors, 2), momentum and 1 - momentum. PARAMETER: address of the direction, or 0.
+    """
+    tensor, _, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
+    averages = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
+    gradient = tl.load(gradients + local, mask=inside, other=0.0) * tl.load(factor)
+    before = tl.load(averages + local, mask=inside, other=0.0)
+    average = lerp(before, gradient, tl.load(weights + 2 * tensor + 1))
+    direction = lerp(gradient, average, tl.load(weights + 2 * tensor))
+    is_applied = (tl.load(applied) != 0).to(tl.int32) + tl.zeros_like(local) > 0
+    tl.store(averages + local, average, mask=inside & is_applied)
+    if cell(table, tensor, PARAMETER) != 0:
+        directions = pointer(table, tensor, PARAMETER, tl.bfloat16, ALIGNED_TILE) + first
+        tl.store(directions + local, direction.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def move_kernel(
+    tiles,
+    table,
+    factors,
     applied,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    STATE_DTYPE: tl.constexpr,
 ):
-    """Update parameters and moments as `reference.frozen_adam_update_`; 20 bytes of traffic per FP32 parameter."""
+    """Decay FP32 weights and move them along BF16 directions: weight * factor 0 + direction * factor 1.
+
+    factors: FP32 (tensors, 2).
+    """
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
-    momenta = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
-    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
-    moments = pointer(table, tensor, STATE, STATE_DTYPE, ALIGNED_TILE) + first
-    variances = pointer(table, tensor, VARIANCE, STATE_DTYPE, ALIGNED_TILE) + first
-    moment = tl.load(momenta + local, mask=inside, other=0.0) * rate(rates, tensor, ONE_MINUS_BETA1)
-    variance = tl.load(variances + local, mask=inside, other=0.0).to(tl.float32)
-    parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
-    corrected = tl.div_rn(variance, tl.zeros_like(variance) + tl.load(corrections + tensor))
-    step = tl.where(variance > 0.0, tl.div_rn(moment, tl.sqrt_rn(corrected) + rate(rates, tensor, EPS)), 0.0)
-    parameter = parameter - parameter * rate(rates, tensor, DECAY) - step * rate(rates, tensor, LR)
-    tl.store(parameters + local, parameter.to(DTYPE), mask=inside)
-    tl.store(moments + local, moment.to(STATE_DTYPE), mask=inside)
+    parameters = pointer(table, tensor, PARAMETER, tl.float32, ALIGNED_TILE) + first
+    directions = pointer(table, tensor, GRADIENT, tl.bfloat16, ALIGNED_TILE) + first
+    weight = tl.load(parameters + local, mask=inside, other=0.0) * tl.load(factors + 2 * tensor)
+    direction = tl.load(directions + local, mask=inside, other=0.0).to(tl.float32)
+    tl.store(parameters + local, weight + direction * tl.load(factors + 2 * tensor + 1), mask=inside)

@@ -1,7 +1,7 @@
 """The kernels of `dense.triton_kernels`, each one launch for all tensors of a model."""
 
-import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from torchtitan_scape.kernels.dense import triton_kernels
 
 # Entries per tile and per warp.
 _TILE, _WARP = 4096, 512
+_MOST_LISTS = 64  # of sizes
 Lists = list[tuple[Tensor, bool, Any]]  # of `TileSchedule.lists`
-FlatLists = tuple[TileSchedule, Tensor, Lists]
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -56,199 +56,208 @@ def set_rates(rows: DeviceTable, betas: DeviceTable, rates: list[Rates]) -> None
     betas.set_repeated([(each.beta1, each.beta2) for each in distinct], by_tensor)
 
 
-class FlatTensors:
-    """Tiles and tables of lists of flat tensors, by their sizes."""
+class TensorTables:
+    """Tiles and tables of lists of tensors, by their sizes: addresses, sizes and hyper-parameters.
+
+    Every list of sizes has its own, so that several lists take turns without copies from the host.
+    """
 
     def __init__(self) -> None:
-        self._of_sizes: dict[tuple[int, ...], tuple[TileSchedule, DeviceTable]] = {}
-        self._latest = LatestResult[FlatLists]()
+        self._of_sizes: dict[tuple[int, ...], _Tables] = {}
 
-    def lists(self, tensors: list[Tensor]) -> FlatLists:
-        """Return the tiles, the table, and the launches as (tiles, ALIGNED_TILE, dtype)."""
+    def of(self, tensors: Sequence[Tensor]) -> "_Tables":
+        """Return the tables for tensors of these sizes, which are on one device."""
         sizes = tuple([t.numel() for t in tensors])
-        key = addresses(tensors), sizes, [t.dtype for t in tensors]
-        return self._latest.get(key, lambda: self._build(tensors, sizes))
-
-    def _build(self, tensors: list[Tensor], sizes: tuple[int, ...]) -> FlatLists:
-        device = tensors[0].device
         if sizes not in self._of_sizes:
-            table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
-            self._of_sizes[sizes] = TileSchedule(sizes, 1024, _TILE, _WARP, device), table
-        tiles, table = self._of_sizes[sizes]
-        rows = table.set([table_row(t.data_ptr(), 0, 0, t.numel(), -1) for t in tensors])
-        return tiles, rows, tiles.lists(tuple(tiles.whole()), tuple((aligned(t), t.dtype) for t in tensors))
-
-
-class Finite:
-    """Check of gradients for NaN and Inf, as `reference.finite`, in one launch."""
-
-    def __init__(self, limit: float = math.inf) -> None:
-        self._flat = FlatTensors()
-        # The bits of a power of two are those of its exponent.
-        self._limit = int(torch.tensor(limit, dtype=torch.float32, device="cpu").view(torch.int32))
-
-    def __call__(self, gradients: list[Tensor]) -> Tensor:
-        tiles, table, lists = self._flat.lists(gradients)
-        bad = torch.zeros(len(gradients), dtype=torch.int32, device=gradients[0].device)
-        for listed, full, dtype in lists:
-            launching.launch(
-                triton_kernels.finite_kernel,
-                (len(listed),),
-                listed,
-                table,
-                bad,
-                warps=tiles.warps,
-                **tiles.shape,
-                ALIGNED_TILE=full,
-                DTYPE=DTYPES[dtype],
-                LIMIT=self._limit,
-            )
-        return bad == 0
-
-
-class Scaling:
-    """`torch._foreach_mul_` of FP32 gradients by a factor on the device. With the factor 1 nothing is moved."""
-
-    def __init__(self) -> None:
-        self._flat = FlatTensors()
-
-    def __call__(self, gradients: list[Tensor], factor: Tensor) -> None:
-        dtypes = {factor.dtype, *(g.dtype for g in gradients)}
-        if dtypes != {torch.float32} or not all(map(Tensor.is_contiguous, gradients)):
-            torch._foreach_mul_(gradients, factor)
-            return
-        tiles, table, lists = self._flat.lists(gradients)
-        for listed, full, _ in lists:
-            launching.launch(
-                triton_kernels.scale_kernel,
-                (len(listed),),
-                listed,
-                table,
-                factor,
-                warps=tiles.warps,
-                moved=8.0 * sum(g.numel() for g in gradients) / len(lists),
-                **tiles.shape,
-                ALIGNED_TILE=full,
-            )
+            if len(self._of_sizes) > _MOST_LISTS:
+                self._of_sizes.clear()
+            self._of_sizes[sizes] = _Tables(sizes, tensors[0].device)
+        return self._of_sizes[sizes]
 
 
 class _Tables:
-    """Tiles of parameters by their sizes, and the tables of their addresses and hyper-parameters."""
+    """Tiles of tensors of fixed sizes, and the tables of their addresses and hyper-parameters."""
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
         self.tiles = TileSchedule(sizes, 1024, _TILE, _WARP, device)
         self.addresses = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
         self.rates = DeviceTable(len(sizes), RATES.value, torch.float32, device)
         self.betas = DeviceTable(len(sizes), 2, torch.float64, device)
+        self.factors = DeviceTable(len(sizes), 2, torch.float32, device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
+        each = self.tiles.rows * self.tiles.block_size
+        self.first_tiles = [0, *accumulate(-(-size // each) for size in sizes)]
         self._latest = LatestResult[Lists]()
 
-    def lists(self, columns: Sequence[Sequence[Tensor]], dtypes: Sequence[Sequence[Tensor]]) -> Lists:
+    def lists(self, columns: Sequence[Sequence[Tensor]], dtypes: Sequence[Sequence[Tensor]] = ()) -> Lists:
         """Set `addresses`, and return the launches as (tiles, ALIGNED_TILE, dtypes of a tensor).
 
-        columns: Gradients, parameters, moments, and any further tensors. dtypes: Those with a dtype in the launches.
+        Args:
+            columns: Tensors for GRADIENT, PARAMETER, STATE and VARIANCE; the last ones may be missing. Without a
+                VARIANCE there are the positions of tiles.
+            dtypes: Those with a dtype in the launches.
         """
         pointers = [addresses(tensors) for tensors in columns]
         kinds = [[t.dtype for t in tensors] for tensors in dtypes]
 
         def build() -> Lists:
-            rows = zip(*pointers[:3], self.tiles.sizes, *(pointers[3:] or [[-1] * len(self.tiles.sizes)]), strict=True)
+            none = [0] * len(self.tiles.sizes)
+            first = pointers[:3] + [none] * (3 - len(pointers))
+            fourth = pointers[3] if len(pointers) > 3 else self.first_tiles[:-1]
+            rows = zip(*first, self.tiles.sizes, fourth, self.first_tiles[1:], strict=True)
             self.addresses.set([table_row(*row) for row in rows])
             is_aligned = [aligned(*each) for each in zip(*columns, strict=True)]
-            keys = tuple(zip(is_aligned, zip(*kinds, strict=True), strict=True))
+            keys = tuple(zip(is_aligned, zip(*kinds, strict=True) if kinds else none, strict=True))
             return self.tiles.lists(tuple(self.tiles.whole()), keys)
 
         return self._latest.get((pointers, kinds), build)
 
+    def launch(self, kernel: Any, listed: Tensor, full: bool, *arguments: Any, **options: Any) -> None:
+        """Launch a kernel on a list of tiles, and the table of addresses."""
+        launching.launch(
+            kernel,
+            (len(listed),),
+            listed,
+            self.addresses.values,
+            *arguments,
+            warps=self.tiles.warps,
+            **self.tiles.shape,
+            ALIGNED_TILE=full,
+            **options,
+        )
 
-class TritonAdams:
-    """Dense AdamS on a Triton kernel."""
+
+class Norms:
+    """Norms of tensors, as `reference.norms`, in one read of them."""
 
     def __init__(self) -> None:
-        self._tables: _Tables | None = None
+        self._tables = TensorTables()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return FP64 (len(tensors),)."""
+        tables, device = self._tables.of(tensors), tensors[0].device
+        lists = tables.lists((tensors,), (tensors,))
+        sums = torch.empty(tables.first_tiles[-1], dtype=torch.float64, device=device)
+        for listed, full, (dtype,) in lists:
+            moved = sum(t.nbytes for t in tensors) / len(lists)
+            tables.launch(triton_kernels.squares_kernel, listed, full, sums, moved=moved, DTYPE=DTYPES[dtype])
+        norms = torch.empty(len(tensors), dtype=torch.float64, device=device)
+        table = tables.addresses.values
+        launching.launch(triton_kernels.norms_kernel, (len(tensors),), table, sums, norms, warps=4, EACH=1024)
+        return norms
+
+
+class Scaling:
+    """`torch._foreach_mul_` of FP32 tensors by a factor on the device. With the factor 1 nothing is moved."""
+
+    def __init__(self) -> None:
+        self._tables = TensorTables()
+
+    def __call__(self, tensors: list[Tensor], factor: Tensor) -> None:
+        if not tensors:
+            return
+        if {factor.dtype, *(t.dtype for t in tensors)} != {torch.float32} or not all(
+            map(Tensor.is_contiguous, tensors)
+        ):
+            torch._foreach_mul_(tensors, factor)
+            return
+        tables = self._tables.of(tensors)
+        lists = tables.lists((tensors,))
+        for listed, full, _ in lists:
+            moved = 8.0 * sum(t.numel() for t in tensors) / len(lists)
+            tables.launch(triton_kernels.scale_kernel, listed, full, factor, moved=moved)
+
+
+class TritonUpdate:
+    """The elementwise step of an optimizer on a Triton kernel; see `torch_passes.TorchUpdate`."""
+
+    def __init__(self, rule: str) -> None:
+        self._rule, self._tables = rule, TensorTables()
 
     def step(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
-        moments: list[Tensor],
+        states: Sequence[list[Tensor]],
         rates: list[Rates],
         steps: Tensor,
         applied: Tensor,
+        factor: Tensor | None = None,
     ) -> None:
-        """Update all parameters in place; see `TorchAdams.step`."""
+        """Update all parameters in place; see `TorchUpdate.step`."""
         if not parameters:
             return
-        tables = self._tables = tables_for(parameters, self._tables)
-        writable, flat_moments = Writable(parameters), Writable(moments)
-        lists = tables.lists((gradients, writable.flat, flat_moments.flat), (writable.flat, gradients))
+        tables, written = self._tables.of(parameters), [Writable(each) for each in (parameters, *states)]
+        columns = gradients, *(each.flat for each in written)
+        lists = tables.lists(columns, (columns[1], gradients, columns[2]))
         set_rates(tables.rates, tables.betas, rates)
-        corrections = (1.0 - tables.betas.values ** steps.unsqueeze(1)).float()
-        for listed, full, (dtype, gradient_dtype) in lists:
-            launching.launch(
-                triton_kernels.adams_kernel,
-                (len(listed),),
+        betas = tables.betas.values
+        counts = to_device(steps, betas.device) if steps.is_cpu else steps
+        corrections = (1.0 - betas ** counts.unsqueeze(1)).float()
+        factor = tables.one if factor is None else factor
+        moved = sum(t.nbytes for t in gradients) + 2.0 * sum(t.nbytes for each in written for t in each.flat)
+        if self._rule == "frozen":  # the moments are not read, and the variance is not written
+            moved -= 2.0 * sum(t.nbytes for t in columns[2])
+        for listed, full, (dtype, gradient_dtype, state_dtype) in lists:
+            tables.launch(
+                triton_kernels.update_kernel,
                 listed,
-                tables.addresses.values,
+                full,
                 tables.rates.values,
                 corrections,
                 as_flag(applied),
-                warps=tables.tiles.warps,
-                **tables.tiles.shape,
-                ALIGNED_TILE=full,
+                factor,
+                moved=moved / len(lists),
+                RULE=self._rule,
                 DTYPE=DTYPES[dtype],
                 GRADIENT_DTYPE=DTYPES[gradient_dtype],
-            )
-        writable.store()
-        flat_moments.store()
-
-
-class TritonFrozenAdam:
-    """AdamW with a given first moment and a variance that does not change, on a Triton kernel."""
-
-    def __init__(self) -> None:
-        self._tables: _Tables | None = None
-
-    def step(
-        self,
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        moments: list[Tensor],
-        variances: list[Tensor],
-        rates: list[Rates],
-        updates: Tensor,
-        applied: Tensor,
-    ) -> None:
-        """Update all parameters in place; see `TorchFrozenAdam.step`."""
-        if not parameters:
-            return
-        tables = self._tables = tables_for(parameters, self._tables)
-        writable, flat_moments = Writable(parameters), Writable(moments)
-        flat_variances = [each.contiguous() for each in variances]
-        columns = momenta, writable.flat, flat_moments.flat, flat_variances
-        lists = tables.lists(columns, (writable.flat, flat_moments.flat))
-        set_rates(tables.rates, tables.betas, rates)
-        counts = to_device(updates, tables.betas.values.device) if updates.is_cpu else updates
-        corrections = (1.0 - tables.betas.values[:, 1] ** counts).float()
-        for listed, full, (dtype, state_dtype) in lists:
-            launching.launch(
-                triton_kernels.frozen_adam_kernel,
-                (len(listed),),
-                listed,
-                tables.addresses.values,
-                tables.rates.values,
-                corrections,
-                as_flag(applied),
-                warps=tables.tiles.warps,
-                **tables.tiles.shape,
-                ALIGNED_TILE=full,
-                DTYPE=DTYPES[dtype],
                 STATE_DTYPE=DTYPES[state_dtype],
             )
-        writable.store()
-        flat_moments.store()
+        for each in written:
+            each.store()
 
 
-def tables_for(parameters: list[Tensor], known: _Tables | None) -> _Tables:
-    """Return the tables for these parameters: the known ones if the sizes are theirs."""
-    sizes = tuple(p.numel() for p in parameters)
-    return known if known is not None and known.tiles.sizes == sizes else _Tables(sizes, parameters[0].device)
+class TritonMuon:
+    """Muon's momentum and steps on Triton kernels, one launch each; see `torch_passes.TorchMuon`."""
+
+    def __init__(self) -> None:
+        self._averages, self._moves = TensorTables(), TensorTables()
+
+    def average(
+        self,
+        gradients: list[Tensor],
+        averages: list[Tensor],
+        momenta: Sequence[float],
+        applied: Tensor,
+        factor: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor]:
+        """Add the gradients to the momenta, and return directions; see `TorchMuon.average`."""
+        tables = self._averages.of(gradients)
+        written = Writable(averages)
+        directions = [
+            torch.empty_like(gradient, dtype=torch.bfloat16) if is_needed else gradient.new_empty(0)
+            for gradient, is_needed in zip(gradients, needed, strict=True)
+        ]
+        weights = tables.factors.set([(momentum, 1 - momentum) for momentum in momenta])
+        lists = tables.lists((gradients, directions, written.flat))
+        moved = 12.0 * sum(g.numel() for g in gradients) + 2.0 * sum(d.numel() for d in directions)
+        for listed, full, _ in lists:
+            flags = as_flag(applied), tables.one if factor is None else factor
+            tables.launch(triton_kernels.average_kernel, listed, full, weights, *flags, moved=moved / len(lists))
+        written.store()
+        return directions
+
+    def move(
+        self, weights: list[Tensor], directions: list[Tensor], factors: Sequence[tuple[float, float]], applied: Tensor
+    ) -> None:
+        """Decay weights and move them along directions; see `TorchMuon.move`."""
+        tables, written = self._moves.of(weights), Writable(weights)
+        flat = [direction.contiguous() for direction in directions]
+        on_device = tables.factors.set(list(factors))
+        lists = tables.lists((flat, written.flat))
+        moved = 10.0 * sum(w.numel() for w in weights)
+        for listed, full, _ in lists:
+            flag = as_flag(applied)
+            tables.launch(triton_kernels.move_kernel, listed, full, on_device, flag, moved=moved / len(lists))
+        written.store()

@@ -37,7 +37,7 @@ from torchtitan_scape.kernels.backends import (
 from torchtitan_scape.kernels.codec.formats import FORMATS, STOCHASTIC
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.dense.triton_passes import Finite, Scaling, TritonAdams, TritonFrozenAdam
+from torchtitan_scape.kernels.dense.triton_passes import Norms, Scaling, TritonMuon, TritonUpdate
 from torchtitan_scape.kernels.exchange.layout import BlockSlices
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
 from torchtitan_scape.kernels.scape.ownership import Ownership
@@ -247,11 +247,15 @@ def _scape_step(
 def _dense_step(dtype: torch.dtype) -> None:
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (8192, 100)] for _ in range(2))
     moments, steps = [torch.zeros(8192), torch.zeros(100)], torch.ones(2, dtype=torch.float64)
-    Finite()(gradients)
-    Scaling()([gradient.float() for gradient in gradients], torch.ones(()))
-    TritonAdams().step(parameters, gradients, moments, [RATES] * 2, steps, torch.tensor(True))
-    momenta, variances = ([torch.zeros_like(moment) for moment in moments] for _ in range(2))
-    TritonFrozenAdam().step(parameters, momenta, moments, variances, [RATES] * 2, steps, torch.tensor(True))
+    applied, factor = torch.tensor(True), torch.ones(())
+    Norms()(gradients)
+    Scaling()([gradient.float() for gradient in gradients], factor)
+    for rule, states in (("adams", [moments]), ("adamw", [parameters, gradients]), ("frozen", [moments, moments])):
+        given = [gradient.float() for gradient in gradients] if rule == "frozen" else gradients
+        TritonUpdate(rule).step(parameters, given, states, [RATES] * 2, steps, applied, factor)
+    if dtype == torch.float32:
+        directions = TritonMuon().average(gradients, moments, [0.9, 0.5], applied, factor, [True, True])
+        TritonMuon().move(parameters, directions, [(0.9, -0.1)] * 2, applied)
 
 
 def _codec_step(name: str, block: int, scale: torch.dtype) -> None:

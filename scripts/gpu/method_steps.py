@@ -19,9 +19,8 @@ from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense
 from scripts.gpu.timing import Clock, clock_of, waits_of
 from torchtitan_scape import AdamS, replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape, count_entries
-from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.dense.triton_kernels import scale_kernel
-from torchtitan_scape.kernels.dense.triton_passes import FlatTensors
+from torchtitan_scape.kernels.dense.triton_passes import TensorTables
 from torchtitan_scape.methods.registry import METHODS
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
@@ -119,13 +118,12 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
 def launch_microseconds(clock: Clock, launches: int) -> float:
     """Return the host's time for a launch of a small Triton kernel, with everything prepared."""
     factor, gradients = torch.ones((), device=clock.device), [torch.zeros(8, device=clock.device)]
-    tiles, table, ((listed, full, _),) = FlatTensors().lists(gradients)
+    tables = TensorTables().of(gradients)
+    ((listed, full, _),) = tables.lists((gradients,))
 
     def launch() -> None:
         for _ in range(launches):
-            launching.launch(
-                scale_kernel, (1,), listed, table, factor, warps=tiles.warps, **tiles.shape, ALIGNED_TILE=full
-            )
+            tables.launch(scale_kernel, listed, full, factor)
 
     return 1e3 * clock(launch)["host_ms"] / launches
 

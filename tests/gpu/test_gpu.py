@@ -27,7 +27,7 @@ from tests.kernels.checks import (
     check_step,
 )
 from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
-from tests.kernels.dense_checks import check_adams, check_finite, check_frozen_adam
+from tests.kernels.dense_checks import RULES, check_muon, check_norms, check_update
 from tests.kernels.exchange_checks import adam, quantized, quantized_update, radius, sparta
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
@@ -98,9 +98,10 @@ def test_a_skipped_step_writes_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_dense_updates_and_the_finite_check_equal_the_reference(dtype: torch.dtype, offset: int) -> None:
-    check_adams([100_000, 0, 5, 8192], offset, dtype, 0, DEVICE)
-    check_frozen_adam([100_000, 0, 5, 8192], offset, dtype, 0, DEVICE)
-    check_finite([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, DEVICE)
+    for rule in RULES:
+        check_update(rule, [100_000, 0, 5, 8192], offset, dtype, 0, DEVICE, 0.3)
+    check_muon([100_000, 0, 5, 8192], offset, 0, DEVICE)
+    check_norms([100_000, 5, 8192], {0: (99_999, float("nan")), 2: (0, float("inf"))}, dtype, offset, DEVICE)
 
 
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.common.launching import DeviceTable, LatestResult, TileSchedule
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, SIZE, STATE
+from torchtitan_scape.kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, STATE
 from torchtitan_scape.kernels.dense import triton_passes
-from torchtitan_scape.kernels.dense.triton_passes import FlatTensors
 from torchtitan_scape.kernels.exchange import triton_passes as exchange
 from torchtitan_scape.kernels.exchange.layout import BlockSlices
 from torchtitan_scape.kernels.exchange.triton_kernels import FIRST, OWNER_ERROR, SECOND, STEP
@@ -51,33 +49,14 @@ def test_lists_of_tiles_are_those_of_the_given_ranges() -> None:
         del ranges
 
 
-def test_flat_tensors_are_listed_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    flat, memory = FlatTensors(), torch.zeros(256)
-    first = [memory[:40], memory[64:128]]
-    _, table, lists = flat.lists(first)
-    with monkeypatch.context() as patched:  # new views of the same memory are the usual case
-        patched.setattr(triton_passes, "table_row", None)
-        assert flat.lists([memory[:40], memory[64:128]])[2] is lists
-    changed: dict[str, list[Tensor]] = {
-        "address": [memory[:40], memory[128:192]],
-        "alignment": [memory[1:41], memory[64:128]],
-        "dtype": [memory.view(torch.bfloat16)[:40], memory[64:128]],
-        "size": [memory[:41], memory[64:128]],
-    }
-    for name, tensors in changed.items():
-        flat.lists(first)
-        _, table, lists = flat.lists(tensors)
-        assert table[:, GRADIENT.value].tolist() == [t.data_ptr() for t in tensors], name
-        assert table[:, SIZE.value].tolist() == [t.numel() for t in tensors], name
-        assert {dtype for _, _, dtype in lists} == {t.dtype for t in tensors}, name
-
-
-def test_tables_of_a_dense_update_follow_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_tensors_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
     n, memory = 4096, torch.zeros(4, 4 * 4096)  # a complete tile
     columns = [[row[:n], row[n : 2 * n]] for row in memory]  # gradients, parameters, moments, variances
-    tables = triton_passes.tables_for(columns[1], None)
+    every = triton_passes.TensorTables()
+    tables = every.of(columns[1])
     lists = tables.lists(columns, columns[:2])
-    with monkeypatch.context() as patched:
+    assert every.of(columns[0]) is tables and every.of(columns[0][:1]) is not tables
+    with monkeypatch.context() as patched:  # new views of the same memory are the usual case
         patched.setattr(triton_passes, "table_row", None)
         assert tables.lists([[t.view(-1) for t in tensors] for tensors in columns], columns[:2]) is lists
     positions = GRADIENT.value, PARAMETER.value, STATE.value, FIRST_BLOCK.value
@@ -93,7 +72,7 @@ def test_tables_of_a_dense_update_follow_the_tensors(monkeypatch: pytest.MonkeyP
         assert kinds == {(torch.float32,) * 2, tuple(pair[1].dtype for pair in columns[:2])}
         columns[number][1] = kept
     tables.lists(columns[:3], columns[:2])
-    assert tables.addresses.values[:, FIRST_BLOCK.value].tolist() == [-1, -1]
+    assert tables.addresses.values[:, FIRST_BLOCK.value].tolist() == [0, 1]  # the first tiles
 
 
 def test_rates_of_tensors_are_set_again_after_a_change() -> None:

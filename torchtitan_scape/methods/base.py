@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import check_contiguous, store_gradient, stored
+from torchtitan_scape.core.parameters import check_contiguous, stored
 from torchtitan_scape.core.tensors import PART, flat
 from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
-from torchtitan_scape.methods.update import clip, norm_over_model, update
+from torchtitan_scape.methods.update import clip_factor, norm_over_model
 
 
 class GradientMethod(Method):
@@ -33,15 +33,12 @@ class GradientMethod(Method):
                 context.grad_norm.copy_(
                     norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
                 )
-                if context.max_norm is not None:
-                    context.clip_factor.copy_(
-                        clip(gradients, context.grad_norm, context.max_norm, multiply=self.multiply_gradients)
-                    )
-                for shard, gradient in zip(context.shards, gradients, strict=True):
-                    store_gradient(shard, gradient)
+                factor = None if context.max_norm is None else clip_factor(context.grad_norm, context.max_norm)
+                if factor is not None:
+                    context.clip_factor.copy_(factor)
             info = info._replace(applied=info.applied & context.grad_norm.isfinite())
             with phase("update"):
-                update(context.optimizer, info.applied)
+                self.optimizer_step(context.shards, gradients, info.applied, factor)
         with phase("exchange"):
             self.after_optimizer_step(info)
 
@@ -65,9 +62,9 @@ class GradientMethod(Method):
     def after_optimizer_step(self, info: StepInfo) -> None:
         """Run after the optimizer's update, for example to select the next mask. Collective."""
 
-    def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the norms that clipping uses, FP64 () per shard; by default those of the synchronized gradients."""
-        return list(torch._foreach_norm(gradients, 2, torch.float64))
+    def gradient_norms(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norms that clipping uses, FP64 (shards,); by default those of the synchronized gradients."""
+        return self.norms(gradients)
 
     def scale_to_mean(self, gradients: list[Tensor]) -> None:
         """Multiply by `context.gradient_scale`, in place."""
@@ -101,19 +98,19 @@ class LocalMethod(Method):
         context, phase = self.context, self.context.timer.phase
         with phase("clip"):
             scale = context.gradient_scale
-            norms = torch._foreach_norm(gradients, 2, torch.float64) if info.norms is None else info.norms
+            norms = self.norms(gradients) if info.norms is None else info.norms
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device) * scale
             if scale != 1.0 and (context.max_norm is None or self.observer is not None):
                 torch._foreach_mul_(gradients, scale)
-                scale = 1.0  # otherwise it is part of clipping, so that the gradients are read and written once
+                scale = 1.0  # otherwise it is part of clipping, so that the gradients are read once
             self._observe(gradients, info)
-            if context.max_norm is not None:
-                context.clip_factor.copy_(clip(gradients, norm, context.max_norm, scale, self.multiply_gradients))
+            factor = None if context.max_norm is None else clip_factor(norm, context.max_norm)
+            if factor is not None:
+                context.clip_factor.copy_(factor)
+                factor = factor * scale
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
-            for shard, gradient in zip(context.shards, gradients, strict=True):
-                store_gradient(shard, gradient)
         with phase("update"):
-            update(context.optimizer, info.applied)
+            self.optimizer_step(context.shards, gradients, info.applied, factor)
         with phase("exchange"):
             self.exchange(info)
 

@@ -23,8 +23,9 @@ from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits, sum_of_squares
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.kernels.backends import choose_backend, scaling
+from torchtitan_scape.kernels.backends import choose_backend, norms, scaling
 from torchtitan_scape.kernels.scape.reference import unpack_bits
+from torchtitan_scape.methods.update import OptimizerStep
 from torchtitan_scape.optimizers.muon import hidden_names
 from torchtitan_scape.topology.calls import CollectiveCall, level_sizes
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -171,7 +172,9 @@ class Method(ABC):
     Create all state in `__init__`, and change it in place. The mathematics belongs in functions on local tensors.
 
     Attributes:
+        norms: returns the norms of tensors, FP64 (n,).
         multiply_gradients: multiplies tensors, in place, by a factor on their device; see `kernels.backends.scaling`.
+        optimizer_step: takes the optimizer's step.
 
     Class attributes:
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
@@ -197,7 +200,9 @@ class Method(ABC):
         self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
         self.is_observed = False  # whether a replica has an observer; equal on all replicas
         self._full_exchange_requested = False
-        self.multiply_gradients = scaling(choose_backend(context.kernels, context.shards[0].device))
+        backend = choose_backend(context.kernels, context.shards[0].device)
+        self.norms, self.multiply_gradients = norms(backend), scaling(backend)
+        self.optimizer_step = OptimizerStep(context.optimizer, backend, self.multiply_gradients)
 
     @classmethod
     def prepare_model(cls, model: nn.Module, options: Any) -> None:

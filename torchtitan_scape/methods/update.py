@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.core.parameters import Shard, store_gradient
+from torchtitan_scape.optimizers.adamw_pass import AdamWPass
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 
@@ -29,36 +30,59 @@ def norm_over_model(
     return collectives.sum_over_model(squares).sqrt()
 
 
-def clip(
-    gradients: list[Tensor],
-    norm: Tensor,
-    max_norm: float,
-    scale: float = 1.0,
-    multiply: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_,
-) -> Tensor:
-    """Multiply the gradients by `scale`, and clip their norm to `max_norm`, in place.
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, FP32 (), that limits a norm, FP32 (), to `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class OptimizerStep:
+    """The step of an optimizer on gradients times a factor, which the device can skip.
+
+    A kernel multiplies the gradients as it reads them, if it has the optimizer's rule. Otherwise they are multiplied in
+    place before.
 
     Args:
-        norm: FP32 (), of the gradients times `scale`.
-        multiply: Multiplies tensors by a factor, see `kernels.backends.scaling`.
+        optimizer: The optimizer.
+        backend: "triton" or "torch".
+        multiply: Multiplies tensors in place by a factor on their device, see `kernels.backends.scaling`.
 
-    Returns:
-        The factor of the clipping, FP32 ().
+    Attributes:
+        multiplies: Whether a kernel multiplies, so that the stored gradients do not change.
     """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        multiply(gradients, factor * scale)
-    return factor
 
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, backend: str, multiply: Callable[[list[Tensor], Tensor], None]
+    ) -> None:
+        self._optimizer, self._multiply = optimizer, multiply
+        self._adamw = AdamWPass.of(optimizer, backend)
+        self.multiplies = self._adamw is not None or (backend == "triton" and hasattr(optimizer, "gradient_factor"))
 
-def update(optimizer: torch.optim.Optimizer, applied: Tensor) -> None:
-    """Run the optimizer's step if `applied`, bool () on the device."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and not _creates_momentum(optimizer):
-        # Fused optimizers skip the step on the device if `found_inf` is set, as for `torch.amp.GradScaler`.
-        optimizer.found_inf = (~applied).float()  # type: ignore[union-attr]
-        optimizer.step()
-    elif applied.item():
-        optimizer.step()
+    def __call__(
+        self, shards: Sequence[Shard], gradients: list[Tensor], applied: Tensor, factor: Tensor | None = None
+    ) -> None:
+        """Take the step if `applied`, bool () on the device.
+
+        Args:
+            shards: Parameters that receive their gradients here; those of others are unchanged.
+            gradients: FP32, of the shards; they may be overwritten.
+            factor: FP32 (); None for 1.
+        """
+        optimizer = self._optimizer
+        if factor is not None and not self.multiplies:
+            self._multiply(gradients, factor)
+        for shard, gradient in zip(shards, gradients, strict=True):
+            store_gradient(shard, gradient)
+        if self._adamw is not None:
+            self._adamw.step(applied, factor)
+            return
+        if self.multiplies:
+            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not _creates_momentum(optimizer):
+            # Fused optimizers skip the step on the device if `found_inf` is set, as for `torch.amp.GradScaler`.
+            optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif applied.item():
+            optimizer.step()
 
 
 def _creates_momentum(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
-from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, local
+from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, local, stored
 from torchtitan_scape.core.tensors import add_to_each_
-from torchtitan_scape.kernels.backends import adams_step, choose_backend
+from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
 
 
@@ -22,7 +22,8 @@ class AdamS(Optimizer):
     """AdamS on synchronized gradients, with decoupled weight decay.
 
     A parameter without a gradient is not changed. If `found_inf`, a tensor set from outside as a gradient scaler does,
-    is not 0, the step is skipped on the device and nothing is written.
+    is not 0, the step is skipped on the device and nothing is written. The gradients are multiplied by
+    `gradient_factor`, FP32 () or None, as they are read.
 
     Args:
         params, lr, betas, eps, weight_decay: As in `torch.optim.AdamW`. Parameters are plain tensors or DTensors, named
@@ -31,6 +32,9 @@ class AdamS(Optimizer):
         allocate_state: False for an optimizer that supplies its rates to a method that performs the update itself.
             It has no state and cannot step.
     """
+
+    found_inf: Tensor | None = None  # `GradScaler` sets and deletes that of an object
+    gradient_factor: Tensor | None = None
 
     def __init__(
         self,
@@ -45,7 +49,6 @@ class AdamS(Optimizer):
         check_hyperparameters(lr, betas, eps, weight_decay)
         self._allocates_state = allocate_state
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.found_inf: Tensor | None = None
         self._step_supports_amp_scaling = True  # Declares support of `found_inf`, as PyTorch's fused optimizers do.
         self._kernels = kernels
         self._passes: dict[torch.device, Any] = {}  # One launch processes tensors of one device.
@@ -96,9 +99,8 @@ class AdamS(Optimizer):
                 by_device[local(shard.parameter).device].append(shard)
         for device, shards in by_device.items():
             if device not in self._passes:
-                self._passes[device] = adams_step(
-                    choose_backend(self._kernels, device, {s.parameter.dtype for s in shards})
-                )
+                backend = choose_backend(self._kernels, device, {s.parameter.dtype for s in shards})
+                self._passes[device] = elementwise_update(backend, "adams")
             applied = torch.ones((), dtype=torch.bool, device=device)
             if self.found_inf is not None:
                 applied = self.found_inf.to(device) == 0
@@ -106,11 +108,12 @@ class AdamS(Optimizer):
             add_to_each_([state["step"] for state in states], applied)
             rates = [Rates.of(group) for group in self.param_groups]
             self._passes[device].step(
-                [local(shard.parameter).detach() for shard in shards],
+                [stored(shard.parameter) for shard in shards],
                 [contiguous_gradient(shard) for shard in shards],
-                [local(state["exp_avg"]) for state in states],
+                [[local(state["exp_avg"]) for state in states]],
                 [rates[shard.group] for shard in shards],
                 torch.stack([state["step"] for state in states]),
                 applied,
+                self.gradient_factor,
             )
         return loss

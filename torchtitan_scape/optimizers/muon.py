@@ -5,7 +5,6 @@ step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arX
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +15,17 @@ from torch.distributed.tensor.placement_types import Shard as Cut
 from torch.optim import Optimizer
 
 from torchtitan_scape.core.hyperparameters import check_hyperparameters
-from torchtitan_scape.core.parameters import Shard, collect_shards, is_slice, local
-from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.parameters import (
+    Shard,
+    StoredTensors,
+    collect_shards,
+    contiguous_gradient,
+    is_slice,
+    local,
+)
+from torchtitan_scape.core.tensors import add_to_each_
+from torchtitan_scape.kernels.backends import choose_backend, muon_passes
+from torchtitan_scape.optimizers.adamw_pass import AdamWPass
 from torchtitan_scape.optimizers.cost import ITERATIONS
 from torchtitan_scape.optimizers.matrix_blocks import MatrixSplit, blocks_of
 from torchtitan_scape.optimizers.matrix_choice import (
@@ -32,6 +40,7 @@ from torchtitan_scape.optimizers.matrix_choice import (
 from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange, ReplicaShare
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
+_BATCH_ENTRIES = 1 << 26  # whose directions exist at once, 2 bytes each
 
 
 class Muon(Optimizer):
@@ -49,7 +58,8 @@ class Muon(Optimizer):
     bitwise equal to an unsharded run. A step is then collective over these ranks. With `share`, replicas with equal
     gradients also divide the matrices, and gather the results in BF16, with equal bits again.
 
-    With `fused`, a step is skipped on the device if `found_inf` is set, as by `torch.amp.GradScaler`.
+    With `fused`, a step is skipped on the device if `found_inf` is set, as by `torch.amp.GradScaler`. The gradients are
+    multiplied by `gradient_factor`, FP32 () or None, as they are read.
 
     The state of every parameter is "step" and "exp_avg", FP32, which is Muon's momentum; AdamW also has "exp_avg_sq". A
     parameter without a gradient is not changed; the gradient must then be missing on all ranks of the replica.
@@ -72,6 +82,7 @@ class Muon(Optimizer):
             its own shape. None for whole matrices. Leave out matrices with interleaved rows, whose blocks would mix
             heads: TorchTitan 0.3.0's `wqkv` (KV heads, query heads per KV head + 2, head dimension), and
             `query_key_value` of GPT-NeoX (heads, 3, head dimension).
+        kernels: Of everything but the matrix products, as in `AdamS`.
 
     Attributes:
         hidden: The parameters that Muon updates, the largest first.
@@ -79,6 +90,9 @@ class Muon(Optimizer):
     Raises:
         ValueError: Parameters have no names, no matrix is chosen, or a matrix is sharded otherwise.
     """
+
+    found_inf: Tensor | None = None  # `GradScaler` sets and deletes that of an object
+    gradient_factor: Tensor | None = None
 
     def __init__(
         self,
@@ -93,6 +107,7 @@ class Muon(Optimizer):
         share: ReplicaShare | None = None,
         matrices: MatrixChoice = None,
         split: MatrixSplit | None = None,
+        kernels: str = "auto",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -109,10 +124,15 @@ class Muon(Optimizer):
         self._exchange = MatrixExchange(_group_of(self.hidden), count)
         self._share = share or ReplicaShare()
         self._step_supports_amp_scaling = fused
-        self._adamw = None
+        device = shards[0].device
+        backend = choose_backend(kernels, device)
+        self._applied = torch.ones((), dtype=torch.bool, device=device)  # without `found_inf`
+        self._passes, self._stored = muon_passes(backend), StoredTensors(self.hidden)
+        self._adamw = self._adamw_pass = None
         if self._rest_groups:
             groups = [{"params": rest[i]} for i in self._rest_groups]
             self._adamw = torch.optim.AdamW(groups, fused=fused, foreach=foreach)
+            self._adamw_pass = AdamWPass.of(self._adamw, backend)
         for shard in shards:
             parameter = shard.parameter
             step = torch.zeros((), dtype=torch.float32, device=local(parameter).device if fused else "cpu")
@@ -163,24 +183,29 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        applied = None if found_inf is None else found_inf == 0
-        present = [s for s in self.hidden if s.parameter.grad is not None]
-        matrices = [shard for shard in present if shard.parameter.ndim == 2]
-        together = self._exchange.ranks * self._share.replicas
-        for first in range(0, len(matrices), together):
-            self._step_of(matrices[first : first + together], applied)
-        for stack in (shard for shard in present if shard.parameter.ndim == 3):
-            (direction,) = self.orthogonalize([stack], [self._average(stack, applied)])
-            self._apply(stack, direction, applied)
+        applied = self._applied if self.found_inf is None else self.found_inf == 0
+        weights = dict(zip(map(id, self.hidden), self._stored(), strict=True))
+        for shards in self._batches():
+            directions = self._average(shards, applied)
+            self._move(shards, weights, self._orthogonalized_by_all(shards, directions), applied)
         if self._adamw is not None:
-            if found_inf is not None:
-                self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
-            self._adamw.state = self.state
-            for own, i in zip(self._adamw.param_groups, self._rest_groups, strict=True):
-                own.update({key: self.param_groups[i][key] for key in ("lr", "betas", "eps", "weight_decay")})
-            self._adamw.step()
+            self._step_of_rest(self._adamw, applied)
         return loss
+
+    def _step_of_rest(self, adamw: torch.optim.AdamW, applied: Tensor) -> None:
+        """Take AdamW's step on the parameters that are not Muon's."""
+        adamw.state = self.state
+        for own, i in zip(adamw.param_groups, self._rest_groups, strict=True):
+            own.update({key: self.param_groups[i][key] for key in ("lr", "betas", "eps", "weight_decay")})
+        if self._adamw_pass is not None:
+            self._adamw_pass.step(applied, self.gradient_factor)
+            return
+        parameters = [p for group in adamw.param_groups for p in group["params"] if p.grad is not None]
+        if self.gradient_factor is not None and parameters:
+            torch._foreach_mul_([local(p.grad) for p in parameters], self.gradient_factor)  # type: ignore[arg-type]
+        if self.found_inf is not None:
+            adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        adamw.step()
 
     @property
     def exchange_ranks(self) -> int:
@@ -220,46 +245,71 @@ class Muon(Optimizer):
         parts = [orthogonalized(part) for part in blocks.whole_parts(matrix)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, blocks.dim)
 
-    def _step_of(self, shards: Sequence[Shard], applied: Tensor | None) -> None:
-        """Update at most as many matrices as there are ranks in all replicas that share the work.
+    def _batches(self) -> Iterator[list[Shard]]:
+        """Yield the parameters with gradients in parts, whose directions exist at once: matrices, then stacks."""
+        present = [shard for shard in self.hidden if shard.parameter.grad is not None]
+        matrices = [shard for shard in present if shard.parameter.ndim == 2]
+        together, batch = self._exchange.ranks * self._share.replicas, list[Shard]()
+        for first in range(0, len(matrices), together):
+            batch += matrices[first : first + together]
+            if sum(shard.size for shard in batch) >= _BATCH_ENTRIES:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+        yield from ([shard] for shard in present if shard.parameter.ndim == 3)
 
-        Args:
-            applied: bool (); if False, nothing changes. None for True.
-        """
-        ranks = self._exchange.ranks
-        parts = [shards[first : first + ranks] for first in range(0, len(shards), ranks)]
-        own = parts[self._share.replica] if self._share.replica < len(parts) else []
-        every = [self._average(shard, applied, needed=shard in own) for shard in shards]
-        directions = [direction for direction, shard in zip(every, shards, strict=True) if shard in own]
-        if own:
-            directions = self.orthogonalize(own, directions)
-        local_shapes = [[shard.local_shape for shard in part] for part in parts]
-        for shard, direction in zip(
-            shards, self._share.gather(directions, local_shapes, shards[0].device), strict=True
-        ):
-            self._apply(shard, direction, applied)
+    def _is_own(self, number: int) -> bool:
+        """Return whether this replica orthogonalizes the matrix of this number in a batch."""
+        return number // self._exchange.ranks % self._share.replicas == self._share.replica
 
-    def _average(self, shard: Shard, applied: Tensor | None, needed: bool = True) -> Tensor:
-        """Add the gradient to the momentum, and count the step.
+    def _average(self, shards: Sequence[Shard], applied: Tensor) -> list[Tensor]:
+        """Add the gradients to the momenta, and count the step, if `applied`, bool ().
 
         Returns:
-            The direction to be orthogonalized, BF16; an empty tensor if it is not needed.
+            The directions to be orthogonalized, BF16; empty tensors for matrices of other replicas.
         """
-        gradient, state = local(shard.parameter.grad), self.state[shard.parameter]  # type: ignore[arg-type]
-        momentum = self.param_groups[shard.group]["betas"][0]
-        with _masked(local(state["exp_avg"]), applied) as average:
-            average.lerp_(gradient, 1 - momentum)
-        state["step"] += 1 if applied is None else applied.to(state["step"].device)
-        return gradient.lerp(average, momentum).bfloat16() if needed else gradient.new_empty(0)
+        states = [self.state[shard.parameter] for shard in shards]
+        for device in {state["step"].device for state in states}:
+            one = torch.ones((), dtype=torch.bool, device=device) if self.found_inf is None else applied.to(device)
+            add_to_each_([state["step"] for state in states if state["step"].device == device], one)
+        directions: list[Tensor] = self._passes.average(
+            [contiguous_gradient(shard) for shard in shards],
+            [local(state["exp_avg"]) for state in states],
+            [self.param_groups[shard.group]["betas"][0] for shard in shards],
+            applied,
+            self.gradient_factor,
+            [shard.parameter.ndim == 3 or self._is_own(i) for i, shard in enumerate(shards)],
+        )
+        return directions
 
-    def _apply(self, shard: Shard, direction: Tensor, applied: Tensor | None) -> None:
-        """Decay the weights and move them along an orthogonalized direction."""
-        group = self.param_groups[shard.group]
-        with _masked(local(shard.parameter).detach(), applied) as weight:
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            pairs = zip(self.parts(shard, weight), self.parts(shard, direction), strict=True)
-            for (part, scale), (step, _) in pairs:
-                part.add_(step, alpha=-group["lr"] * scale)
+    def _orthogonalized_by_all(self, shards: Sequence[Shard], directions: list[Tensor]) -> list[Tensor]:
+        """Return the orthogonalized directions of a batch, of which each replica computes its share. Collective."""
+        if shards[0].parameter.ndim == 3:
+            return self.orthogonalize(shards, directions)
+        found, ranks = list[Tensor](), self._exchange.ranks
+        for first in range(0, len(shards), ranks * self._share.replicas):
+            numbers = range(first, min(first + ranks * self._share.replicas, len(shards)))
+            own = [i for i in numbers if self._is_own(i)]
+            mine = self.orthogonalize([shards[i] for i in own], [directions[i] for i in own]) if own else []
+            shapes = [shards[i].local_shape for i in numbers]
+            by_replica = [shapes[at : at + ranks] for at in range(0, len(shapes), ranks)]
+            found += self._share.gather(mine, by_replica, shards[0].device)
+        return found
+
+    def _move(
+        self, shards: Sequence[Shard], stored: dict[int, Tensor], directions: Sequence[Tensor], applied: Tensor
+    ) -> None:
+        """Decay the weights and move them along orthogonalized directions. stored: All weights, by id of the shard."""
+        weights, steps, factors = [], [], []
+        for shard, direction in zip(shards, directions, strict=True):
+            lr, decay = self.param_groups[shard.group]["lr"], self.param_groups[shard.group]["weight_decay"]
+            parts = zip(self.parts(shard, stored[id(shard)]), self.parts(shard, direction), strict=True)
+            for (weight, scale), (step, _) in parts:
+                weights.append(weight)
+                steps.append(step)
+                factors.append((1 - lr * decay, -lr * scale))
+        self._passes.move(weights, steps, factors, applied)
 
 
 def hidden_names(optimizer: Optimizer, shards: Iterable[Shard]) -> frozenset[str]:
@@ -293,17 +343,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         gram = to_bf16(x @ x.mT)
         x = to_bf16(add_product(x, to_bf16(add_product(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
     return (x.mT if is_tall else x).bfloat16()
-
-
-@contextmanager
-def _masked(tensor: Tensor, applied: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensor to be changed in place, or a copy that replaces it if `applied`."""
-    if applied is None:
-        yield tensor
-        return
-    changed = tensor.clone()
-    yield changed
-    masked_copy_(tensor, changed, applied)
 
 
 def _check_dtypes(shards: Iterable[Shard]) -> None:

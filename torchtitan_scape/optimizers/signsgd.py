@@ -23,10 +23,11 @@ class SignSGD(Optimizer):
         params, lr, weight_decay: As in `torch.optim.SGD`. Parameters are plain tensors or DTensors, named or not.
     """
 
+    found_inf: Tensor | None = None  # `GradScaler` sets and deletes that of an object
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
         check_hyperparameters(lr, (0.0, 0.0), 0.0, weight_decay)
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        self.found_inf: Tensor | None = None
         self._step_supports_amp_scaling = True  # Declares support of `found_inf`, as PyTorch's fused optimizers do.
         self._shards = collect_shards(self.param_groups)
         for shard in self._shards:

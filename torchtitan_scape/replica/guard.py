@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.plausibility import DamagedParametersError
-from torchtitan_scape.kernels.backends import choose_backend, finite_check
+from torchtitan_scape.kernels.backends import choose_backend, finite_check, norms
 from torchtitan_scape.replica.norms import ABSURD, FACTOR, NormLimits, above_the_limit
 from torchtitan_scape.replica.rates import RateComparison
 
@@ -50,7 +50,9 @@ def gradient_check(
         by_norms: Whether the norms of the gradients are needed afterwards, see `NormCheck`.
     """
     backend = choose_backend(kernels, shards[0].device, {shard.parameter.dtype for shard in shards})
-    return NormCheck(_LARGEST_NORM / factor) if by_norms else finite_check(backend, summable_below(factor))
+    if by_norms:
+        return NormCheck(norms(backend), _LARGEST_NORM / factor)
+    return finite_check(backend, summable_below(factor))
 
 
 class NormCheck:
@@ -63,12 +65,12 @@ class NormCheck:
         norms: FP64 (n,), of each gradient of the last check, before it is scaled.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, norms_of: Callable[[list[Tensor]], Tensor], limit: float) -> None:
+        self._norms_of, self._limit = norms_of, limit
         self.norms: Tensor  # set by the first check
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
-        self.norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float64))
+        self.norms = self._norms_of(gradients)
         return self.norms < self._limit
 
 

@@ -23,7 +23,7 @@ from tests.kernels.checks import (
     check_written,
     used,
 )
-from tests.kernels.dense_checks import check_adams, check_finite, check_frozen_adam
+from tests.kernels.dense_checks import RULES, check_muon, check_norms, check_update
 from tests.marks import ALL_EXAMPLES, covering, slow
 from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
 from torchtitan_scape.kernels.scape.torch_updates import torch_passes
@@ -196,39 +196,36 @@ def test_a_skipped_step_writes_nothing(case: Case) -> None:
 
 @settings(max_examples=examples(10))
 @given(
+    st.sampled_from(RULES),
     st.lists(st.integers(0, 5000), min_size=1, max_size=4),
     st.sampled_from([0, 1]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 99),
+    st.sampled_from([None, 0.3]),
 )
-def test_adams_equals_pytorch(sizes: list[int], offset: int, dtype: torch.dtype, seed: int) -> None:
-    check_adams(sizes, offset, dtype, seed, "cpu")
+def test_an_elementwise_step_equals_pytorch(
+    rule: str, sizes: list[int], offset: int, dtype: torch.dtype, seed: int, factor: float | None
+) -> None:
+    check_update(rule, sizes, offset, dtype, seed, "cpu", factor)
 
 
 @settings(max_examples=examples(10))
-@given(
-    st.lists(st.integers(0, 5000), min_size=1, max_size=4),
-    st.sampled_from([0, 1]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.integers(0, 99),
-)
-def test_adam_with_a_frozen_variance_equals_pytorch(
-    sizes: list[int], offset: int, dtype: torch.dtype, seed: int
-) -> None:
-    check_frozen_adam(sizes, offset, dtype, seed, "cpu")
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=4), st.sampled_from([0, 1]), st.integers(0, 99))
+def test_the_steps_of_muon_equal_pytorch(sizes: list[int], offset: int, seed: int) -> None:
+    check_muon(sizes, offset, seed, "cpu")
 
 
 @settings(max_examples=examples(10))
 @given(
     st.data(), st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16])
 )
-def test_finite_identifies_the_tensors(data: st.DataObject, sizes: list[int], dtype: torch.dtype) -> None:
+def test_norms_identify_the_tensors(data: st.DataObject, sizes: list[int], dtype: torch.dtype) -> None:
     bad = {}
     for i, n in enumerate(sizes):
         if data.draw(st.booleans()):
             value = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
             bad[i] = (data.draw(st.integers(0, n - 1)), value)
-    check_finite(sizes, bad, dtype, data.draw(st.sampled_from([0, 1])), "cpu")
+    check_norms(sizes, bad, dtype, data.draw(st.sampled_from([0, 1])), "cpu")
 
 
 @pytest.mark.parametrize(

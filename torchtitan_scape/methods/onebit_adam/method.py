@@ -16,12 +16,12 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import flat, indices_by_key
-from torchtitan_scape.kernels.backends import choose_backend, frozen_adam_step
+from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
-from torchtitan_scape.methods.update import clip, norm_over_model
+from torchtitan_scape.methods.update import clip_factor, norm_over_model
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Chunk
 
@@ -54,7 +54,7 @@ class OnebitAdam(Quantized):
         super().__init__(context, options.exchange())
         self.options = options
         backend = choose_backend(context.kernels, context.shards[0].device, {s.parameter.dtype for s in context.shards})
-        self._adam = frozen_adam_step(backend)
+        self._adam = elementwise_update(backend, "frozen")
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step
         self._keeps_errors = False  # in this step: pending errors wait for a step that sends the momentum
@@ -70,11 +70,12 @@ class OnebitAdam(Quantized):
             return
         context, phase, gradients = self.context, self.context.timer.phase, flat(gradients)
         with phase("clip"):
-            norms = list(torch._foreach_norm(gradients, 2, torch.float64))
+            norms = self.norms(gradients)
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
             norm = norm * context.gradient_scale
             if context.max_norm is not None:
-                context.clip_factor.copy_(clip(gradients, norm, context.max_norm, multiply=self.multiply_gradients))
+                context.clip_factor.copy_(clip_factor(norm, context.max_norm))
+                self.multiply_gradients(gradients, context.clip_factor)
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
         with phase("exchange"):
             momenta = self.synchronize_momenta(gradients, info)
@@ -88,8 +89,8 @@ class OnebitAdam(Quantized):
     def _if_finite(self, momenta: list[Tensor], info: StepInfo) -> StepInfo:
         """Return `info` without `applied`, and set the norm to infinity, if a synchronized momentum is not finite."""
         context = self.context
-        norms = list(torch._foreach_norm(momenta, 2, torch.float64))
-        sound = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device).isfinite()
+        norms, device = self.norms(momenta), context.grad_norm.device
+        sound = norm_over_model(context.shards, norms, self.collectives, device).isfinite()
         context.grad_norm.copy_(torch.where(sound, context.grad_norm, torch.inf))
         return info._replace(applied=info.applied & sound)
 
@@ -170,7 +171,7 @@ class OnebitAdam(Quantized):
         self._adam.step(
             [local(shard.parameter).detach() for shard in shards],
             momenta,
-            *([local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")),
+            [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")],
             [rates[shard.group] for shard in shards],
             torch.stack([local(state["step"]) for state in states]).double(),
             info.applied,

@@ -25,7 +25,7 @@ from torchtitan_scape.methods.quantized_update.columns import ColumnMessages, ad
 from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
 from torchtitan_scape.methods.quantized_update.owners import Owners
-from torchtitan_scape.methods.update import clip, one_for_several_steps, update
+from torchtitan_scape.methods.update import clip_factor, one_for_several_steps
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.algorithms import has_step_of
 from torchtitan_scape.optimizers.initial_state import create_state
@@ -129,9 +129,8 @@ class QuantizedUpdate(Method):
             norm = self._norm(gradients, exchanged, info.applied)
             context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
             if context.max_norm is not None:
-                context.clip_factor.copy_(
-                    clip(own, context.grad_norm, context.max_norm, multiply=self.multiply_gradients)
-                )
+                context.clip_factor.copy_(clip_factor(context.grad_norm, context.max_norm))
+                self.multiply_gradients(own, context.clip_factor)
         code, applied = self._update_code if encoded else None, info.applied & norm.isfinite()
         for number in exchanged:
             self._update(gradients, number, code, applied)
@@ -269,7 +268,7 @@ class QuantizedUpdate(Method):
             stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
         steps = self._steps_of(number)
         with self._state_of_others_kept(owned, steps), one_for_several_steps(self.context.optimizer, steps):
-            update(self.context.optimizer, applied)
+            self.optimizer_step([], [], applied)
         for shard, gradient in zip(shards, kept, strict=True):
             shard.parameter.grad = gradient
         changes = {}

@@ -62,7 +62,7 @@ class Radius(GradientMethod):
         self._versions: list[int] = []
         self._start = options.start if options.start >= 0 else context.part_of_run(5, "start")
         self._is_refresh = False
-        self._step_norms: list[Tensor] | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
+        self._step_norms: Tensor | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         full = (
@@ -94,7 +94,7 @@ class Radius(GradientMethod):
         if self._mask_counts != self._selected:
             self._mask_counts = None  # they depend on `info.applied`, which is on the device
 
-    def gradient_norms(self, gradients: list[Tensor]) -> list[Tensor]:
+    def gradient_norms(self, gradients: list[Tensor]) -> Tensor:
         return super().gradient_norms(gradients) if self._step_norms is None else self._step_norms
 
     def prepare_to_load(self) -> None:
@@ -187,6 +187,8 @@ class Radius(GradientMethod):
             second = local(state["exp_avg_sq"]).reshape(-1).float()
         else:
             gradient = contiguous_gradient(shard).float().view(-1)
+            if self.optimizer_step.multiplies:
+                gradient = gradient * self.context.clip_factor
             previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
             second = previous.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
         steps = local(state["step"]).double()
