@@ -128,6 +128,20 @@ class ReplicaCollectives(OwnerExchange):
         self._count(kind, reduce_bytes(tensor.numel(), self.levels, message_size(codec)))
         return self._all_reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
+    def reduces_together(self, device: torch.device) -> bool:
+        """Return whether `all_reduce_together` is available for tensors on this device."""
+        return False
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], mean: bool = True, kind: str = "payload") -> Handle:
+        """Start an all-reduce of several FP32 tensors over the replicas, in place and without a buffer, in one call."""
+        if self.replicas == 1 or not tensors:
+            return Handle()
+        self._count(kind, reduce_bytes(sum(tensor.numel() for tensor in tensors), self.levels))
+        return self._all_reduce_together(list(tensors), mean)
+
+    def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
+        raise NotImplementedError
+
     def all_reduce_messages(
         self,
         sent: Tensor,

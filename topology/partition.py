@@ -14,6 +14,8 @@ PAIR_BYTES = 3 << 20
 # Two chunks are in flight at once. This limits their memory to two fifths of that of all entries.
 LARGEST_SHARE = 5
 _ROUNDING = 1 << 20
+# Entries of a chunk of whole tensors that is exchanged in place. It needs no buffer, and its tensors are one call.
+_TOGETHER = 1 << 26
 # A small model is divided into about eight chunks, so that the first one is sent long before the last one is ready.
 _CHUNKS, _MIN_ENTRIES = 8, 1 << 16
 
@@ -83,3 +85,16 @@ def chunks_of(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1) -
             first += length
         begin += -(-sizes[tensor] // block) * block
     return [Chunk(entries, tuple(parts)) for entries, parts in zip(lengths, slices, strict=True)]
+
+
+def whole_chunks(sizes: Sequence[int], least: int = _TOGETHER) -> list[Chunk]:
+    """Divide tensors into chunks of whole ones, of `least` entries or more. The last tensor comes first."""
+    chunks: list[Chunk] = []
+    slices: list[Slice] = []
+    for tensor in reversed(range(len(sizes))):
+        at = slices[-1].at + slices[-1].length if slices else 0
+        slices.append(Slice(tensor, 0, sizes[tensor], at))
+        if at + sizes[tensor] >= least or tensor == 0:
+            chunks.append(Chunk(at + sizes[tensor], tuple(slices)))
+            slices = []
+    return chunks

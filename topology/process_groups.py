@@ -32,7 +32,7 @@ from torchtitan_scape.topology.stages import (
     reduce_scatter_encoded,
     reduce_to_owners,
 )
-from torchtitan_scape.topology.torch_version import all_gather_into, reduce_scatter_into
+from torchtitan_scape.topology.torch_version import all_gather_into, all_reduce_tensors, reduce_scatter_into
 from torchtitan_scape.topology.traffic import REPLICATE
 
 
@@ -72,6 +72,13 @@ class ProcessGroupCollectives(ReplicaCollectives):
             # gloo has no ReduceOp.AVG
             return Handle(work.wait, partial(divide_, tensor, divisor))
         return self._start(lambda levels: all_reduce_(tensor, levels, divisor), tensor.device)
+
+    def reduces_together(self, device: torch.device) -> bool:
+        # gloo would copy the tensors into a buffer of their size.
+        return len(self.levels) == 1 and device.type == "cuda"
+
+    def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
+        return Handle(all_reduce_tensors(tensors, mean, self.groups.replicate))
 
     def _all_reduce_messages(
         self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool

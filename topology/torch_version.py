@@ -46,6 +46,25 @@ RELEASE = release_of(torch.__version__)
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+def all_reduce_tensors(tensors: list[torch.Tensor], mean: bool, group: Any) -> Any:
+    """Start an all-reduce of several tensors in place, as one call. Return the function that waits for it.
+
+    `dist.all_reduce_coalesced` does the same without a mean, and warns that it will be removed.
+    """
+    options = dist.AllreduceCoalescedOptions()
+    averages = mean and tensors[0].is_cuda  # gloo has no ReduceOp.AVG
+    options.reduceOp = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    work = group.allreduce_coalesced(tensors, options)
+
+    def wait() -> None:
+        work.wait()
+        if mean and not averages:
+            torch._foreach_div_(tensors, group.size())
+
+    return wait
+
+
 # 2.10 passes the mask of flex attention by position, and TorchTitan's module accepts it by name only.
 FLEX_ON_PARTS = RELEASE >= (2, 11)
 

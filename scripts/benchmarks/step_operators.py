@@ -165,6 +165,9 @@ class OneOfManyRanks(ProcessGroupCollectives):
         if per_node > 1:
             self.levels = RankGroup("node", per_node, 0), RankGroup("network", replicas // per_node, 0)
 
+    def reduces_together(self, device: torch.device) -> bool:
+        return len(self.levels) == 1
+
     def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
         exchange(self.levels)
         return Handle()
@@ -193,6 +196,7 @@ def as_one_rank(counter: StepCounter) -> Iterator[None]:
             stack.enter_context(replaced(module, "dist", library))
             for name in ("all_gather_into", "reduce_scatter_into"):
                 stack.enter_context(replaced(module, name, collective))
+        stack.enter_context(replaced(process_groups, "all_reduce_tensors", lambda *_: collective().wait))
         stack.enter_context(replaced(launching, "launch", launch))
         yield
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from tests.marks import covering, slow
 from tests.pool import Pool
+from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
@@ -24,7 +25,7 @@ from torchtitan_scape.topology.groups import build_groups
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
 from torchtitan_scape.topology.partition import CHUNK_ENTRIES
-from torchtitan_scape.topology.process_groups import collectives_of
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives, collectives_of
 
 STEPS = 8
 
@@ -363,3 +364,28 @@ def cut_by_tensor_parallelism() -> str:
 def test_uneven_tensor_parallel_shards_are_refused(pool2: Pool) -> None:
     said = r"tensor_parallel_degree = 2 does not divide dimension 1 of 'output.weight', \(4, 5\); choose one that does"
     assert all(re.search(said, message) for message in pool2(cut_by_tensor_parallelism))
+
+
+def train_dense(together: bool, reduction: str) -> dict[str, Any]:
+    """Train with chunks in buffers, or in place as on a GPU."""
+    kept = ProcessGroupCollectives.reduces_together
+    ProcessGroupCollectives.reduces_together = lambda *_: together  # type: ignore[method-assign]
+    try:
+        model = make_model()
+        optimizer = make_optimizer(model, "dense", reduction=reduction)
+        for number in range(1, 4):
+            loss_of(model, number, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        ProcessGroupCollectives.reduces_together = kept  # type: ignore[method-assign]
+    return {"weights": weights(model), "bytes": optimizer.stats()["sent_bytes"]}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_dense_gradients_are_exchanged_in_place(reduction: str, pool2: Pool) -> None:
+    for in_place, buffered in zip(
+        *(pool2(train_dense, together, reduction) for together in (True, False)), strict=True
+    ):
+        assert torch.equal(in_place["weights"], buffered["weights"])
+        assert in_place["bytes"] == buffered["bytes"]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_scape.methods.codes import encoded_size
-from torchtitan_scape.topology.partition import chunk_limit, chunk_sizes, chunks_of
+from torchtitan_scape.topology.partition import chunk_limit, chunk_sizes, chunks_of, whole_chunks
 
 
 @given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 200), st.sampled_from([1, 32]))
@@ -22,6 +22,20 @@ def test_every_entry_is_in_one_chunk(sizes: list[int], most: int, block: int) ->
             assert s.at >= end and (s.at - s.first) % block == 0
             end = s.at + s.length
         assert end <= chunk.entries
+
+
+@given(st.lists(st.integers(0, 300), max_size=9), st.integers(1, 500))
+def test_chunks_of_whole_tensors_are_in_reverse_order(sizes: list[int], least: int) -> None:
+    chunks = whole_chunks(sizes, least)
+    assert [s.tensor for c in chunks for s in c.slices] == [*reversed(range(len(sizes)))]
+    for chunk in chunks:
+        assert all(s.first == 0 and s.length == sizes[s.tensor] for s in chunk.slices)
+        assert [s.at for s in chunk.slices] == [
+            sum(s.length for s in chunk.slices[:i]) for i in range(len(chunk.slices))
+        ]
+        assert chunk.entries == sum(s.length for s in chunk.slices)
+        assert chunk.entries - chunk.slices[-1].length < least
+    assert all(chunk.entries >= least for chunk in chunks[:-1])
 
 
 def test_chunks_grow_with_the_replicas_and_shrink_with_the_code() -> None:
