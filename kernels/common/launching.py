@@ -69,6 +69,39 @@ class DeviceTable:
         return self.values
 
 
+class AddressTable:
+    """Addresses of lists of tensors, int64 (lists, tensors), on the device. It does not keep the tensors in memory.
+
+    Attributes:
+        values: The table, with 0 for absent tensors. Kernels add the position of an entry to an address.
+        kinds: For each tensor, whether all its addresses are multiples of 16 bytes, and its dtype in every list, None
+            if it is absent.
+    """
+
+    def __init__(self, lists: int, tensors: int, device: torch.device) -> None:
+        self.values = torch.zeros(lists, tensors, dtype=torch.int64, device=device)
+        self._found: list[list[tuple[int, torch.dtype | None]]] = [[(0, None)] * tensors for _ in range(lists)]
+        self._has = [False] * lists
+        self.kinds: tuple[tuple[bool, tuple[torch.dtype | None, ...]], ...] = ()
+
+    def set(self, number: int, tensors: Sequence[Tensor | None]) -> None:
+        """Set a list. It is copied to the device if an address differs from the previous one."""
+        found = [(0, None) if t is None else (t.data_ptr(), t.dtype) for t in tensors]
+        if found == self._found[number]:
+            return
+        self._found[number], self._has[number] = found, any(dtype is not None for _, dtype in found)
+        on_host = torch.tensor([address for address, _ in found], dtype=torch.int64, device="cpu")
+        self.values[number].copy_(to_device(on_host, self.values.device))
+        self.kinds = tuple(
+            (not any(address % 16 for address, _ in column), tuple(dtype for _, dtype in column))
+            for column in zip(*self._found, strict=True)
+        )
+
+    def has(self, number: int) -> bool:
+        """Return whether a list contains a tensor."""
+        return self._has[number]
+
+
 class TileSchedule:
     """Lists of tiles over tensors in blocks, cached on the device; see `triton_common`.
 

@@ -1,8 +1,9 @@
 """First and last pass of a coded exchange as Triton kernels: from the tensors to messages, and back.
 
 A program processes a tile: up to ROWS blocks of one slice, which lie in one message. A tile has four int32: slice, its
-first block in the slice and in the chunk, and number of blocks. The table has one row of int64 per slice, with the
-addresses of its data. With FULL all entries of a tile exist, and its storage is aligned to 16 bytes.
+first block in the slice and in the chunk, and number of blocks. `slices` has a row of int64 per slice: tensor, first
+entry, entries between the first entries of two blocks, and number of entries. `addresses` has the lists of `layout`,
+int64, of `tensors` addresses each. With FULL all entries of a tile exist, and its storage is aligned to 16 bytes.
 
 Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) and writes b / 8; `apply_kernel` reads
 them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
@@ -17,15 +18,10 @@ import triton.language as tl
 
 from torchtitan_scape.kernels.codec.triton_decode import decoded, joined
 from torchtitan_scape.kernels.codec.triton_kernels import codes_of, scales_of, store_codes, values_of
+from torchtitan_scape.kernels.exchange import layout
 
-# Columns of the table, int64.
-FIRST = tl.constexpr(0)  # address
-SECOND = tl.constexpr(1)  # address
-OWNER_ERROR = tl.constexpr(2)  # address
-STEP = tl.constexpr(3)  # address, or 0
-STRIDE = tl.constexpr(4)  # entries between the first entries of two blocks
-LENGTH = tl.constexpr(5)  # entries
-COLUMNS = tl.constexpr(6)
+_FIRST, _SECOND = tl.constexpr(layout.FIRST), tl.constexpr(layout.SECOND)
+_OWNER_ERROR, _STEP = tl.constexpr(layout.OWNER_ERROR), tl.constexpr(layout.STEP)
 
 
 @triton.jit
@@ -44,11 +40,12 @@ def tile_of(tiles, blocks):
 
 
 @triton.jit
-def pointer(table, number, COLUMN: tl.constexpr, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    address = tl.load(table + number * COLUMNS + COLUMN).to(tl.pointer_type(DTYPE))
+def pointer(address, tensors, first, LIST: tl.constexpr, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    """Return the pointer to an entry of a tensor in a list. address: that of the tensor in the first list."""
+    data = tl.load(address + LIST * tensors).to(tl.pointer_type(DTYPE)) + first
     if FULL:
-        address = tl.multiple_of(address, 16)
-    return address
+        data = tl.multiple_of(data, 16)
+    return data
 
 
 @triton.jit
@@ -58,31 +55,39 @@ def everywhere(flag, at):
 
 
 @triton.jit
+def first_entry(slices, number, row):
+    """Return the position in its tensor, int64, of the first entry of a block of a slice."""
+    return tl.load(slices + number * 4 + 1) + row * tl.load(slices + number * 4 + 2)
+
+
+@triton.jit
 def entries_of(
-    table, number, row, count, block, offset, BLOCK: tl.constexpr, FULL: tl.constexpr, REPEATS: tl.constexpr
+    slices, number, row, count, block, offset, BLOCK: tl.constexpr, FULL: tl.constexpr, REPEATS: tl.constexpr
 ):
-    """Return the positions of entries in their slice, int64, and a mask of those that exist.
+    """Return the positions of entries after the first one of their tile, int32, and a mask of those that exist.
 
     block, offset: block in the tile and offset in the block of every entry, of shapes that can be combined.
     """
-    stride = tl.load(table + number * COLUMNS + STRIDE)
+    stride = tl.load(slices + number * 4 + 2).to(tl.int32)
     if FULL:
         stride = tl.multiple_of(stride, 16)
         inside = (block < count) & (offset >= 0)
     else:
-        length = tl.load(table + number * COLUMNS + LENGTH)
-        inside = (block < count) & ((row + block) * BLOCK + offset < length)
+        left = (tl.minimum(tl.load(slices + number * 4 + 3) - row * BLOCK, count * BLOCK)).to(tl.int32)
+        inside = block * BLOCK + offset < left
         if REPEATS:
-            present = tl.minimum(length - (row + block) * BLOCK, BLOCK)
+            present = tl.minimum(left - block * BLOCK, BLOCK)
             inside = (block < count) & (offset >= 0)
-            offset = offset % tl.maximum(present, 1).to(tl.int32)
-    return (row + block) * stride + offset, inside
+            offset = offset % tl.maximum(present, 1)
+    return block * stride + offset, inside
 
 
-@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor", "elsewhere"])
+@triton.jit(do_not_specialize=["tensors", "blocks", "size", "replica", "replicas", "factor", "elsewhere"])
 def encode_kernel(
     tiles,
-    table,
+    slices,
+    addresses,
+    tensors,
     words,
     scales,
     owned_error,
@@ -116,12 +121,17 @@ def encode_kernel(
     """
     EACH: tl.constexpr = 32 // BITS
     number, row, message, start, count = tile_of(tiles, blocks)
+    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     block = tl.arange(0, ROWS)
     offset = tl.arange(0, BLOCK // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
-    at, inside = entries_of(table, number, row, count, block[:, None, None], offset, BLOCK, FULL, REPEATS)
-    value = tl.load(pointer(table, number, FIRST, DTYPE, FULL) + at, mask=inside, other=0.0).to(tl.float32)
+    at, inside = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, REPEATS)
+    value = tl.load(pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at, mask=inside, other=0.0).to(
+        tl.float32
+    )
     if HAS_SECOND:
-        second = tl.load(pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(
+            pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at, mask=inside, other=0.0
+        ).to(tl.float32)
     if SUBTRACTS:
         value -= second
     else:
@@ -131,7 +141,7 @@ def encode_kernel(
     if HAS_OWNER_ERROR:
         owned = everywhere(message == replica, at)
         read = inside & everywhere((message == replica) | (elsewhere != 0), at)
-        error = tl.load(pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at, mask=read, other=0.0)
+        error = tl.load(pointer(address, tensors, first_at, _OWNER_ERROR, tl.float32, FULL) + at, mask=read, other=0.0)
         divided = tl.div_rn(error, tl.zeros_like(error) + replicas.to(tl.float32))
         owned_at = (start + block[:, None, None]) * BLOCK + offset
         tl.store(owned_error + owned_at, divided, mask=inside & owned)
@@ -140,16 +150,22 @@ def encode_kernel(
     codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
     if STORES_ERROR:
         error = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
-        _, exists = entries_of(table, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
+        _, exists = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
         kept = exists & everywhere(tl.load(applied) != 0, at)
-        tl.store(pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at, error.to(SECOND_DTYPE), mask=kept)
+        tl.store(
+            pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at,
+            error.to(SECOND_DTYPE),
+            mask=kept,
+        )
     store_codes(words, scales, message, start, blocks, size, codes, low, high, block < count, BITS, SCALES, BLOCK)
 
 
-@triton.jit(do_not_specialize=["blocks", "size", "replica", "replicas", "factor", "elsewhere"])
+@triton.jit(do_not_specialize=["tensors", "blocks", "size", "replica", "replicas", "factor", "elsewhere"])
 def apply_kernel(
     tiles,
-    table,
+    slices,
+    addresses,
+    tensors,
     sent_words,
     sent_scales,
     words,
@@ -188,19 +204,20 @@ def apply_kernel(
     EACH: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
+    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
-    at, inside = entries_of(table, number, row, count, block, offset, BLOCK, FULL, False)
+    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
     a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     mean = joined(a, b, c, d, EACH)
-    firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
+    firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
         owned = everywhere(message == replica, at)
         kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
         owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
-        errors = pointer(table, number, OWNER_ERROR, tl.float32, FULL) + at
-        seconds = pointer(table, number, SECOND, SECOND_DTYPE, FULL) + at
+        errors = pointer(address, tensors, first_at, _OWNER_ERROR, tl.float32, FULL) + at
+        seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         if not ERRORS_STORED:
             a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
             sent = joined(a, b, c, d, EACH)
@@ -228,18 +245,19 @@ def apply_kernel(
             written = kept & everywhere((message == replica) | (elsewhere != 0), at)
             tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=written)
     if HAS_STEPS:
-        address = tl.load(table + number * COLUMNS + STEP)
-        steps = address.to(tl.pointer_type(tl.float32)) + at
-        has_step = inside & everywhere(address != 0, at)
+        steps = pointer(address, tensors, first_at, _STEP, tl.float32, FULL) + at
+        has_step = inside & everywhere(tl.load(address + _STEP * tensors) != 0, at)
         tl.store(steps, tl.load(steps, mask=has_step, other=0.0) + mean, mask=has_step)
     if not SUBTRACTS:
         tl.store(firsts, mean.to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["blocks", "size"])
+@triton.jit(do_not_specialize=["tensors", "blocks", "size"])
 def add_kernel(
     tiles,
-    table,
+    slices,
+    addresses,
+    tensors,
     words,
     scales,
     blocks,
@@ -256,10 +274,11 @@ def add_kernel(
     EACH: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
+    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
-    at, inside = entries_of(table, number, row, count, block, offset, BLOCK, FULL, False)
+    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
     a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-    firsts = pointer(table, number, FIRST, DTYPE, FULL) + at
+    firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
     tl.store(firsts, (first + joined(a, b, c, d, EACH)).to(DTYPE), mask=inside)

@@ -1,22 +1,23 @@
 """First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
 
-None synchronizes with the device, except `BlockSlices.has_errors_elsewhere` after a load. The specification is the
-exchange through a buffer: `sparta.method.Sparta._send`, `quantized.method.Quantized.send` and
-`quantized_update.method.QuantizedUpdate._send_to_owners`.
+None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send`,
+`quantized.method.Quantized.send` and `quantized_update.method.QuantizedUpdate._send_to_owners`.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.codec.triton_passes import message_parts
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import DeviceTable, LatestResult, addresses, aligned, as_flag, to_device
+from torchtitan_scape.kernels.common.launching import AddressTable, as_flag, to_device
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES
 from torchtitan_scape.kernels.exchange import triton_kernels
-from torchtitan_scape.kernels.exchange.layout import BlockSlices, SentMessages
+from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, STEP, BlockSlice, SentMessages
 
 _TILE = 2048  # entries of a tile; at least one block
 _WARPS = 4
@@ -27,212 +28,216 @@ class _Launch(NamedTuple):
 
     Attributes:
         full: constant FULL.
-        dtype, second: dtypes of the tensors.
+        dtype, second: dtypes of the tensors; that of an absent second one is None.
         entries, steps: entries of the tiles, and those of them that have steps.
     """
 
     tiles: Tensor
     full: bool
     dtype: torch.dtype
-    second: torch.dtype
+    second: torch.dtype | None
     entries: int
     steps: int
 
 
-class _Plan:
-    """Table and tiles of a `BlockSlices`, and of later ones with the same sizes and strides."""
+class BlockExchange:
+    """Passes over a chunk: slices of tensors that are exchanged together, encoded, and the chunk's messages.
 
-    def __init__(self, slices: BlockSlices) -> None:
-        self.rows = _TILE // slices.code.block_size
-        self._lengths = [each.numel() for each in slices.first]
-        device = slices.first[0].device
-        self._table = DeviceTable(len(self._lengths), triton_kernels.COLUMNS.value, torch.int64, device)
-        self._lists: dict[Any, list[_Launch]] = {}
-        self._latest = LatestResult[tuple[Tensor, list[_Launch]]]()
+    The tensors, contiguous and of any shape, are given to each pass as the lists of `layout` in an `AddressTable`.
 
-    def of(self, slices: BlockSlices) -> tuple[Tensor, list[_Launch]]:
-        """Return the table on the device, and the launches that cover all blocks."""
-        key = "fixed" if slices.fixed else self._key(slices)
-        return self._latest.get(key, lambda: (self._table_of(slices), self._lists_of(slices)))
+    Args:
+        slices: In any order, with gaps between them, which are zeros.
+        code: Code of the messages.
+        size: Entries of the chunk, padding included: a multiple of the number of messages times the block of the code.
+        replicas: Number of messages, one per owner.
+        replica: Index of the message of this replica; -1 if it keeps no error of a mean.
+        repeats: The entries of a shorter last block are repeated in it; otherwise zeros follow.
+        device: Device of the tensors.
+    """
 
-    def _key(self, slices: BlockSlices) -> Any:
-        """Return everything that the table and the launches depend on and that may change."""
-        columns = slices.first, slices.second, slices.owner_error
-        dtypes = [[t.dtype for t in tensors] for tensors in columns[:2]]
-        steps = [0 if step is None else step.data_ptr() for step in slices.steps]
-        return [addresses(tensors) for tensors in columns], steps, dtypes
+    def __init__(
+        self,
+        slices: Sequence[BlockSlice],
+        code: BlockCode,
+        size: int,
+        replicas: int,
+        replica: int,
+        repeats: bool,
+        device: torch.device,
+    ) -> None:
+        self.slices, self.code, self._replicas, self._replica, self._repeats = slices, code, replicas, replica, repeats
+        self.count = size // replicas  # entries of a message
+        self._blocks, self._bytes = self.count // code.block_size, code.message_bytes(self.count)
+        self._rows = _TILE // code.block_size
+        filled = sum(-(-each.length // code.block_size) for each in slices)
+        # Kernels write neither blocks without a slice nor the padding of messages: zeros, the code of zeros.
+        self._is_padded = filled < replicas * self._blocks or self._blocks * code.block_bytes < self._bytes
+        rows = [(each.tensor, each.first, each.stride, each.length) for each in slices]
+        self._slices = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), device)
+        self._launches: dict[Any, list[_Launch]] = {}
 
-    def _table_of(self, slices: BlockSlices) -> Tensor:
-        block, rows = slices.code.block_size, []
-        for i, first in enumerate(slices.first):
-            columns = [
-                first,
-                *(each[i] if each else None for each in (slices.second, slices.owner_error, slices.steps)),
-            ]
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in columns]
-            rows.append((*addresses, first.stride(0) if first.ndim == 2 else block, first.numel()))
-        return self._table.set(rows)
+    def encode(
+        self,
+        tensors: AddressTable,
+        subtracts: bool,
+        factor: float = 1.0,
+        applied: Tensor | None = None,
+        errors_elsewhere: bool = False,
+    ) -> SentMessages:
+        """Encode first - second (`subtracts`), or first * factor + second, plus the owner's error.
 
-    def _lists_of(self, slices: BlockSlices) -> list[_Launch]:
-        kinds = []
-        for i, first in enumerate(slices.first):
-            others = [each[i] for each in (slices.second, slices.owner_error) if each]
-            second = others[0].dtype if slices.second else torch.float32
-            kinds.append((aligned(first, *others), (first.dtype, second)))
-        key = tuple(kinds)
-        if key not in self._lists:
-            if len(self._lists) > 8:  # the alignment of gradients changes
-                self._lists.clear()
-            self._lists[key] = self._build(slices, kinds)
-        return self._lists[key]
+        The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains
+        it. With `applied`, bool (), second becomes the quantization error if it is true, and `apply` adds the owner's.
 
-    def _build(self, slices: BlockSlices, kinds: list[tuple[bool, Any]]) -> list[_Launch]:
-        found: dict[tuple[bool, Any], list[Tensor]] = {}
-        entries: dict[tuple[bool, Any], list[int]] = {}
-        block, slot = slices.code.block_size, 0
-        for number, (length, (is_aligned, dtypes)) in enumerate(zip(self._lengths, kinds, strict=True)):
-            blocks, complete = -(-length // block), length // block
-            slot = slices.starts[number] if slices.starts else slot
+        Args:
+            errors_elsewhere: The owner's errors may be nonzero outside the message of this replica, for example after a
+                load from another layout. An exchange that is applied leaves none there.
+        """
+        assert tensors.has(SECOND) or not (tensors.has(OWNER_ERROR) or applied is not None)
+        assert applied is None or not subtracts  # the second pass would need the parameters
+        sent = self._allocate(tensors, errors_elsewhere, applied is not None)
+        for each in self._launches_of(tensors):
+            second = 0 if each.second is None else each.second.itemsize
+            read = each.dtype.itemsize + second + self._owner_error_bytes(tensors, errors_elsewhere)
+            launching.launch(
+                triton_kernels.encode_kernel,
+                (len(each.tiles),),
+                *self._tables(each, tensors),
+                *message_parts(sent.messages, self.code.scale),
+                each.tiles if sent.error is None else sent.error,
+                each.tiles if applied is None else as_flag(applied),
+                *self._scalars(sent, factor),
+                warps=_WARPS,
+                moved=round((read if applied is None else read + second) * each.entries),
+                LARGEST=FORMATS[self.code.name].largest,
+                REPEATS=self._repeats,
+                SUBTRACTS=subtracts,
+                STORES_ERROR=applied is not None,
+                **self._constants(each),
+                **_errors(each, tensors),
+            )
+        return sent
+
+    def apply(
+        self, tensors: AddressTable, sent: SentMessages, applied: Tensor, subtracts: bool, factor: float = 1.0
+    ) -> None:
+        """Write the means and the errors of an exchange that `encode` started with the same arguments.
+
+        With `subtracts`, and if `applied`, bool (): first -= mean, second = first - error, steps += mean. Otherwise
+        first = mean, and if `applied`, second = error. The owner's error, or the error, of the slice of this replica
+        contains that of its mean, times the number of replicas.
+        """
+        for each in self._launches_of(tensors):
+            moved = each.dtype.itemsize + self._owner_error_bytes(tensors, sent.errors_elsewhere)
+            if each.second is not None and not sent.stores_errors:
+                moved += each.dtype.itemsize + 2 * each.second.itemsize
+                if sent.errors_elsewhere:
+                    moved += 4 - self._owner_error_bytes(tensors, False)
+            elif each.second is not None and not tensors.has(OWNER_ERROR):
+                moved += 2 * each.second.itemsize / self._replicas
+            launching.launch(
+                triton_kernels.apply_kernel,
+                (len(each.tiles),),
+                *self._tables(each, tensors),
+                *message_parts(sent.means if sent.stores_errors else sent.messages, self.code.scale),
+                *message_parts(sent.means, self.code.scale),
+                each.tiles if sent.error is None else sent.error,
+                as_flag(applied),
+                *self._scalars(sent, factor),
+                warps=_WARPS,
+                moved=round(moved * each.entries) + 8 * each.steps,
+                SUBTRACTS=subtracts,
+                HAS_STEPS=each.steps > 0,
+                ERRORS_STORED=sent.stores_errors,
+                **self._constants(each),
+                **_errors(each, tensors),
+            )
+
+    def add(self, tensors: AddressTable, messages: Tensor) -> None:
+        """Add the decoded messages, uint8 (messages, bytes): first += message."""
+        for each in self._launches_of(tensors):
+            launching.launch(
+                triton_kernels.add_kernel,
+                (len(each.tiles),),
+                *self._tables(each, tensors),
+                *message_parts(messages, self.code.scale),
+                self._blocks,
+                messages.shape[1] // 16,
+                warps=_WARPS,
+                moved=2 * each.dtype.itemsize * each.entries,
+                **self._constants(each),
+            )
+
+    def _allocate(self, tensors: AddressTable, errors_elsewhere: bool, stores_errors: bool) -> SentMessages:
+        device, shape = self._slices.device, (self._replicas, self._bytes)
+        messages = (torch.zeros if self._is_padded else torch.empty)(shape, dtype=torch.uint8, device=device)
+        means = torch.empty((shape[0] if self._replica >= 0 else 0, shape[1]), dtype=torch.uint8, device=device)
+        error, adds_error = None, tensors.has(OWNER_ERROR)
+        if tensors.has(SECOND) and self._replica >= 0:
+            error = (torch.zeros if adds_error else torch.empty)(self.count, dtype=torch.float32, device=device)
+        return SentMessages(messages, means, error, adds_error, errors_elsewhere, stores_errors)
+
+    def _launches_of(self, tensors: AddressTable) -> list[_Launch]:
+        """Return the launches that cover all blocks."""
+        key = tuple(tensors.kinds[each.tensor] for each in self.slices)
+        if key not in self._launches:
+            if len(self._launches) > 8:  # the alignment of gradients changes
+                self._launches.clear()
+            self._launches[key] = self._build(key)
+        return self._launches[key]
+
+    def _build(self, kinds: Sequence[tuple[bool, tuple[torch.dtype | None, ...]]]) -> list[_Launch]:
+        found: dict[Any, list[Tensor]] = {}
+        entries: dict[Any, list[int]] = {}
+        block = self.code.block_size
+        for number, (each, (is_aligned, dtypes)) in enumerate(zip(self.slices, kinds, strict=True)):
+            blocks, complete = -(-each.length // block), each.length // block
             for full, begin, end in ((True, 0, complete), (False, complete, blocks)):
+                kind = full and is_aligned, dtypes[FIRST], dtypes[SECOND]
                 while begin < end:  # no tile extends over two messages
-                    stop = min(end, ((slot + begin) // slices.blocks + 1) * slices.blocks - slot)
-                    rows = torch.arange(begin, stop, self.rows, dtype=torch.int32, device="cpu")
-                    columns = torch.full_like(rows, number), rows, rows + slot, (stop - rows).clamp(max=self.rows)
-                    kind = full and is_aligned, dtypes
-                    found.setdefault(kind, []).append(torch.stack(columns, 1))
-                    counts = entries.setdefault(kind, [0, 0])
-                    counts[0] += min(stop * block, length) - begin * block
-                    if slices.steps and slices.steps[number] is not None:
-                        counts[1] += min(stop * block, length) - begin * block
+                    stop = min(end, ((each.start + begin) // self._blocks + 1) * self._blocks - each.start)
+                    rows = torch.arange(begin, stop, self._rows, dtype=torch.int32, device="cpu")
+                    left = (stop - rows).clamp(max=self._rows)
+                    tiles = torch.stack((torch.full_like(rows, number), rows, rows + each.start, left), 1)
+                    found.setdefault(kind, []).append(tiles)
+                    counts, length = entries.setdefault(kind, [0, 0]), min(stop * block, each.length) - begin * block
+                    counts[0] += length
+                    counts[1] += length if dtypes[STEP] is not None else 0
                     begin = stop
-            slot += blocks
-        device = slices.first[0].device
         return [
-            _Launch(to_device(torch.cat(parts), device), kind[0], *kind[1], *entries[kind])
+            _Launch(to_device(torch.cat(parts), self._slices.device), *kind, *entries[kind])
             for kind, parts in found.items()
         ]
 
+    def _tables(self, each: _Launch, tensors: AddressTable) -> tuple[Any, ...]:
+        return each.tiles, self._slices, tensors.values, tensors.values.shape[1]
 
-def _plan(slices: BlockSlices) -> tuple[_Plan, Tensor, list[_Launch]]:
-    """Return the plan, its table on the device, and its launches."""
-    if slices.plan is None:
-        slices.plan = _Plan(slices)
-    return slices.plan, *slices.plan.of(slices)
+    def _scalars(self, sent: SentMessages, factor: float) -> tuple[Any, ...]:
+        return self._blocks, self._bytes // 16, self._replica, self._replicas, factor, int(sent.errors_elsewhere)
 
+    def _owner_error_bytes(self, tensors: AddressTable, elsewhere: bool) -> float:
+        """Return the bytes per entry that reading or writing the owner's errors moves, those elsewhere included or
+        not.
+        """
+        return 0.0 if not tensors.has(OWNER_ERROR) else 4.0 if elsewhere else 4.0 / self._replicas
 
-def encode(slices: BlockSlices, subtracts: bool, factor: float = 1.0, applied: Tensor | None = None) -> SentMessages:
-    """Encode first - second (`subtracts`), or first * factor + second, plus the owner's error.
-
-    The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains it.
-    With `applied`, bool (), second becomes the quantization error if it is true, and `apply` adds the owner's.
-    """
-    assert slices.second or not (slices.owner_error or applied is not None)
-    assert applied is None or not subtracts  # the second pass would need the parameters
-    sent = SentMessages.allocate(slices, applied is not None)
-    plan, table, launches = _plan(slices)
-    for each in launches:
-        read = (
-            each.dtype.itemsize
-            + each.second.itemsize * bool(slices.second)
-            + _owner_error_bytes(slices, sent.errors_elsewhere)
-        )
-        launching.launch(
-            triton_kernels.encode_kernel,
-            (len(each.tiles),),
-            each.tiles,
-            table,
-            *message_parts(sent.messages, slices.code.scale),
-            each.tiles if sent.error is None else sent.error,
-            each.tiles if applied is None else as_flag(applied),
-            *_scalars(slices, sent, factor),
-            warps=_WARPS,
-            moved=round((read if applied is None else read + each.second.itemsize) * each.entries),
-            LARGEST=FORMATS[slices.code.name].largest,
-            REPEATS=slices.repeats,
-            SUBTRACTS=subtracts,
-            HAS_OWNER_ERROR=bool(slices.owner_error),
-            STORES_ERROR=applied is not None,
-            SECOND_DTYPE=DTYPES[each.second],
-            HAS_SECOND=bool(slices.second),
-            **_constants(slices, plan, each),
-        )
-    return sent
+    def _constants(self, each: _Launch) -> dict[str, Any]:
+        form = FORMATS[self.code.name]
+        return {
+            "FORM": form.name,
+            "BITS": form.bits,
+            "SCALES": form.scales,
+            "BLOCK": self.code.block_size,
+            "ROWS": self._rows,
+            "DTYPE": DTYPES[each.dtype],
+            "FULL": each.full,
+        }
 
 
-def apply(slices: BlockSlices, sent: SentMessages, applied: Tensor, subtracts: bool, factor: float = 1.0) -> None:
-    """Write the means and the errors of an exchange that `encode` started with the same arguments.
-
-    With `subtracts`, and if `applied`, bool (): first -= mean, second = first - error, steps += mean. Otherwise first =
-    mean, and if `applied`, second = error. The owner's error, or the error, of the slice of this replica contains that
-    of its mean, times the number of replicas.
-    """
-    plan, table, launches = _plan(slices)
-    for each in launches:
-        moved = each.dtype.itemsize + _owner_error_bytes(slices, sent.errors_elsewhere)
-        if slices.second and not sent.stores_errors:
-            moved += each.dtype.itemsize + 2 * each.second.itemsize
-            if sent.errors_elsewhere:
-                moved += 4 - _owner_error_bytes(slices, False)
-        elif slices.second and not slices.owner_error:
-            moved += 2 * each.second.itemsize / slices.replicas
-        launching.launch(
-            triton_kernels.apply_kernel,
-            (len(each.tiles),),
-            each.tiles,
-            table,
-            *message_parts(sent.means if sent.stores_errors else sent.messages, slices.code.scale),
-            *message_parts(sent.means, slices.code.scale),
-            each.tiles if sent.error is None else sent.error,
-            as_flag(applied),
-            *_scalars(slices, sent, factor),
-            warps=_WARPS,
-            moved=round(moved * each.entries) + 8 * each.steps,
-            SUBTRACTS=subtracts,
-            HAS_OWNER_ERROR=bool(slices.owner_error),
-            HAS_STEPS=any(step is not None for step in slices.steps),
-            ERRORS_STORED=sent.stores_errors,
-            SECOND_DTYPE=DTYPES[each.second],
-            HAS_SECOND=bool(slices.second),
-            **_constants(slices, plan, each),
-        )
-
-
-def add(slices: BlockSlices, messages: Tensor) -> None:
-    """Add the decoded messages, uint8 (messages, bytes): first += message."""
-    plan, table, launches = _plan(slices)
-    for each in launches:
-        launching.launch(
-            triton_kernels.add_kernel,
-            (len(each.tiles),),
-            each.tiles,
-            table,
-            *message_parts(messages, slices.code.scale),
-            slices.blocks,
-            messages.shape[1] // 16,
-            warps=_WARPS,
-            moved=2 * each.dtype.itemsize * each.entries,
-            **_constants(slices, plan, each),
-        )
-
-
-def _scalars(slices: BlockSlices, sent: SentMessages, factor: float) -> tuple[Any, ...]:
-    size = sent.messages.shape[1] // 16
-    return slices.blocks, size, slices.replica, slices.replicas, factor, int(sent.errors_elsewhere)
-
-
-def _owner_error_bytes(slices: BlockSlices, elsewhere: bool) -> float:
-    """Return the bytes per entry that reading or writing the owner's errors moves, those elsewhere included or not."""
-    return 0.0 if not slices.owner_error else 4.0 if elsewhere else 4.0 / slices.replicas
-
-
-def _constants(slices: BlockSlices, plan: _Plan, each: _Launch) -> dict[str, Any]:
-    form = FORMATS[slices.code.name]
+def _errors(each: _Launch, tensors: AddressTable) -> dict[str, Any]:
+    """Return the constants that describe the second tensor and the owner's errors."""
     return {
-        "FORM": form.name,
-        "BITS": form.bits,
-        "SCALES": form.scales,
-        "BLOCK": slices.code.block_size,
-        "ROWS": plan.rows,
-        "DTYPE": DTYPES[each.dtype],
-        "FULL": each.full,
+        "HAS_SECOND": each.second is not None,
+        "SECOND_DTYPE": DTYPES[each.second or torch.float32],
+        "HAS_OWNER_ERROR": tensors.has(OWNER_ERROR),
     }

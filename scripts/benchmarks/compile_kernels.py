@@ -36,9 +36,11 @@ from torchtitan_scape.kernels.backends import (
 )
 from torchtitan_scape.kernels.codec.formats import FORMATS, STOCHASTIC
 from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import AddressTable
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.dense.triton_passes import Norms, Scaling, TritonMuon, TritonUpdate
-from torchtitan_scape.kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.exchange import layout
+from torchtitan_scape.kernels.exchange.layout import LISTS, BlockSlice
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
 from torchtitan_scape.kernels.scape.ownership import Ownership
 from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
@@ -274,22 +276,29 @@ def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
 def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
     """Launch the passes of SPARTA, on parameters of `dtype`, of gradients with error feedback, and of updates."""
     passes, applied, code = exchange_passes("triton", [dtype]), torch.tensor(True), block_code("triton", name, block)
-    sizes = (6 * block, block + 8, 5)
+    sizes, starts = (6 * block, block + 8, 5), (0, 6, 8)
     anchors, errors = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]
     thetas = [torch.zeros(n, dtype=dtype) for n in sizes]
-    displacements = [
-        BlockSlices(anchors, thetas, code, 12 * block, 2, 0, repeats=True),
-        BlockSlices(anchors, thetas, code, 12 * block, 2, 0, errors, anchors, repeats=True),
-    ]
-    for slices in displacements:
-        passes.apply(slices, passes.encode(slices, subtracts=True), applied, subtracts=True)
+    slices = [BlockSlice(i, 0, n, block, start) for i, (n, start) in enumerate(zip(sizes, starts, strict=True))]
+
+    def exchange(replica: int, repeats: bool, **lists: list[Tensor]) -> tuple[Any, AddressTable]:
+        tensors = AddressTable(LISTS, len(sizes), anchors[0].device)
+        for kind, each in lists.items():
+            tensors.set(getattr(layout, kind), each)
+        return passes.BlockExchange(slices, code, 12 * block, 2, replica, repeats, anchors[0].device), tensors
+
+    displaced: list[dict[str, list[Tensor]]] = [{}, {"OWNER_ERROR": errors, "STEP": anchors}]
+    for lists in displaced:
+        chunk, tensors = exchange(0, True, FIRST=anchors, SECOND=thetas, **lists)
+        chunk.apply(tensors, chunk.encode(tensors, subtracts=True), applied, subtracts=True)
     repeats = FORMATS[name].largest is None  # only these codes keep an owner's error of gradients
-    for residuals, owner_errors in ((errors, []), ([], []), *([(errors, errors)] if repeats else [])):
-        slices = BlockSlices(anchors, residuals, code, 12 * block, 2, 0, owner_errors, repeats=repeats)
-        for known in (None, applied) if residuals else (None,):
-            passes.apply(slices, passes.encode(slices, subtracts=False, applied=known), applied, subtracts=False)
-    sent = passes.encode(BlockSlices(anchors, errors, code, 12 * block, 2, 0, repeats=True), False, applied=applied)
-    passes.add(BlockSlices(anchors, [], code, 12 * block, 2, 0), sent.messages)
+    kept: list[dict[str, list[Tensor]]] = [{"SECOND": errors}, {}]
+    for lists in (*kept, *([{"SECOND": errors, "OWNER_ERROR": errors}] if repeats else [])):
+        chunk, tensors = exchange(0, repeats, FIRST=anchors, **lists)
+        for known in (None, applied) if lists else (None,):
+            chunk.apply(tensors, chunk.encode(tensors, subtracts=False, applied=known), applied, subtracts=False)
+    chunk, tensors = exchange(-1, True, FIRST=anchors, SECOND=errors)
+    chunk.add(tensors, chunk.encode(tensors, subtracts=False, applied=applied).messages)
 
 
 def _masked_step() -> None:
@@ -366,7 +375,7 @@ def run(args: argparse.Namespace) -> int:
     found = launches(args.quick or args.once)
     for launch in one_of_each_kernel(found) if args.once else found:
         function = launch.kernel.fn
-        package = function.__module__.split(".")[1]
+        package = function.__module__.split(".")[-2]
         for target in args.target if args.package in ("", package) else ():
             row: dict[str, Any] = {"package": package, "kernel": function.__name__, "target": target}
             row["warps"] = launch.warps

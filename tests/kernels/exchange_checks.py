@@ -76,13 +76,14 @@ def sparta(
     for endpoint in simulated.endpoints:
         endpoint.chunk_entries = 4096
         named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, dtype, 0))]
-        optimizer = Muon(named, lr=1e-2)
+        optimizer = Muon(named, lr=1e-2) if dtype == torch.float32 else torch.optim.AdamW(named)
         shards = collect_shards(optimizer.param_groups)
         context = MethodContext(shards, endpoint, optimizer, total_steps=20, kernels=backend)
         methods.append(Sparta(context, SpartaOptions(**options)))
 
     def work(i: int) -> None:
         for number in range(1, steps + 1):
+            methods[i].finish_previous_step(number - 1 not in (0, 2))
             move_parameters(methods[i], 10 * number + i)
             if number == loaded:
                 load_owner_errors(methods[i])
@@ -124,6 +125,7 @@ def quantized(
     def work(i: int) -> list[Tensor]:
         results = []
         for number in range(1, steps + 1):
+            methods[i].finish_previous_step(number - 1 not in (0, 2))
             if number == full:
                 methods[i].request_full_exchange()
             if number == loaded:
@@ -135,6 +137,7 @@ def quantized(
             info, method = StepInfo(number, torch.tensor(number != 2, device=device)), methods[i]
             if unchecked:
                 method.begin()
+                method.bind(gradients)
                 started = [method.start_chunk(k, gradients, applied=None) for k in range(len(method.chunks))]
                 for chunk in started:
                     chunk.finish(info)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from torchtitan_scape.kernels.backends import block_code
-from torchtitan_scape.kernels.common.launching import DeviceTable, LatestResult, TileSchedule
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import AddressTable, DeviceTable, LatestResult, TileSchedule
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, STATE
 from torchtitan_scape.kernels.dense import triton_passes
 from torchtitan_scape.kernels.exchange import triton_passes as exchange
-from torchtitan_scape.kernels.exchange.layout import BlockSlices
-from torchtitan_scape.kernels.exchange.triton_kernels import FIRST, OWNER_ERROR, SECOND, STEP
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, STEP, BlockSlice
 
 CPU = torch.device("cpu")
 
@@ -84,26 +84,40 @@ def test_rates_of_tensors_are_set_again_after_a_change() -> None:
         assert betas.values.tolist() == [[each.beta1, each.beta2] for each in rates]
 
 
-def block_slices() -> BlockSlices:
-    first, second, owner_error = ([torch.zeros(64), torch.zeros(2, 32)] for _ in range(3))
+def test_addresses_are_copied_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, memory = AddressTable(2, 2, CPU), torch.zeros(64)
+    first, second = [memory[:16], memory[16:32]], [memory[32:48].view(torch.bfloat16), None]
+    table.set(0, first)
+    assert table.has(0) and not table.has(1)
+    table.set(1, second)
+    assert table.has(1)
+    assert table.kinds == ((True, (torch.float32, torch.bfloat16)), (True, (torch.float32, None)))
+    assert table.values.tolist() == [[t.data_ptr() for t in first], [second[0].data_ptr(), 0]]
+    with monkeypatch.context() as patched:  # new views of the same memory are the usual case
+        patched.setattr(launching, "to_device", None)
+        table.set(0, [memory[:16], memory[16:32]])
+    table.set(0, [memory[1:17], memory.view(torch.bfloat16)[32:48]])  # the second one at the same address
+    assert table.values[0].tolist() == [memory[1:].data_ptr(), first[1].data_ptr()]
+    assert table.kinds == ((False, (torch.float32, torch.bfloat16)), (True, (torch.bfloat16, None)))
+
+
+def test_an_exchange_is_listed_again_after_a_change() -> None:
+    """Two tensors in four blocks of 32 and two messages; the last block is short."""
     code: Any = block_code("torch", "int8", 32)
-    return BlockSlices(first, second, code, 128, 2, 0, owner_error, [None, torch.zeros(2, 32)])
-
-
-def test_slices_of_an_exchange_are_listed_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    slices, columns = block_slices(), {"first": FIRST, "second": SECOND, "owner_error": OWNER_ERROR, "steps": STEP}
-    plan, _, launches = exchange._plan(slices)
-    with monkeypatch.context() as patched:
-        patched.setattr(exchange._Plan, "_table_of", None)
-        assert exchange._plan(slices)[2] is launches
-    for name, column in columns.items():
-        setattr(slices, name, [*getattr(slices, name)[:1], torch.zeros(2, 32)])
-        _, table, _ = exchange._plan(slices)
-        assert int(table[1, column.value]) == getattr(slices, name)[1].data_ptr(), name
-    memory = torch.zeros(64)
-    for name, attribute in (("first", "dtype"), ("second", "second")):
-        for dtype in (torch.float32, torch.bfloat16):  # at the same address
-            setattr(slices, name, [memory.view(dtype)[:64], *getattr(slices, name)[1:]])
-            found = {getattr(each, attribute) for each in exchange._plan(slices)[2]}
-            assert found == {dtype, torch.float32}, name
-    assert slices.plan is plan
+    slices = [BlockSlice(0, 0, 64, 32, 0), BlockSlice(1, 32, 40, 64, 2)]
+    chunk = exchange.BlockExchange(slices, code, 128, 2, 0, True, CPU)
+    table, memory = AddressTable(LISTS, 2, CPU), torch.zeros(128)
+    table.set(FIRST, [memory, memory])
+    launches = chunk._launches_of(table)
+    assert [(each.full, each.entries, each.steps) for each in launches] == [(True, 96, 0), (False, 8, 0)]
+    assert [each.tiles.tolist() for each in launches] == [[[0, 0, 0, 2], [1, 0, 2, 1]], [[1, 1, 3, 1]]]
+    table.set(STEP, [None, memory])
+    assert [each.steps for each in chunk._launches_of(table)] == [32, 8]
+    table.set(FIRST, [memory, memory[1:]])
+    assert [(each.full, each.entries) for each in chunk._launches_of(table)] == [(True, 64), (False, 40)]
+    table.set(SECOND, [memory.view(torch.bfloat16), memory])
+    assert {each.second for each in chunk._launches_of(table)} == {torch.bfloat16, torch.float32}
+    table.set(STEP, [None, None])
+    table.set(SECOND, [None, None])
+    table.set(FIRST, [memory, memory])
+    assert chunk._launches_of(table) is launches

@@ -1,6 +1,6 @@
 """Methods whose exchange consists of independent chunks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +55,9 @@ class ChunkedMethod(GradientMethod):
     def begin(self) -> None:
         """Prepare a step. Called before its first chunk starts."""
 
+    def bind(self, gradients: Sequence[Tensor | None]) -> None:
+        """Prepare `start_chunk` for these gradients: those that exist now, None for the others."""
+
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
         """Start the exchange of a chunk. Collective.
 
@@ -67,20 +70,19 @@ class ChunkedMethod(GradientMethod):
         """
         raise NotImplementedError
 
-    def start_chunk(
-        self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor], applied: Tensor | None
-    ) -> ChunkInFlight:
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
         """Start the exchange of a chunk. Collective.
 
         A chunk that is a part of one gradient and needs no padding is exchanged in the gradient's memory if `applied`
         is known.
 
         Args:
-            gradients: the arguments of `synchronize` by number; only those of the chunk are read.
+            gradients: as in the last `bind`; those of the chunk exist.
             applied: `StepInfo.applied`; None during the backward pass, before the check for non-finite gradients.
         """
         chunk = self.chunks[number]
-        parts = [gradients[s.tensor].view(-1)[s.first : s.first + s.length] for s in chunk.slices]
+        of_slices = [(s, gradient) for s in chunk.slices if (gradient := gradients[s.tensor]) is not None]
+        parts = [gradient.view(-1)[s.first : s.first + s.length] for s, gradient in of_slices]
         size = self.collectives.padded_size(chunk.entries, self.codec)
         values = in_place(parts) if applied is not None and parts[0].numel() == size else None
         views: list[Tensor] = []
@@ -107,6 +109,7 @@ class ChunkedMethod(GradientMethod):
         if self.overlap is not None and self.overlap.active:
             return self.overlap.finish(info)
         self.begin()
+        self.bind(gradients)
         started = (self.start_chunk(number, gradients, info.applied) for number in range(len(self.chunks)))
         double_buffered((chunk.handle, partial(chunk.finish, info)) for chunk in started)
         return gradients
@@ -114,6 +117,7 @@ class ChunkedMethod(GradientMethod):
     def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
         """Start all chunks at once, each with its own buffer."""
         self.begin()
+        self.bind(gradients)
         started = [self.start_chunk(number, gradients, info.applied) for number in range(len(self.chunks))]
 
         def finish() -> list[Tensor]:

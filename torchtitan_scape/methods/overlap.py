@@ -35,7 +35,7 @@ class BackwardOverlap:
     def __init__(self, method: ChunkedMethod, shards: Sequence[Shard]) -> None:
         self._method, self._shards = method, shards
         self._required = [{s.tensor for s in chunk.slices} for chunk in method.chunks]
-        self._gradients: dict[int, Tensor] = {}
+        self._gradients: list[Tensor | None] = [None] * len(shards)
         self._in_flight: list[ChunkInFlight] = []
         self._order = list(range(len(self._required)))
         self._flags = max(method.collectives.gather_objects(len(self._order)))
@@ -77,7 +77,7 @@ class BackwardOverlap:
         self._method.begin()
         if len(complete_everywhere) == self._flags:
             self._order = sorted(range(len(self._order)), key=lambda number: not complete_everywhere[number])
-        self._gradients, self._in_flight, self.active = {}, [], True
+        self._in_flight, self.active = [], True
 
     def cancel(self) -> bool:
         """Discard the exchange of a backward pass that failed. Collective.
@@ -93,7 +93,7 @@ class BackwardOverlap:
         self._start_all()
         for chunk in self._in_flight:
             chunk.handle.wait()
-        self._gradients, self._in_flight, self.active = {}, [], False
+        self._forget()
         return True
 
     def start_remaining(self) -> list[Tensor]:
@@ -102,24 +102,25 @@ class BackwardOverlap:
         Returns:
             The gradients, FP32 (n,) per shard.
         """
-        complete = [required <= self._gradients.keys() for required in self._required]
+        complete = [self._is_complete(number) for number in range(len(self._required))]
         self.complete = complete + [True] * (self._flags - len(complete))
         return self._start_all()
 
     @torch.no_grad()
     def _start_all(self) -> list[Tensor]:
         for number, shard in enumerate(self._shards):
-            if number not in self._gradients:
+            if self._gradients[number] is None:
                 self._gradients[number] = contiguous_gradient(shard).float()
         self._start_complete()
-        return [self._gradients[number] for number in range(len(self._shards))]
+        return [gradient for gradient in self._gradients if gradient is not None]
 
     def finish(self, info: StepInfo) -> list[Tensor]:
         """Wait for all chunks and return the result of the method's `synchronize`."""
         gradients = self._start_all()
         for chunk in self._in_flight:
             chunk.finish(info)
-        self._gradients, self._in_flight, self.complete, self.active = {}, [], [], False
+        self._forget()
+        self.complete = []
         return gradients
 
     @torch.no_grad()
@@ -127,7 +128,7 @@ class BackwardOverlap:
         """Handle a parameter's completed gradient."""
         if not self.active:
             return
-        if number in self._gradients:
+        if self._gradients[number] is not None:
             raise ValueError(
                 f"after prepare_last_backward(), the gradient of {self._shards[number].name!r} was completed twice; "
                 "call it before the last backward pass of a step only, or leave overlap out if FSDP2 has a module that "
@@ -138,6 +139,13 @@ class BackwardOverlap:
 
     def _start_complete(self) -> None:
         for number in self._order[len(self._in_flight) :]:
-            if not self._required[number] <= self._gradients.keys():
+            if not self._is_complete(number):
                 return
+            self._method.bind(self._gradients)
             self._in_flight.append(self._method.start_chunk(number, self._gradients, applied=None))
+
+    def _is_complete(self, number: int) -> bool:
+        return all(self._gradients[tensor] is not None for tensor in self._required[number])
+
+    def _forget(self) -> None:
+        self._gradients, self._in_flight, self.active = [None] * len(self._shards), [], False

@@ -5,8 +5,8 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 1-bit SGD (Seide et al., 2014) and LoCo (Xie et al., arXiv:2407.04480).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
-from torchtitan_scape.kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.common.launching import AddressTable
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, OWNER_ERROR, SECOND, BlockSlice
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight, fill_last_block
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -57,10 +58,31 @@ class Quantized(ChunkedMethod):
             self._bases = WhiteningBases.of(context.shards, options.whiten_every, hidden)
             self._check_bases(hidden)
         one_level = len(self.collectives.levels) == 1
-        self._passes = exchange_passes(backend, (torch.float32,)) if one_level else None
-        self._slices: dict[int, BlockSlices] = {}  # by chunk
-        # Bases move errors to other entries. None after a load: another layout may have had other owners.
-        self._errors_elsewhere: bool | None = self._bases is not None
+        self._exchanges = self._block_exchanges(exchange_passes(backend, (torch.float32,)) if one_level else None)
+        self._tensors = AddressTable(LISTS, len(context.shards), context.shards[0].device)
+        for kind, errors in ((SECOND, self._pending), (OWNER_ERROR, self._owner_error)):
+            if self._exchanges and errors.tensors:
+                self._tensors.set(kind, [errors.tensors[shard.name] for shard in context.shards])
+        # Bases move errors to other entries. After a load, another layout may have had other owners.
+        self._errors_elsewhere = self._bases is not None
+        self._sends_errors = False  # in this step
+
+    def _block_exchanges(self, passes: Any) -> list[Any]:
+        """Return the passes of each chunk; [] where no kernels run."""
+        if passes is None:
+            return []
+        ranks, block = (self.collectives.replicas, self.collectives.replica), self._code.block_size
+        return [
+            passes.BlockExchange(
+                [BlockSlice(s.tensor, s.first, s.length, block, s.at // block) for s in chunk.slices],
+                self._code,
+                self.collectives.padded_size(chunk.entries, self._code),
+                *ranks,
+                self._fills_blocks,
+                self.context.shards[0].device,
+            )
+            for chunk in self.chunks
+        ]
 
     def _check_bases(self, hidden: Collection[str]) -> None:
         """Raise ValueError if no parameter of any pipeline stage is a matrix that Muon updates."""
@@ -75,6 +97,15 @@ class Quantized(ChunkedMethod):
 
     def begin(self) -> None:
         self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
+
+    def bind(self, gradients: Sequence[Tensor | None]) -> None:
+        if self._exchanges:
+            self._tensors.set(FIRST, gradients)
+
+    def finish_previous_step(self, applied: bool) -> None:
+        if applied and self._sends_errors and self._bases is None:
+            self._errors_elsewhere = False
+        self._sends_errors = False
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         self._enter_bases(gradients, info)
@@ -126,48 +157,27 @@ class Quantized(ChunkedMethod):
 
         return handle, finish
 
-    def start_chunk(
-        self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor], applied: Tensor | None
-    ) -> ChunkInFlight:
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
         """Exchange a chunk as with `send`, bitwise. On one level no buffer is filled where the kernels run.
 
         If `applied` is known, the first pass stores the quantization errors. Otherwise the second one computes them
         again from the gradients and the messages, because the first one must not change the residuals.
         """
-        if self._passes is None or self._uncompressed:
+        if not self._exchanges or self._uncompressed:
             return super().start_chunk(number, gradients, applied)
-        passes, slices = self._passes, self._slices_of(number, gradients)
-        rule = {"subtracts": False, "factor": self.context.gradient_scale}
-        sent = passes.encode(slices, applied=applied if slices.second else None, **rule)
+        exchange, tensors, factor = self._exchanges[number], self._tensors, self.context.gradient_scale
+        known, self._sends_errors = applied if tensors.has(SECOND) else None, True
+        sent = exchange.encode(tensors, False, factor, known, self._errors_elsewhere)
         handle = self.collectives.all_reduce_messages(
-            sent.messages, sent.means, slices.count, slices.code, sent.error, adds_error=bool(slices.owner_error)
+            sent.messages, sent.means, exchange.count, self._code, sent.error, sent.adds_error
         )
 
         def finish(info: StepInfo) -> None:
             handle.wait()
             sent.record_stream()  # a hook of the backward pass may have allocated it on another stream
-            passes.apply(slices, sent, info.applied, **rule)
-            slices.first = ()  # otherwise it keeps the memory of the gradients
+            exchange.apply(tensors, sent, info.applied, False, factor)
 
         return ChunkInFlight(handle, finish)
-
-    def _slices_of(self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor]) -> BlockSlices:
-        chunk = self.chunks[number]
-        if number not in self._slices:
-            self._slices[number] = BlockSlices(
-                [],
-                self._parts(self._pending, chunk),
-                self._code,
-                self.collectives.padded_size(chunk.entries, self._code),
-                self.collectives.replicas,
-                self.collectives.replica,
-                self._parts(self._owner_error, chunk),
-                repeats=self._fills_blocks,
-                errors_elsewhere=self._errors_elsewhere,
-            )
-        slices = self._slices[number]
-        slices.first = [gradients[s.tensor][s.first : s.first + s.length] for s in chunk.slices]
-        return slices
 
     def _add_owner_error(
         self, chunk: Chunk, values: Tensor, owner_errors: list[Tensor]
@@ -209,9 +219,9 @@ class Quantized(ChunkedMethod):
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
+        self._sends_errors = False
         if self._bases is None:
-            self._errors_elsewhere = None
-            self._slices.clear()
+            self._errors_elsewhere = True
         else:
             self._bases.reset()
             for errors in (self._pending, self._owner_error):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.common.launching import AddressTable
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.quantized_update.layout import Column
 from torchtitan_scape.topology.codecs import Codec
@@ -70,7 +71,8 @@ class ColumnMessages:
 
     def __init__(self, passes: Any, code: BlockCode) -> None:
         self._passes, self._code = passes, code
-        self._plans: dict[int, Any] = {}  # lists of tiles, by the identity of a column, which lives as long as a method
+        self._exchanges: dict[int, Any] = {}  # by the identity of a column, which lives as long as a method
+        self._table: AddressTable | None = None
 
     def encode(
         self, column: Column, values: Sequence[Tensor], residuals: Sequence[Tensor], factor: float, applied: Tensor
@@ -79,28 +81,38 @@ class ColumnMessages:
 
         If `applied`, bool (), the residuals become the quantization errors.
         """
-        slices = self._slices(column, values, residuals)
-        messages: Tensor = self._passes.encode(slices, subtracts=False, factor=factor, applied=applied).messages
-        self._plans[id(column)] = slices.plan
+        exchange, tensors = self._exchange(column, values[0].device), self._tensors(values, residuals)
+        messages: Tensor = exchange.encode(tensors, subtracts=False, factor=factor, applied=applied).messages
         return messages
 
     def add(self, column: Column, values: Sequence[Tensor], messages: Tensor) -> None:
         """Add the owners' decoded messages to the tensors."""
-        slices = self._slices(column, values)
-        self._passes.add(slices, messages)
-        self._plans[id(column)] = slices.plan
+        self._exchange(column, values[0].device).add(self._tensors(values), messages)
 
-    def _slices(self, column: Column, first: Sequence[Tensor], second: Sequence[Tensor] = ()) -> BlockSlices:
-        placed = [(i * column.width + s.at, s) for i, row in enumerate(column.slices) for s in row]
-        parts = [[each[s.tensor][s.first : s.first + s.length] for _, s in placed] for each in (first, second) if each]
-        return BlockSlices(
-            parts[0],
-            parts[1] if len(parts) > 1 else (),
-            self._code,
-            len(column.owners) * column.width,
-            len(column.owners),
-            replica=-1,  # no owner keeps an error of its own
-            starts=[at // self._code.block_size for at, _ in placed],
-            repeats=True,
-            plan=self._plans.get(id(column)),
-        )
+    def _tensors(self, first: Sequence[Tensor], second: Sequence[Tensor] = ()) -> AddressTable:
+        if self._table is None:
+            self._table = AddressTable(LISTS, len(first), first[0].device)
+        self._table.set(FIRST, first)
+        if second:
+            self._table.set(SECOND, second)
+        return self._table
+
+    def _exchange(self, column: Column, device: torch.device) -> Any:
+        if id(column) not in self._exchanges:
+            block, owners = self._code.block_size, len(column.owners)
+            slices = [
+                BlockSlice(s.tensor, s.first, s.length, block, (i * column.width + s.at) // block)
+                for i, row in enumerate(column.slices)
+                for s in row
+            ]
+            size = owners * column.width
+            self._exchanges[id(column)] = self._passes.BlockExchange(
+                slices,
+                self._code,
+                size,
+                owners,
+                -1,
+                True,
+                device,  # no owner keeps an error of its own
+            )
+        return self._exchanges[id(column)]

@@ -6,7 +6,7 @@ cycles through fixed parts, so that the interval between two averages of an entr
 entry; the quantization error stays in the parameters of the replica (error feedback).
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,12 +18,13 @@ from torchtitan_scape.core.parameters import StoredTensors, stored
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.exchange.layout import BlockSlices
+from torchtitan_scape.kernels.common.launching import AddressTable
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, OWNER_ERROR, SECOND, STEP, BlockSlice
 from torchtitan_scape.methods.base import LocalMethod
+from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.sparta.options import (
     BLOCK,
-    GroupSlice,
     SpartaOptions,
     count_blocks,
     slices_of_group,
@@ -32,27 +33,23 @@ from torchtitan_scape.methods.sparta.round_steps import RoundSteps
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.topology.chunks import Exchange, double_buffered
 from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.partition import Chunk, Slice, chunks_of
+from torchtitan_scape.topology.partition import Slice, chunks_of
 
 
 class _GroupChunk(NamedTuple):
-    """One chunk of a block group, as views of its tensors in order: (blocks, BLOCK), or (n,) for a shorter block.
+    """One chunk of a block group.
 
     Attributes:
-        thetas: views of the parameters.
-        owner_error: views of the owner's error; empty if it is not a separate state.
-        matrices: positions of the views that belong to Muon's matrices.
-        round_steps: views of the round's steps of these.
-        slices: all views, for the kernels that need no buffer; None where they do not run.
+        group: The block group.
+        entries: Entries, without padding at the end.
+        slices: The blocks of each shard.
+        exchange: Kernels that need no buffer; None where they do not run.
     """
 
+    group: int
     entries: int
-    anchors: list[Tensor]
-    thetas: list[Tensor]
-    owner_error: list[Tensor]
-    matrices: list[int]
-    round_steps: list[Tensor]
-    slices: BlockSlices | None
+    slices: list[BlockSlice]
+    exchange: Any
 
 
 class Sparta(LocalMethod):
@@ -84,15 +81,13 @@ class Sparta(LocalMethod):
         super().__init__(context, options)
         self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in context.shards}
         self._codec: BlockCode | None = None
-        self._passes: Any = None  # kernels for an encoded exchange on one level
         self._owner_error: dict[str, Tensor] = {}
-        # None after a load: another layout may have had other owners.
-        self._errors_elsewhere: bool | None = False
+        passes: Any = None  # kernels for an encoded exchange on one level
         if options.code != "float32" and self.collectives.replicas > 1:
             backend = choose_backend(context.kernels, context.shards[0].device)
             self._codec = block_code(backend, options.encoding(self.collectives.replicas), BLOCK)
             if len(self.collectives.levels) == 1:
-                self._passes = exchange_passes(backend, (stored(s.parameter).dtype for s in context.shards))
+                passes = exchange_passes(backend, (stored(s.parameter).dtype for s in context.shards))
             if options.keeps_owner_error(self.collectives.replicas):
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
         self._round: RoundSteps | None = None
@@ -105,9 +100,38 @@ class Sparta(LocalMethod):
         # Blocks have the numbers that they have without a pipeline.
         blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
         self._first_block = sum(blocks[:stage])
+        self._chunks = [self._build_chunks(group, passes) for group in range(options.interval)]
         self._stored_tensors = StoredTensors(context.shards)
-        self._thetas = self._stored_tensors()
-        self._chunks: dict[int, list[_GroupChunk]] = {}  # by group; made once, as this takes milliseconds
+        steps = self._round.steps if self._round else {}
+        kinds = {FIRST: self._anchors, OWNER_ERROR: self._owner_error, STEP: steps}
+        # The lists of `kernels.exchange.layout`, with one entry per shard.
+        self._lists = {kind: [each.get(s.name) for s in context.shards] for kind, each in kinds.items() if each}
+        self._tensors = AddressTable(LISTS, len(context.shards), context.shards[0].device)
+        for kind, tensors in self._lists.items():
+            self._tensors.set(kind, tensors)
+        # Groups of which another layout may have had other owners, after a load, and those of the last step.
+        self._loaded_groups: set[int] = set()
+        self._sent_groups: set[int] = set()
+
+    def _build_chunks(self, group: int, passes: Any) -> list[_GroupChunk]:
+        """Return the chunks of a block group."""
+        sizes, interval, built = [shard.size for shard in self.context.shards], self.options.interval, []
+        parts = slices_of_group(sizes, interval, group, self._first_block)
+        limit = self.collectives.chunk_limit(sum(sizes), self._codec)
+        for chunk in chunks_of([part.entries for part in parts], limit, BLOCK):
+            slices = []
+            for s in chunk.slices:
+                first = parts[s.tensor].first + s.first // BLOCK * interval
+                slices.append(
+                    BlockSlice(parts[s.tensor].shard, first * BLOCK, s.length, interval * BLOCK, s.at // BLOCK)
+                )
+            exchange = None
+            if passes is not None:
+                size, ranks = self.collectives.padded_size(chunk.entries, self._codec), self.collectives
+                device = self.context.shards[0].device
+                exchange = passes.BlockExchange(slices, self._codec, size, ranks.replicas, ranks.replica, True, device)
+            built.append(_GroupChunk(group, chunk.entries, slices, exchange))
+        return built
 
     def block_groups(self, number: int) -> range:
         """Return the groups of a step, as numbers that increase from round to round, to be taken modulo `interval`."""
@@ -118,18 +142,24 @@ class Sparta(LocalMethod):
     def exchange(self, info: StepInfo) -> None:
         """Exchange the chunks with two buffers: one is filled while the other is in flight."""
         flush = self.take_full_exchange_request()
-        if (thetas := self._stored_tensors()) is not self._thetas:  # the chunks contain views of replaced storage
-            self._thetas = thetas
-            self._chunks.clear()
+        self._lists[SECOND] = self._stored_tensors()
+        self._tensors.set(SECOND, self._lists[SECOND])
         groups = range(self.options.interval) if flush else self.block_groups(info.number)
-        codec = None if flush else self._codec
-        double_buffered(self._send(chunk, codec, info.applied) for group in groups for chunk in self._chunks_of(group))
+        chunks = [chunk for group in groups for chunk in self._chunks[group % self.options.interval]]
+        send = partial(self._send, codec=None if flush else self._codec, applied=info.applied)
+        double_buffered(map(send, chunks))
+        self._sent_groups = {chunk.group for chunk in chunks}
         if self._round is not None:
             self._round.count_step(info.applied)
             if flush:  # it contains steps of earlier rounds, whose learning rates are not known
                 self._round.reset(info.applied)
             elif self._ends_round(groups):
                 self._round.finish_round(info.applied)
+
+    def finish_previous_step(self, applied: bool) -> None:
+        if applied:
+            self._loaded_groups -= self._sent_groups
+        self._sent_groups = set()
 
     def _ends_round(self, groups: range) -> bool:
         """Return whether the groups contain the last one of a round, whose number is a multiple of `interval`."""
@@ -149,91 +179,27 @@ class Sparta(LocalMethod):
         super().prepare_to_load()
         for error in self._owner_error.values():
             error.zero_()
-        self._errors_elsewhere = None
-        self._chunks.clear()
+        self._loaded_groups, self._sent_groups = set(range(self.options.interval)), set()
         if self._round is not None:
             self._round.reset(torch.ones((), dtype=torch.bool, device=self.context.grad_norm.device))
 
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _chunks_of(self, number: int) -> list[_GroupChunk]:
-        group = number % self.options.interval
-        if group not in self._chunks:
-            self._chunks[group] = self._build_chunks(group)
-        return self._chunks[group]
-
-    def _build_chunks(self, group: int) -> list[_GroupChunk]:
-        slices, chunks = self._divide(group)
-        built = []
-        for chunk in chunks:
-            views = [view for s in chunk.slices for view in self._views(slices[s.tensor], s)]
-            anchors, thetas, *owner_error = (list(each) for each in zip(*views, strict=True))
-            steps = [view for s in chunk.slices for view in self._round_views(slices[s.tensor], s)]
-            matrices = [i for i, view in enumerate(steps) if view is not None]
-            round_steps = [view for view in steps if view is not None]
-            errors = owner_error[0] if owner_error else []
-            blocks = self._block_slices(chunk.entries, anchors, thetas, errors, steps) if self._passes else None
-            built.append(_GroupChunk(chunk.entries, anchors, thetas, errors, matrices, round_steps, blocks))
-        return built
-
-    def _block_slices(
-        self,
-        entries: int,
-        anchors: list[Tensor],
-        thetas: list[Tensor],
-        owner_error: list[Tensor],
-        steps: list[Tensor | None],
-    ) -> BlockSlices:
-        assert self._codec is not None
-        size, replicas = self.collectives.padded_size(entries, self._codec), self.collectives.replicas
-        ranks, elsewhere = (replicas, self.collectives.replica), self._errors_elsewhere
-        tensors = anchors, thetas, self._codec, size, *ranks, owner_error, steps
-        return BlockSlices(*tensors, repeats=True, errors_elsewhere=elsewhere, fixed=True)
-
-    def _divide(self, group: int) -> tuple[list[GroupSlice], list[Chunk]]:
-        """Return the slices of a block group and its chunks; `tensor` in a chunk is the number of a slice."""
-        sizes = [shard.size for shard in self.context.shards]
-        slices = slices_of_group(sizes, self.options.interval, group, self._first_block)
-        limit = self.collectives.chunk_limit(sum(sizes), self._codec)
-        return slices, chunks_of([one.entries for one in slices], limit, BLOCK)
-
-    def _views(self, group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
-        """Yield a chunk's views of (anchor, parameter, owner's error): full blocks, then a shorter last one."""
-        shard = self.context.shards[group_slice.shard]
-        tensors = [self._anchors[shard.name], self._thetas[group_slice.shard]]
-        return self._views_of(
-            [*tensors, *([self._owner_error[shard.name]] if self._owner_error else ())], group_slice, s
-        )
-
-    def _round_views(self, group_slice: GroupSlice, s: Slice) -> Iterator[Tensor | None]:
-        """Yield the corresponding views of the round's steps, None for parameters without any."""
-        shard = self.context.shards[group_slice.shard]
-        step = self._round.steps.get(shard.name) if self._round else None
-        views = self._views_of([self._anchors[shard.name] if step is None else step], group_slice, s)
-        return (None if step is None else view for (view,) in views)
-
-    def _views_of(self, tensors: list[Tensor], group_slice: GroupSlice, s: Slice) -> Iterator[list[Tensor]]:
-        flats, size = [each.view(-1) for each in tensors], tensors[0].numel()
-        end, begin, rows = size // BLOCK * BLOCK, s.first // BLOCK, s.length // BLOCK
-        if rows:
-            blocks = (flat[:end].view(-1, BLOCK)[group_slice.first :: self.options.interval] for flat in flats)
-            yield [each[begin : begin + rows] for each in blocks]
-        if s.length % BLOCK:
-            yield [flat[end:] for flat in flats]
-
     def _send(self, chunk: _GroupChunk, codec: Codec | None, applied: Tensor) -> Exchange:
         """Start the exchange of a chunk. The returned function updates anchor and parameters with the result."""
-        if codec is not None and chunk.slices is not None:
-            return self._send_in_place(chunk.slices, applied)
+        if codec is not None and chunk.exchange is not None:
+            return self._send_in_place(chunk, applied)
         size, replicas = self.collectives.padded_size(chunk.entries, codec), self.collectives.replicas
-        values = _gather(chunk.anchors, size).sub_(_gather(chunk.thetas, size))
+        gather, store = partial(_gather, chunk.slices, size), partial(_store, chunk.slices)
+        anchors, thetas, owner_errors = self._lists[FIRST], self._lists[SECOND], self._lists.get(OWNER_ERROR)
+        values = gather(anchors).sub_(gather(thetas))
         quantization_error = torch.zeros_like(values) if codec else None
         # With several levels the error is that of a node's sum, and is returned on one rank of the node.
-        node_error = quantization_error if chunk.owner_error and len(self.collectives.levels) > 1 else None
+        node_error = quantization_error if owner_errors and len(self.collectives.levels) > 1 else None
         carried_error = None
-        if chunk.owner_error:
-            owner_error = _gather(chunk.owner_error, size)
+        if owner_errors:
+            owner_error = gather(owner_errors)
             if codec is not None:
                 owned = owner_error.view(replicas, -1)[self.collectives.replica]
                 previous = owned.clone()
@@ -243,51 +209,75 @@ class Sparta(LocalMethod):
         handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error, carried_error=carried_error)
 
         def finish() -> None:
-            anchor, theta = _gather(chunk.anchors, size), _gather(chunk.thetas, size)
+            anchor, theta = gather(anchors), gather(thetas)
             shared = anchor - values
-            if chunk.round_steps:
-                change = torch.zeros_like(values)
-                masked_copy_(change, values, applied)
-                views = _block_views(change, chunk.anchors)
-                torch._foreach_add_(chunk.round_steps, [views[i] for i in chunk.matrices])
+            if steps := self._lists.get(STEP):
+                step = gather(steps)
+                masked_copy_(step, step + values, applied)
+                store(step, steps)
             masked_copy_(anchor, shared, applied)
             masked_copy_(
                 theta, shared if quantization_error is node_error else shared.sub_(quantization_error), applied
             )
-            torch._foreach_copy_(chunk.anchors, _block_views(anchor, chunk.anchors))
-            torch._foreach_copy_(chunk.thetas, _block_views(theta, chunk.thetas))
-            if chunk.owner_error:
+            store(anchor, anchors)
+            store(theta, thetas)
+            if owner_errors:
                 masked_copy_(owner_error, 0.0 if node_error is None else node_error, applied)
                 if carried_error is not None:
                     masked_copy_(previous, carried_error.mul_(replicas), applied)
                     owned.add_(previous)
-                torch._foreach_copy_(chunk.owner_error, _block_views(owner_error, chunk.owner_error))
+                store(owner_error, owner_errors)
 
         return handle, finish
 
-    def _send_in_place(self, slices: BlockSlices, applied: Tensor) -> Exchange:
+    def _send_in_place(self, chunk: _GroupChunk, applied: Tensor) -> Exchange:
         """Exchange a chunk as `_send`, bitwise, with kernels that encode and update the tensors without a buffer."""
-        sent = self._passes.encode(slices, subtracts=True)
+        exchange, elsewhere = chunk.exchange, chunk.group in self._loaded_groups
+        sent = exchange.encode(self._tensors, subtracts=True, errors_elsewhere=elsewhere)
         handle = self.collectives.all_reduce_messages(
-            sent.messages, sent.means, slices.count, slices.code, sent.error, adds_error=bool(slices.owner_error)
+            sent.messages, sent.means, exchange.count, exchange.code, sent.error, sent.adds_error
         )
-        return handle, partial(self._passes.apply, slices, sent, applied, subtracts=True)
+        return handle, partial(exchange.apply, self._tensors, sent, applied, subtracts=True)
 
 
-def _gather(tensors: list[Tensor], size: int) -> Tensor:
-    """Copy tensors into one buffer, FP32 (size,), each from the start of a block, with zeros after the last block.
+def _gather(slices: Sequence[BlockSlice], size: int, tensors: Sequence[Tensor | None]) -> Tensor:
+    """Copy slices of tensors into one buffer, FP32 (size,), with zeros after the last block and for absent tensors.
 
-    A tensor that is shorter than its block is repeated in it. Zeros would change the means that the one-bit and two-bit
-    codes send.
+    The entries of a shorter block are repeated in it. Zeros would change the means that the one-bit and two-bit codes
+    send.
     """
-    buffer = tensors[0].new_zeros(size)
-    full = [t if t.ndim == 2 else t.repeat(-(-BLOCK // t.numel()))[:BLOCK] for t in tensors]
-    torch._foreach_copy_(_block_views(buffer, full), full)
+    present = next(tensor for tensor in tensors if tensor is not None)
+    buffer = torch.zeros(size, dtype=torch.float32, device=present.device)
+    pairs = _pairs_of_views(slices, buffer, tensors)
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    for s in slices:
+        fill_last_block(buffer, Slice(s.tensor, 0, s.length, s.start * BLOCK), BLOCK)
     return buffer
 
 
-def _block_views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the views of a buffer of `_gather` that correspond to `tensors`."""
-    rows = [-(-t.numel() // BLOCK) for t in tensors]
-    blocks = buffer[: sum(rows) * BLOCK].view(-1, BLOCK).split(rows)
-    return [b if t.ndim == 2 else b[0, : t.numel()] for b, t in zip(blocks, tensors, strict=True)]
+def _store(slices: Sequence[BlockSlice], buffer: Tensor, tensors: Sequence[Tensor | None]) -> None:
+    """Copy a buffer of `_gather` back to the tensors."""
+    pairs = _pairs_of_views(slices, buffer, tensors)
+    if pairs:
+        parts, targets = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, parts)
+
+
+def _pairs_of_views(
+    slices: Sequence[BlockSlice], buffer: Tensor, tensors: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return views of the buffer and of the tensors: of full blocks, (blocks, BLOCK), and of a shorter last one."""
+    pairs = []
+    for s in slices:
+        if (tensor := tensors[s.tensor]) is not None:
+            rows, rest = divmod(s.length, BLOCK)
+            begin, end = s.start * BLOCK, s.first + rows * s.stride
+            if rows:
+                strides, offset = (s.stride, 1), tensor.storage_offset() + s.first
+                full = buffer[begin : begin + rows * BLOCK].view(rows, BLOCK)
+                pairs.append((full, tensor.as_strided((rows, BLOCK), strides, offset)))
+            if rest:
+                begin += rows * BLOCK
+                pairs.append((buffer[begin : begin + rest], tensor.view(-1)[end : end + rest]))
+    return pairs
