@@ -95,9 +95,9 @@ class ReplicaCollectives(OwnerExchange):
         """Return `count`, rounded up to a multiple of `size_multiple`."""
         return calls.padded_size(count, self.levels, None if codec is None else codec.block_size)
 
-    def chunk_limit(self, entries: int, codec: Codec | None = None) -> int:
+    def chunk_limit(self, entries: int, codec: Codec | None = None, in_place: bool = False) -> int:
         """Return the maximum entries of a chunk of an exchange; see `topology.partition.chunk_limit`."""
-        return self.chunk_entries or chunk_limit(entries, self.replicas, message_size(codec))
+        return self.chunk_entries or chunk_limit(entries, self.replicas, message_size(codec), in_place)
 
     def all_reduce(
         self,

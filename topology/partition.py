@@ -11,6 +11,9 @@ CHUNK_ENTRIES = 1 << 22
 # With more replicas a chunk grows, so that each pair of ranks exchanges this many encoded bytes of it. The latency of a
 # message is then 8 % of its transfer time on the fastest network in machines.py, 50 GB/s with 5 us.
 PAIR_BYTES = 3 << 20
+# Kernels that encode tensors in place need no FP32 buffers: a chunk of so many times as many entries has about the same
+# memory, see `methods.quantized.options.QuantizedCost.chunk_memory`, and a step has fewer launches and collectives.
+IN_PLACE_FACTOR = 4
 # Two chunks are in flight at once. This limits their memory to two fifths of that of all entries.
 LARGEST_SHARE = 5
 _ROUNDING = 1 << 20
@@ -42,16 +45,19 @@ class Chunk:
     slices: tuple[Slice, ...]
 
 
-def chunk_limit(entries: int, replicas: int, message_bytes: Callable[[int], int] | None = None) -> int:
+def chunk_limit(
+    entries: int, replicas: int, message_bytes: Callable[[int], int] | None = None, in_place: bool = False
+) -> int:
     """Return the maximum entries of a chunk: `CHUNK_ENTRIES`, or more with many replicas or a short code.
 
     Args:
         entries: Entries of the whole exchange, or of the model if an exchange is a part of it.
         replicas: Number of replicas; each sends a slice of a chunk to every other.
         message_bytes: Encoded size of n entries; None for FP32.
+        in_place: The entries are encoded without a buffer.
     """
     encoded = 4 * _ROUNDING if message_bytes is None else message_bytes(_ROUNDING)
-    wanted = -(-replicas * PAIR_BYTES // encoded)
+    wanted = -(-replicas * PAIR_BYTES // encoded) * (IN_PLACE_FACTOR if in_place else 1)
     allowed = -(-entries // (LARGEST_SHARE * _ROUNDING))
     return max(CHUNK_ENTRIES, min(wanted, allowed) * _ROUNDING)
 

@@ -6,7 +6,14 @@ See `triton_kernels.py`.
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.codec.triton_kernels import encode_tile, inside_of, scales_at, tile_of, values_of
+from torchtitan_scape.kernels.codec.triton_kernels import (
+    encode_tile,
+    inside_of,
+    parts_of,
+    scales_at,
+    tile_of,
+    values_of,
+)
 
 
 @triton.jit
@@ -102,27 +109,27 @@ def decoded_sum(
 
 @triton.jit(do_not_specialize=["blocks", "size"])
 def decode_kernel(
-    words,
-    scales,
+    encoded,
     out,
     blocks,
     size,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decode messages of `blocks` blocks and `size` * 16 bytes to rows of `out`."""
     message, first = tile_of(blocks, ROWS)
+    words, scales = parts_of(encoded, SCALE)
     a, b, c, d = decoded(words, scales, message, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     store_values(out, message, first, blocks, joined(a, b, c, d, 32 // BITS), BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["messages", "sums", "blocks", "size"])
 def decode_and_sum_kernel(
-    words,
-    scales,
+    encoded,
     out,
     messages,
     sums,
@@ -131,21 +138,21 @@ def decode_and_sum_kernel(
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decode `messages` messages of every sum and add them in their order, in registers; `out` is written once."""
     message, first = tile_of(blocks, ROWS)
+    words, scales = parts_of(encoded, SCALE)
     total = decoded_sum(words, scales, message, sums, messages, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     store_values(out, message, first, blocks, total, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["divisor", "messages", "blocks", "size"])
 def encode_mean_kernel(
-    words,
-    scales,
-    out_words,
-    out_scales,
+    encoded,
+    out,
     error,
     divisor,
     messages,
@@ -154,6 +161,7 @@ def encode_mean_kernel(
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -166,6 +174,7 @@ def encode_mean_kernel(
     """
     EACH: tl.constexpr = 32 // BITS
     message, first = tile_of(blocks, ROWS)
+    words, scales = parts_of(encoded, SCALE)
     total = decoded_sum(words, scales, message, 1, messages, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     total = tl.div_rn(total, tl.zeros_like(total) + divisor)
     value = tl.reshape(total, (ROWS, BLOCK // EACH, EACH))
@@ -174,6 +183,7 @@ def encode_mean_kernel(
     entry = first * BLOCK + word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
     if ADDS_ERROR:
         value += tl.load(error + entry, mask=inside[:, None, None], other=0.0)
+    out_words, out_scales = parts_of(out, SCALE)
     encode_tile(
         value,
         None,

@@ -30,6 +30,12 @@ _ROUND_OFFSET_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
+def parts_of(encoded, SCALE: tl.constexpr):
+    """Return pointers to messages, aligned bytes, as words and as scales: int16 (BF16) or int32 (FP32)."""
+    return encoded.to(tl.pointer_type(tl.int32), bitcast=True), encoded.to(tl.pointer_type(SCALE), bitcast=True)
+
+
+@triton.jit
 def tile_of(blocks, ROWS: tl.constexpr):
     """Return the message of this program and its first block in it, int64."""
     tiles = tl.cdiv(blocks, ROWS)
@@ -282,8 +288,7 @@ def encode_tile(
 @triton.jit(do_not_specialize=["blocks", "size", "key"])
 def encode_kernel(
     x,
-    words,
-    scales,
+    encoded,
     error,
     keys,
     blocks,
@@ -292,6 +297,7 @@ def encode_kernel(
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -305,6 +311,7 @@ def encode_kernel(
     `keys` for each row if ROW_KEYS.
     """
     EACH: tl.constexpr = 32 // BITS
+    words, scales = parts_of(encoded, SCALE)
     message, first = tile_of(blocks, ROWS)
     block, inside = inside_of(first, blocks, 1, ROWS)
     word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]

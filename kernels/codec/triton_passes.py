@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec import triton_decode, triton_kernels
@@ -32,10 +33,11 @@ def encode(
     _launch(
         triton_kernels.encode_kernel,
         rows,
-        (x, *message_parts(messages, scale), x if error is None else error, x if keys is None else keys),
+        (x, messages, x if error is None else error, x if keys is None else keys),
         (m // block, messages.shape[1] // 16),
         name,
         block,
+        scale,
         (one,),
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
@@ -50,7 +52,7 @@ def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Ten
     assert out.is_contiguous()
     rows, m = out.shape
     sizes = m // block, messages.shape[1] // 16
-    _launch(triton_decode.decode_kernel, rows, (*message_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_decode.decode_kernel, rows, (aligned_bytes(messages), out), sizes, name, block, scale)
 
 
 def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
@@ -58,7 +60,7 @@ def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, 
     assert out.is_contiguous()
     rows, sums, size = messages.shape if messages.ndim > 2 else (len(messages), 1, messages.shape[1])
     sizes = rows, sums, out.numel() // sums // block, size // 16
-    _launch(triton_decode.decode_and_sum_kernel, sums, (*message_parts(messages, scale), out), sizes, name, block)
+    _launch(triton_decode.decode_and_sum_kernel, sums, (aligned_bytes(messages), out), sizes, name, block, scale)
 
 
 def encode_mean(
@@ -75,14 +77,14 @@ def encode_mean(
     assert error is None or error.is_contiguous()
     rows, size = messages.shape
     out = torch.empty(1, size, dtype=torch.uint8, device=messages.device)
-    parts, out_parts = message_parts(messages, scale), message_parts(out, scale)
     _launch(
         triton_decode.encode_mean_kernel,
         1,
-        (*parts, *out_parts, out_parts[0] if error is None else error),
+        (aligned_bytes(messages), out, out if error is None else error),
         (divisor, rows, count // block, size // 16),
         name,
         block,
+        scale,
         LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         ADDS_ERROR=adds_error and error is not None,
@@ -106,12 +108,16 @@ def hadamard_(x: Tensor) -> None:
     )
 
 
-def message_parts(messages: Tensor, scale: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the messages viewed as words, int32, and as scales, int16 or int32."""
-    flat = messages.reshape(-1)
-    if not aligned(flat) or flat.storage_offset() % 4 > 0:  # an empty tensor has no address
-        flat = flat.clone()
-    return flat.view(torch.int32), flat.view(torch.int16 if scale == torch.bfloat16 else torch.int32)
+def aligned_bytes(messages: Tensor) -> Tensor:
+    """Return contiguous messages at a multiple of 16 bytes, a copy if necessary. Kernels access them as words."""
+    messages = messages.contiguous()
+    # An empty tensor has no address.
+    return messages if aligned(messages) and messages.storage_offset() % 4 == 0 else messages.clone()
+
+
+def scale_type(scale: torch.dtype) -> Any:
+    """Return the constant SCALE of the kernels."""
+    return tl.int16 if scale == torch.bfloat16 else tl.int32
 
 
 def _launch(
@@ -121,6 +127,7 @@ def _launch(
     sizes: tuple[float, ...],
     name: str,
     block: int,
+    scale: torch.dtype,
     more: tuple[int, ...] = (),
     **constants: Any,
 ) -> None:
@@ -136,6 +143,7 @@ def _launch(
         FORM=name,
         BITS=form.bits,
         SCALES=form.scales,
+        SCALE=scale_type(scale),
         BLOCK=block,
         ROWS=per_tile,
         **constants,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.codec.triton_decode import decoded, joined
-from torchtitan_scape.kernels.codec.triton_kernels import codes_of, scales_of, store_codes, values_of
+from torchtitan_scape.kernels.codec.triton_kernels import codes_of, parts_of, scales_of, store_codes, values_of
 from torchtitan_scape.kernels.exchange import layout
 
 _FIRST, _SECOND = tl.constexpr(layout.FIRST), tl.constexpr(layout.SECOND)
@@ -88,8 +88,7 @@ def encode_kernel(
     slices,
     addresses,
     tensors,
-    words,
-    scales,
+    encoded,
     owned_error,
     applied,
     blocks,
@@ -101,6 +100,7 @@ def encode_kernel(
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -121,6 +121,7 @@ def encode_kernel(
     """
     EACH: tl.constexpr = 32 // BITS
     number, row, message, start, count = tile_of(tiles, blocks)
+    words, scales = parts_of(encoded, SCALE)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     block = tl.arange(0, ROWS)
     offset = tl.arange(0, BLOCK // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
@@ -166,10 +167,8 @@ def apply_kernel(
     slices,
     addresses,
     tensors,
-    sent_words,
-    sent_scales,
-    words,
-    scales,
+    sent,
+    encoded,
     owned_error,
     applied,
     blocks,
@@ -181,6 +180,7 @@ def apply_kernel(
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -204,6 +204,7 @@ def apply_kernel(
     EACH: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
+    words, scales = parts_of(encoded, SCALE)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
@@ -219,8 +220,9 @@ def apply_kernel(
         errors = pointer(address, tensors, first_at, _OWNER_ERROR, tl.float32, FULL) + at
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         if not ERRORS_STORED:
+            sent_words, sent_scales = parts_of(sent, SCALE)
             a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-            sent = joined(a, b, c, d, EACH)
+            encoded_value = joined(a, b, c, d, EACH)
             first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
             second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
             if SUBTRACTS:
@@ -231,7 +233,7 @@ def apply_kernel(
             if HAS_OWNER_ERROR:
                 added = inside & everywhere((message != replica) & (elsewhere != 0), at)
                 value += tl.load(errors, mask=added, other=0.0)
-            error = value - sent
+            error = value - encoded_value
             if not HAS_OWNER_ERROR:
                 error = tl.where(owned, error + rounding, error)
             if SUBTRACTS:
@@ -258,13 +260,13 @@ def add_kernel(
     slices,
     addresses,
     tensors,
-    words,
-    scales,
+    encoded,
     blocks,
     size,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -274,6 +276,7 @@ def add_kernel(
     EACH: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
+    words, scales = parts_of(encoded, SCALE)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.kernels.codec.triton_passes import message_parts
+from torchtitan_scape.kernels.codec.triton_passes import aligned_bytes, scale_type
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable, as_flag, to_device
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES
@@ -103,7 +103,7 @@ class BlockExchange:
                 triton_kernels.encode_kernel,
                 (len(each.tiles),),
                 *self._tables(each, tensors),
-                *message_parts(sent.messages, self.code.scale),
+                sent.messages,
                 each.tiles if sent.error is None else sent.error,
                 each.tiles if applied is None else as_flag(applied),
                 *self._scalars(sent, factor),
@@ -139,8 +139,8 @@ class BlockExchange:
                 triton_kernels.apply_kernel,
                 (len(each.tiles),),
                 *self._tables(each, tensors),
-                *message_parts(sent.means if sent.stores_errors else sent.messages, self.code.scale),
-                *message_parts(sent.means, self.code.scale),
+                sent.means if sent.stores_errors else sent.messages,
+                sent.means,
                 each.tiles if sent.error is None else sent.error,
                 as_flag(applied),
                 *self._scalars(sent, factor),
@@ -160,7 +160,7 @@ class BlockExchange:
                 triton_kernels.add_kernel,
                 (len(each.tiles),),
                 *self._tables(each, tensors),
-                *message_parts(messages, self.code.scale),
+                aligned_bytes(messages),
                 self._blocks,
                 messages.shape[1] // 16,
                 warps=_WARPS,
@@ -227,6 +227,7 @@ class BlockExchange:
             "FORM": form.name,
             "BITS": form.bits,
             "SCALES": form.scales,
+            "SCALE": scale_type(self.code.scale),
             "BLOCK": self.code.block_size,
             "ROWS": self._rows,
             "DTYPE": DTYPES[each.dtype],

@@ -38,18 +38,21 @@ class ChunkedMethod(GradientMethod):
 
     supports_overlap = True
 
-    def __init__(self, context: MethodContext, options: Any, codec: Codec | None = None) -> None:
+    def __init__(
+        self, context: MethodContext, options: Any, codec: Codec | None = None, in_place: bool = False
+    ) -> None:
         """Divide the gradients into chunks.
 
         Args:
             codec: encoding of the messages. Every parameter starts at a multiple of its block size, so that no two
                 parameters share a scale.
+            in_place: the gradients are encoded without a buffer.
         """
         super().__init__(context, options)
         self.codec = codec
         self.overlap: Any = None  # `methods.overlap.BackwardOverlap`, if chunks start during the backward pass
         sizes = [shard.size for shard in context.shards]
-        limit = self.collectives.chunk_limit(sum(sizes), codec)
+        limit = self.collectives.chunk_limit(sum(sizes), codec, in_place)
         self.chunks = chunks_of(sizes, limit, codec.block_size if codec else 1)
 
     def begin(self) -> None:

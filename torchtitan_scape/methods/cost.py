@@ -139,6 +139,7 @@ def all_reduce_stream(
     message_bytes: MessageBytes | None = None,
     share: float = 1.0,
     entries: int = 0,
+    in_place: bool = False,
 ) -> CollectiveCall:
     """Return the all-reduce of tensors that are sent in the chunks of `topology.partition.chunks_of`.
 
@@ -147,8 +148,10 @@ def all_reduce_stream(
         block: Each tensor starts at a multiple of this size, and no chunk divides a block.
         message_bytes: Encoded size of n elements of one chunk; None for FP32.
         entries: Entries that the size of the chunks depends on; 0 for those of the tensors.
+        in_place: Entries are encoded without a buffer if there is one level.
     """
-    limit = chunk_entries or chunk_limit(entries or sum(sizes), replicas_of(levels), message_bytes)
+    one_level, replicas = in_place and len(levels) == 1, replicas_of(levels)
+    limit = chunk_entries or chunk_limit(entries or sum(sizes), replicas, message_bytes, one_level)
     size = None if message_bytes is None else block
     chunks = Counter(padded_size(n, levels, size) for n in chunk_sizes(sizes, limit, block))
     count = sum(n * times for n, times in chunks.items())

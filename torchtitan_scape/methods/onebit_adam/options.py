@@ -120,10 +120,5 @@ class OnebitAdamCost(GradientCost):
         pack, rest = self.exchange.memory_traffic(model, replicas)
         return pack, rest + 12.0 * model.entries
 
-    @property
-    def chunk_bytes(self) -> float:
-        return self.exchange.chunk_bytes
-
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        chunks = {"chunks in flight": self.chunk_memory(model, replicas)} if replicas > 1 else {}
-        return self.exchange.device_memory(model, replicas) | chunks
+        return self.exchange.device_memory(model, replicas)

@@ -47,7 +47,9 @@ class Quantized(ChunkedMethod):
         backend = choose_backend(context.kernels, context.shards[0].device)
         self._code = block_code(backend, options.code, options.block)
         self._fills_blocks = options.fills_blocks
-        super().__init__(context, options, self._code)
+        # Kernels that need no buffer; None where they do not run.
+        passes = exchange_passes(backend, (torch.float32,)) if len(context.collectives.levels) == 1 else None
+        super().__init__(context, options, self._code, in_place=passes is not None)
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
@@ -57,8 +59,7 @@ class Quantized(ChunkedMethod):
             hidden = hidden_names(context.optimizer, context.shards)
             self._bases = WhiteningBases.of(context.shards, options.whiten_every, hidden)
             self._check_bases(hidden)
-        one_level = len(self.collectives.levels) == 1
-        self._exchanges = self._block_exchanges(exchange_passes(backend, (torch.float32,)) if one_level else None)
+        self._exchanges = [] if passes is None else [self._exchange_of(chunk, passes) for chunk in self.chunks]
         self._tensors = AddressTable(LISTS, len(context.shards), context.shards[0].device)
         for kind, errors in ((SECOND, self._pending), (OWNER_ERROR, self._owner_error)):
             if self._exchanges and errors.tensors:
@@ -67,22 +68,12 @@ class Quantized(ChunkedMethod):
         self._errors_elsewhere = self._bases is not None
         self._sends_errors = False  # in this step
 
-    def _block_exchanges(self, passes: Any) -> list[Any]:
-        """Return the passes of each chunk; [] where no kernels run."""
-        if passes is None:
-            return []
-        ranks, block = (self.collectives.replicas, self.collectives.replica), self._code.block_size
-        return [
-            passes.BlockExchange(
-                [BlockSlice(s.tensor, s.first, s.length, block, s.at // block) for s in chunk.slices],
-                self._code,
-                self.collectives.padded_size(chunk.entries, self._code),
-                *ranks,
-                self._fills_blocks,
-                self.context.shards[0].device,
-            )
-            for chunk in self.chunks
-        ]
+    def _exchange_of(self, chunk: Chunk, passes: Any) -> Any:
+        """Return the passes over a chunk that need no buffer."""
+        block, ranks = self._code.block_size, (self.collectives.replicas, self.collectives.replica)
+        slices = [BlockSlice(s.tensor, s.first, s.length, block, s.at // block) for s in chunk.slices]
+        size, device = self.collectives.padded_size(chunk.entries, self._code), self.context.shards[0].device
+        return passes.BlockExchange(slices, self._code, size, *ranks, self._fills_blocks, device)
 
     def _check_bases(self, hidden: Collection[str]) -> None:
         """Raise ValueError if no parameter of any pipeline stage is a matrix that Muon updates."""

@@ -12,6 +12,7 @@ from torchtitan_scape.methods.codes import encoded_bytes, encoded_size
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 ITERATIONS = 14  # of the inverse root of second moments, see `whitening.roots`
@@ -89,7 +90,17 @@ class QuantizedCost(GradientCost):
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         block = self.options.block
-        return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded_size(self.options.code, block))]
+        encoded = encoded_size(self.options.code, block)
+        return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded, in_place=True)]
+
+    def chunk_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of two chunks with buffers. Larger chunks without buffers have fewer bytes per entry:
+        three messages and an error of the own slice.
+        """
+        limit = chunk_limit(model.entries, replicas, encoded_size(self.options.code, self.options.block))
+        levels = [LevelSize("network", replicas)] if replicas > 1 else []
+        (call,) = self.collective_calls(model, levels, limit)
+        return self.chunk_bytes * min(2, call.chunks) * call.largest_chunk if levels else 0.0
 
     def traffic_per_parameter(self) -> float:
         """Return the bytes per parameter of the kernels on one level, without those of an owner.
