@@ -1,6 +1,6 @@
 """Dense baseline: all-reduce of all gradients in FP32."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,12 +31,10 @@ class Dense(ChunkedMethod):
         if self.collectives.replicas == 1 and self._divisor == 1.0:
             self.chunks = []  # the result equals the input
 
-    def start_chunk(
-        self, number: int, gradients: Sequence[Tensor] | Mapping[int, Tensor], applied: Tensor | None
-    ) -> ChunkInFlight:
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
         if not self._together or applied is None:  # the check reads the gradients while an early exchange is running
             return super().start_chunk(number, gradients, applied)
-        whole = [gradients[s.tensor] for s in self.chunks[number].slices]
+        whole = [each for s in self.chunks[number].slices if (each := gradients[s.tensor]) is not None]
         averages = self._divisor == self.collectives.replicas
         handle = self.collectives.all_reduce_together(whole, mean=averages)
 
