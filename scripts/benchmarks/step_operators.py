@@ -4,8 +4,9 @@
     python -m scripts.benchmarks.step_operators --models llama_500m --replicas 4
 
 Every method takes a step with an exchange, as one of N replicas on one level, with the Triton kernels of a GPU. Meta
-tensors have shapes but no values, so that a model of any size fits. Clipping and the optimizer are left out, except in
-scape and quantized_update, which contain the update. The collectives are those of real ranks; they return at once.
+tensors have shapes but no values, so that a model of any size fits. The first table has the exchange alone: clipping
+and the optimizer are left out, except in scape and quantized_update, which contain the update. The second one has the
+whole `ReplicaOptimizer.step`. The collectives are those of real ranks; they return at once.
 """
 
 import sys
@@ -14,13 +15,14 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,13 +36,16 @@ from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology import process_groups, stages
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.in_process import OneReplica
 from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.topology.rank_group import RankGroup
 
 META = torch.device("meta")
+WHOLE_REPLICAS = 8
 # Options without a warm-up, by method. Local methods exchange in the step that is counted.
 OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"start": 0},
@@ -63,6 +68,8 @@ class StepCount:
 
     Attributes:
         operators: operators on the device, without views.
+        views: operators that only view a tensor.
+        calls: functions and methods of torch that Python calls and that return tensors.
         triton: launches of Triton kernels.
         launches: of all kernels: a list of tensors that are not contiguous has one for each of them.
         collectives: calls of the communication library.
@@ -71,6 +78,8 @@ class StepCount:
     """
 
     operators: int = 0
+    views: int = 0
+    calls: int = 0
     triton: int = 0
     collectives: int = 0
     bytes: float = 0.0
@@ -106,7 +115,9 @@ class StepCounter(TorchDispatchMode):
             return result
         for tensor in made:
             self._own(tensor, given)
-        if not func.is_view and name not in _NO_WORK:
+        if func.is_view:
+            self.count.views += 1
+        elif name not in _NO_WORK:
             self.count.operators += 1
             lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
             separate = name.startswith("_foreach") and any(not t.is_contiguous() for a in lists for t in a)
@@ -157,6 +168,21 @@ class StepCounter(TorchDispatchMode):
         return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.device.type == self._device]
 
 
+class CallCounter(TorchFunctionMode):
+    """Counts the functions of torch that Python calls, into the count of a `StepCounter`."""
+
+    def __init__(self, counter: StepCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_attribute = getattr(func, "__name__", "") == "__get__"
+        if not is_attribute and any(isinstance(one, Tensor) for one in tree_leaves(result)):
+            self._counter.count.calls += 1
+        return result
+
+
 class OneOfManyRanks(ProcessGroupCollectives):
     """The collectives of one of N ranks, on one level or on nodes of `per_node` ranks; see `as_one_rank`."""
 
@@ -167,6 +193,12 @@ class OneOfManyRanks(ProcessGroupCollectives):
 
     def reduces_together(self, device: torch.device) -> bool:
         return len(self.levels) == 1
+
+    def minimum_over_all(self, values: Tensor) -> Tensor:
+        return values
+
+    def sum_over_owners(self, value: Tensor) -> Tensor:
+        return value
 
     def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
         exchange(self.levels)
@@ -243,6 +275,51 @@ def count_step(
     return counter.count
 
 
+def count_whole_step(name: str, model: LocalModel, replicas: int, **options: Any) -> StepCount:
+    """Return the counts of a `ReplicaOptimizer.step` in the steady state, with AdamW (scape: AdamS) and clipping.
+
+    The check for non-finite gradients, the norm, the exchange and the update are all contained.
+    """
+    counter, entry = StepCounter(), METHODS[name]
+    named = [(n, nn.Parameter(torch.empty(s, device=META))) for n, s in zip(model.names, model.shapes, strict=True)]
+    # Whether a state or loaded weights are a copy of others cannot be read.
+    with as_one_rank(counter), triton_everywhere(), replaced(torch, "equal", lambda *_: False):
+        optimizer = _whole_optimizer(name, named, replicas, {**OPTIONS.get(name, {}), **options})
+        inner = getattr(entry.options(**OPTIONS.get(name, {})), "inner_steps", 1)
+        for _ in range(2 * inner if inner > 1 else 4):
+            for _, parameter in named:
+                parameter.grad = torch.empty_like(parameter)
+            method = optimizer.methods[0]
+            if hasattr(method, "_mask_counts") and hasattr(method, "_selected"):  # of Radius, read from the device
+                method._mask_counts = method._selected
+            counter.count = StepCount()
+            with counter, CallCounter(counter):
+                optimizer.step()
+    if method.holds_optimizer_state:  # as in `count_step`, and the read of the gradients for their norms
+        counter.count.bytes = 4.0 * model.entries + sum(method.options.cost().pass_bytes(model, replicas).values())
+    return counter.count
+
+
+def _whole_optimizer(
+    name: str, named: list[tuple[str, nn.Parameter]], replicas: int, options: dict[str, Any]
+) -> ReplicaOptimizer:
+    """Return an optimizer on parameters without values, which takes every step as applied."""
+    inner: torch.optim.Optimizer
+    if METHODS[name].method.holds_optimizer_state:
+        inner = AdamS(named, allocate_state=False, kernels="triton")
+    else:  # `fused` refuses this device; both have counters of steps on that of the parameters
+        inner = torch.optim.AdamW(named, capturable=True)
+        for _, p in named:
+            moments = {kind: torch.empty_like(p) for kind in ("exp_avg", "exp_avg_sq")}
+            inner.state[p] = {"step": torch.zeros((), device=META), **moments}
+    ranks = OneReplica(OneOfManyRanks(replicas))
+    more: dict[str, Any] = {"max_norm": 1.0, "reduction": "sum", "total_steps": 1000, "kernels": "triton"}
+    optimizer = ReplicaOptimizer(inner, METHODS[name].options(**options), ranks, **more)
+    optimizer.guard.finish_previous_step = lambda: True  # type: ignore[method-assign]
+    optimizer.guard.last_applied = lambda: True  # type: ignore[method-assign]
+    return optimizer
+
+
 def _take(method: Method, model: LocalModel, info: StepInfo, counter: StepCounter) -> None:
     gradients = [torch.empty(n, device=META) for n in model.sizes]
     if hasattr(method, "_mask_counts") and hasattr(method, "_selected"):  # of Radius, read from the device
@@ -269,7 +346,13 @@ def measure(args: Namespace, _: list[str]) -> dict[str, Any]:
         entry |= {key: getattr(count, key) for key in ("operators", "triton", "collectives", "bytes", "peak")}
         print(entry, flush=True)
         rows.append(entry)
-    return {"rows": rows}
+    whole = []
+    for workload, method in product(args.models, args.methods):
+        model = get_workload(workload).local(1)
+        entry = {"model": workload, "parameters": model.entries, "method": method, "replicas": WHOLE_REPLICAS}
+        whole.append(entry | asdict(count_whole_step(method, model, WHOLE_REPLICAS)))
+        print(whole[-1], flush=True)
+    return {"rows": rows, "whole": whole}
 
 
 def table(facts: Mapping[str, Any]) -> str:
@@ -284,6 +367,14 @@ def table(facts: Mapping[str, Any]) -> str:
             | {"temporary, bytes a parameter": f"{row['peak'] / row['parameters']:.2f}"}
         )
     body = "\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items())
+    whole = [
+        {"model": row["model"], "method": row["method"]}
+        | {"Triton launches": f"{row['triton']:,}", "operators": f"{row['operators']:,}", "views": f"{row['views']:,}"}
+        | {"calls from Python": f"{row['calls']:,}", "collectives": f"{row['collectives']:,}"}
+        | {"bytes a parameter": f"{row['bytes'] / row['parameters']:.1f}"}
+        | {"temporary, bytes a parameter": f"{row['peak'] / row['parameters']:.2f}"}
+        for row in facts["whole"]
+    ]
     return f"""## Operators of an optimizer step
 
 `python -m scripts.benchmarks.step_operators`, on meta tensors: nothing is computed and nothing is timed. A step with an
@@ -296,6 +387,14 @@ they read and write, state the bytes that they move in addition. The bytes of `s
 Temporary is the largest sum of tensors that exist at once and are created in the step.
 
 {body}
+
+## Whole optimizer steps
+
+The first of {WHOLE_REPLICAS} replicas: check for non-finite gradients, exchange, norm, clipping and update by AdamW, or
+by the method (`scape`). Views create no new values. Calls from Python are those of torch's functions that return
+tensors.
+
+{markdown(whole)}
 """
 
 
