@@ -84,6 +84,7 @@ class _Tables:
         self.rates = DeviceTable(len(sizes), RATES.value, torch.float32, device)
         self.betas = DeviceTable(len(sizes), 2, torch.float64, device)
         self.factors = DeviceTable(len(sizes), 2, torch.float32, device)
+        self.entries = sum(sizes)
         self.one = torch.ones((), dtype=torch.float32, device=device)
         each = self.tiles.rows * self.tiles.block_size
         self.first_tiles = [0, *accumulate(-(-size // each) for size in sizes)]
@@ -139,7 +140,7 @@ class Norms:
         lists = tables.lists((tensors,), (tensors,))
         sums = torch.empty(tables.first_tiles[-1], dtype=torch.float64, device=device)
         for listed, full, (dtype,) in lists:
-            moved = sum(t.nbytes for t in tensors) / len(lists)
+            moved = dtype.itemsize * tables.entries / len(lists)
             tables.launch(triton_kernels.squares_kernel, listed, full, sums, moved=moved, DTYPE=DTYPES[dtype])
         norms = torch.empty(len(tensors), dtype=torch.float64, device=device)
         table = tables.addresses.values
@@ -162,10 +163,8 @@ class Scaling:
             torch._foreach_mul_(tensors, factor)
             return
         tables = self._tables.of(tensors)
-        lists = tables.lists((tensors,))
-        for listed, full, _ in lists:
-            moved = 8.0 * sum(t.numel() for t in tensors) / len(lists)
-            tables.launch(triton_kernels.scale_kernel, listed, full, factor, moved=moved)
+        for listed, full, _ in tables.lists((tensors,)):
+            tables.launch(triton_kernels.scale_kernel, listed, full, factor)  # which is 1 in most steps
 
 
 class TritonUpdate:
@@ -195,10 +194,9 @@ class TritonUpdate:
         counts = to_device(steps, betas.device) if steps.is_cpu else steps
         corrections = (1.0 - betas ** counts.unsqueeze(1)).float()
         factor = tables.one if factor is None else factor
-        moved = sum(t.nbytes for t in gradients) + 2.0 * sum(t.nbytes for each in written for t in each.flat)
-        if self._rule == "frozen":  # the moments are not read, and the variance is not written
-            moved -= 2.0 * sum(t.nbytes for t in columns[2])
+        accesses = {"adams": 2, "adamw": 4, "frozen": 2}[self._rule]  # to states
         for listed, full, (dtype, gradient_dtype, state_dtype) in lists:
+            each = gradient_dtype.itemsize + 2 * dtype.itemsize + accesses * state_dtype.itemsize
             tables.launch(
                 triton_kernels.update_kernel,
                 listed,
@@ -207,14 +205,14 @@ class TritonUpdate:
                 corrections,
                 as_flag(applied),
                 factor,
-                moved=moved / len(lists),
+                moved=tables.entries * each / len(lists),
                 RULE=self._rule,
                 DTYPE=DTYPES[dtype],
                 GRADIENT_DTYPE=DTYPES[gradient_dtype],
                 STATE_DTYPE=DTYPES[state_dtype],
             )
-        for each in written:
-            each.store()
+        for tensors in written:
+            tensors.store()
 
 
 class TritonMuon:
@@ -241,7 +239,7 @@ class TritonMuon:
         ]
         weights = tables.factors.set([(momentum, 1 - momentum) for momentum in momenta])
         lists = tables.lists((gradients, directions, written.flat))
-        moved = 12.0 * sum(g.numel() for g in gradients) + 2.0 * sum(d.numel() for d in directions)
+        moved = 12.0 * tables.entries + 2.0 * sum(d.numel() for d in directions)
         for listed, full, _ in lists:
             flags = as_flag(applied), tables.one if factor is None else factor
             tables.launch(triton_kernels.average_kernel, listed, full, weights, *flags, moved=moved / len(lists))
@@ -256,7 +254,7 @@ class TritonMuon:
         flat = [direction.contiguous() for direction in directions]
         on_device = tables.factors.set(list(factors))
         lists = tables.lists((flat, written.flat))
-        moved = 10.0 * sum(w.numel() for w in weights)
+        moved = 10.0 * tables.entries
         for listed, full, _ in lists:
             flag = as_flag(applied)
             tables.launch(triton_kernels.move_kernel, listed, full, on_device, flag, moved=moved / len(lists))

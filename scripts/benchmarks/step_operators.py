@@ -275,8 +275,10 @@ def count_step(
     return counter.count
 
 
-def count_whole_step(name: str, model: LocalModel, replicas: int, **options: Any) -> StepCount:
-    """Return the counts of a `ReplicaOptimizer.step` in the steady state, with AdamW (scape: AdamS) and clipping.
+def count_whole_step(
+    name: str, model: LocalModel, replicas: int, max_norm: float | None = 1.0, **options: Any
+) -> StepCount:
+    """Return the counts of a `ReplicaOptimizer.step` in the steady state, with AdamW (scape: AdamS).
 
     The check for non-finite gradients, the norm, the exchange and the update are all contained.
     """
@@ -284,7 +286,7 @@ def count_whole_step(name: str, model: LocalModel, replicas: int, **options: Any
     named = [(n, nn.Parameter(torch.empty(s, device=META))) for n, s in zip(model.names, model.shapes, strict=True)]
     # Whether a state or loaded weights are a copy of others cannot be read.
     with as_one_rank(counter), triton_everywhere(), replaced(torch, "equal", lambda *_: False):
-        optimizer = _whole_optimizer(name, named, replicas, {**OPTIONS.get(name, {}), **options})
+        optimizer = _whole_optimizer(name, named, replicas, max_norm, {**OPTIONS.get(name, {}), **options})
         inner = getattr(entry.options(**OPTIONS.get(name, {})), "inner_steps", 1)
         for _ in range(2 * inner if inner > 1 else 4):
             for _, parameter in named:
@@ -301,7 +303,11 @@ def count_whole_step(name: str, model: LocalModel, replicas: int, **options: Any
 
 
 def _whole_optimizer(
-    name: str, named: list[tuple[str, nn.Parameter]], replicas: int, options: dict[str, Any]
+    name: str,
+    named: list[tuple[str, nn.Parameter]],
+    replicas: int,
+    max_norm: float | None,
+    options: dict[str, Any],
 ) -> ReplicaOptimizer:
     """Return an optimizer on parameters without values, which takes every step as applied."""
     inner: torch.optim.Optimizer
@@ -313,7 +319,7 @@ def _whole_optimizer(
             moments = {kind: torch.empty_like(p) for kind in ("exp_avg", "exp_avg_sq")}
             inner.state[p] = {"step": torch.zeros((), device=META), **moments}
     ranks = OneReplica(OneOfManyRanks(replicas))
-    more: dict[str, Any] = {"max_norm": 1.0, "reduction": "sum", "total_steps": 1000, "kernels": "triton"}
+    more: dict[str, Any] = {"max_norm": max_norm, "reduction": "sum", "total_steps": 1000, "kernels": "triton"}
     optimizer = ReplicaOptimizer(inner, METHODS[name].options(**options), ranks, **more)
     optimizer.guard.finish_previous_step = lambda: True  # type: ignore[method-assign]
     optimizer.guard.last_applied = lambda: True  # type: ignore[method-assign]

@@ -1,8 +1,10 @@
 """Limits of an optimizer step on meta tensors: operators, launches and bytes at a small shape."""
 
+import math
+
 import pytest
 
-from scripts.benchmarks.step_operators import OPTIONS, StepCount, count_step
+from scripts.benchmarks.step_operators import OPTIONS, StepCount, count_step, count_whole_step
 from torchtitan_scape.core.workloads import Workload, get_workload
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -140,3 +142,18 @@ def test_the_planner_has_the_counted_bytes_of_quantized_update(interval: int) ->
     planned = sum(cost.memory_traffic(model, 4)) / model.entries
     counted = count_step("quantized_update", model, 4, interval=interval).bytes / model.entries
     assert counted == pytest.approx(planned + 20 / (4 * interval), rel=0.15)
+
+
+LARGE = get_workload("llama_1_8b").local(1)  # 219 parameters
+# Methods with a fixed number of passes, and the least bytes a parameter of a step that are known for some.
+PASSES = ("scape", "sparta", "quantized", "quantized_update", "dense", "topk", "onebit_adam", "radius")
+LEAST = {"dense": 36.0, "sparta": 40.0, "topk": 56.0}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_whole_step_has_few_launches_operators_and_views(name: str) -> None:
+    """None of them for every parameter; and clipping reads and writes no gradient in a pass of its own."""
+    count = count_whole_step(name, LARGE, 8)
+    assert count.triton <= 60 and count.operators + count.views <= 200
+    assert count.bytes <= 1.15 * LEAST.get(name, math.inf) * LARGE.entries
+    assert count.bytes <= 1.01 * count_whole_step(name, LARGE, 8, max_norm=None).bytes
