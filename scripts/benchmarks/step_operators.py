@@ -297,8 +297,8 @@ def count_whole_step(
             counter.count = StepCount()
             with counter, CallCounter(counter):
                 optimizer.step()
-    if method.holds_optimizer_state:  # as in `count_step`, and the read of the gradients for their norms
-        counter.count.bytes = 4.0 * model.entries + sum(method.options.cost().pass_bytes(model, replicas).values())
+    if method.holds_optimizer_state:  # as in `count_step`
+        counter.count.bytes = sum(method.options.cost().pass_bytes(model, replicas).values())
     return counter.count
 
 

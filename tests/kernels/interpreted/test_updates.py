@@ -1,0 +1,71 @@
+"""Optimizer steps in Triton's interpreter, against PyTorch; started like test_interpreted.py."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
+
+from torchtitan_scape import AdamS, Muon, replicate
+
+SHAPES = {
+    "layers.0.attention.weight": (12, 8),
+    "layers.0.wqkv.weight": (24, 8),
+    "layers.1.experts.weight": (3, 6, 8),
+    "layers.1.norm.weight": (8,),
+    "output.weight": (20, 8),
+}
+STEPS, NAN_AT, UNUSED_AT = 6, 2, 3
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda named, _: torch.optim.AdamW(
+        [{"params": named[:2], "weight_decay": 0.3}, {"params": named[2:]}], fused=True
+    ),
+    "AdamS": lambda named, kernels: AdamS(named, lr=1e-2, kernels=kernels),
+    "Muon": lambda named, kernels: Muon(
+        named,
+        lr=1e-2,
+        fused=True,
+        kernels=kernels,
+        matrices=["layers.*.weight"],
+        split={"*.wqkv.weight": 3, "*.attention.weight": (3, 5)},
+    ),
+}
+
+
+def draw(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def train(name: str, kernels: str) -> list[Tensor]:
+    """Return parameters, state and norms. One step is skipped, one parameter once has no gradient; rates change."""
+    model = nn.Module()
+    for parameter, values in draw(0).items():
+        model.register_parameter(parameter.replace(".", "_"), nn.Parameter(values))
+    named = [(n, p) for n, p in zip(SHAPES, model.parameters(), strict=True)]
+    inner = OPTIMIZERS[name](named, kernels)
+    optimizer = replicate(model, inner, {"method": "dense"}, kernels=kernels, max_norm=1.0)
+    found = []
+    for step in range(STEPS):
+        for (n, p), gradient in zip(named, draw(step + 1).values(), strict=True):
+            p.grad = gradient * (torch.nan if step == NAN_AT and n == "output.weight" else 1.0 + step)
+        if step == UNUSED_AT:
+            named[0][1].grad = None
+        optimizer.step()
+        found.append(optimizer.grad_norm.clone())
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.8
+    state = [value for p in model.parameters() for _, value in sorted(inner.state[p].items())]
+    return [*found, *(p.detach() for p in model.parameters()), *state]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_equal_those_of_pytorch(name: str) -> None:
+    """Muon's directions may round to another BF16 number."""
+    atol = 5e-4 if name == "Muon" else 2e-5
+    for ours, theirs in zip(train(name, "triton"), train(name, "torch"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, equal_nan=True)
