@@ -18,7 +18,6 @@ from torchtitan_scape.kernels.common.triton_common import (
     STATE,
     adams,
     cell,
-    entries,
     pointer,
     rate,
     tile_of,
@@ -31,23 +30,31 @@ END_TILE = PAYLOAD
 
 
 @triton.jit
+def entries_of_tile(left, TILE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
+    """Return the indices of the tile's entries, int32 [TILE], and a mask of those that exist."""
+    local = tl.arange(0, TILE)
+    inside = local >= 0
+    if not ALIGNED_TILE:
+        inside = local < left
+    return local, inside
+
+
+@triton.jit
 def squares_kernel(
     tiles,
     table,
     sums,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Write the sum of squares of every tile, FP64. Products in FP32 would overflow from 1.8e19 on."""
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
     gradient = tl.load(pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first + local, mask=inside, other=0.0)
     value = gradient.to(tl.float64)
-    total = tl.sum(tl.sum(tl.sum(value * value, 2), 1), 0)
-    tl.store(sums + cell(table, tensor, FIRST_TILE) + row // ROWS, total)
+    tl.store(sums + cell(table, tensor, FIRST_TILE) + row // (TILE // BLOCK), tl.sum(value * value, 0))
 
 
 @triton.jit
@@ -67,8 +74,7 @@ def scale_kernel(
     tiles,
     table,
     factor,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
 ):
@@ -77,7 +83,7 @@ def scale_kernel(
     if by == 1.0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local
     tl.store(gradients, tl.load(gradients, mask=inside, other=0.0) * by, mask=inside)
 
@@ -90,8 +96,7 @@ def update_kernel(
     corrections,
     applied,
     factor,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     RULE: tl.constexpr,
@@ -106,7 +111,7 @@ def update_kernel(
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
     gradients = pointer(table, tensor, GRADIENT, GRADIENT_DTYPE, ALIGNED_TILE) + first
     parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     moments = pointer(table, tensor, STATE, STATE_DTYPE, ALIGNED_TILE) + first
@@ -164,8 +169,7 @@ def average_kernel(
     weights,
     applied,
     factor,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
 ):
@@ -174,7 +178,7 @@ def average_kernel(
     weights: FP32 (tensors, 2), momentum and 1 - momentum. PARAMETER: address of the direction, or 0.
     """
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
     averages = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     gradient = tl.load(gradients + local, mask=inside, other=0.0) * tl.load(factor)
@@ -194,8 +198,7 @@ def move_kernel(
     table,
     factors,
     applied,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
 ):
@@ -206,7 +209,7 @@ def move_kernel(
     if tl.load(applied) == 0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries(left, ROWS, BYTES, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
     parameters = pointer(table, tensor, PARAMETER, tl.float32, ALIGNED_TILE) + first
     directions = pointer(table, tensor, GRADIENT, tl.bfloat16, ALIGNED_TILE) + first
     weight = tl.load(parameters + local, mask=inside, other=0.0) * tl.load(factors + 2 * tensor)

@@ -24,7 +24,7 @@ from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_ro
 from torchtitan_scape.kernels.dense import triton_kernels
 
 # Entries per tile and per warp.
-_TILE, _WARP = 4096, 512
+_TILE, _WARP = 2048, 256
 _MOST_LISTS = 64  # of sizes
 Lists = list[tuple[Tensor, bool, Any]]  # of `TileSchedule.lists`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -122,7 +122,8 @@ class _Tables:
             self.addresses.values,
             *arguments,
             warps=self.tiles.warps,
-            **self.tiles.shape,
+            TILE=self.tiles.rows * self.tiles.block_size,
+            BLOCK=self.tiles.block_size,
             ALIGNED_TILE=full,
             **options,
         )
