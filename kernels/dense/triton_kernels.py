@@ -77,15 +77,17 @@ def scale_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """Multiply FP32 gradients by a factor; with 1, as of gradients that are not clipped, no memory is accessed."""
+    """Multiply gradients by a factor; with 1, as of gradients that are not clipped, no memory is accessed."""
     by = tl.load(factor)
     if by == 1.0:
         return
     tensor, _, first, left = tile_of(tiles, table, BLOCK)
     local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
-    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first + local
-    tl.store(gradients, tl.load(gradients, mask=inside, other=0.0) * by, mask=inside)
+    gradients = pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first + local
+    gradient = tl.load(gradients, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gradients, (gradient * by).to(DTYPE), mask=inside)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ class Norms:
 
 
 class Scaling:
-    """`torch._foreach_mul_` of FP32 tensors by a factor on the device. With the factor 1 nothing is moved."""
+    """`torch._foreach_mul_` of tensors by an FP32 factor on the device. With the factor 1 nothing is moved."""
 
     def __init__(self) -> None:
         self._tables = TensorTables()
@@ -158,14 +158,10 @@ class Scaling:
     def __call__(self, tensors: list[Tensor], factor: Tensor) -> None:
         if not tensors:
             return
-        if {factor.dtype, *(t.dtype for t in tensors)} != {torch.float32} or not all(
-            map(Tensor.is_contiguous, tensors)
-        ):
-            torch._foreach_mul_(tensors, factor)
-            return
-        tables = self._tables.of(tensors)
-        for listed, full, _ in tables.lists((tensors,)):
-            tables.launch(triton_kernels.scale_kernel, listed, full, factor)  # which is 1 in most steps
+        tables, written = self._tables.of(tensors), Writable(tensors)
+        for listed, full, (dtype,) in tables.lists((written.flat,), (tensors,)):  # the factor is 1 in most steps
+            tables.launch(triton_kernels.scale_kernel, listed, full, factor, DTYPE=DTYPES[dtype])
+        written.store()
 
 
 class TritonUpdate:

@@ -251,7 +251,7 @@ def _dense_step(dtype: torch.dtype) -> None:
     moments, steps = [torch.zeros(8192), torch.zeros(100)], torch.ones(2, dtype=torch.float64)
     applied, factor = torch.tensor(True), torch.ones(())
     Norms()(gradients)
-    Scaling()([gradient.float() for gradient in gradients], factor)
+    Scaling()(gradients, factor)
     for rule, states in (("adams", [moments]), ("adamw", [parameters, gradients]), ("frozen", [moments, moments])):
         given = [gradient.float() for gradient in gradients] if rule == "frozen" else gradients
         TritonUpdate(rule).step(parameters, given, states, [RATES] * 2, steps, applied, factor)

@@ -20,7 +20,7 @@ from scripts.gpu.timing import Clock, clock_of, waits_of
 from torchtitan_scape import AdamS, replicate
 from torchtitan_scape.core.workloads import WORKLOADS, Shape, count_entries
 from torchtitan_scape.kernels.dense.triton_kernels import scale_kernel
-from torchtitan_scape.kernels.dense.triton_passes import TensorTables
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES, TensorTables
 from torchtitan_scape.methods.registry import METHODS
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
@@ -119,11 +119,11 @@ def launch_microseconds(clock: Clock, launches: int) -> float:
     """Return the host's time for a launch of a small Triton kernel, with everything prepared."""
     factor, gradients = torch.ones((), device=clock.device), [torch.zeros(8, device=clock.device)]
     tables = TensorTables().of(gradients)
-    ((listed, full, _),) = tables.lists((gradients,))
+    ((listed, full, _),) = tables.lists((gradients,), (gradients,))
 
     def launch() -> None:
         for _ in range(launches):
-            tables.launch(scale_kernel, listed, full, factor)
+            tables.launch(scale_kernel, listed, full, factor, DTYPE=DTYPES[torch.float32])
 
     return 1e3 * clock(launch)["host_ms"] / launches
 

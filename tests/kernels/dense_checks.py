@@ -113,4 +113,5 @@ def check_norms(
         Scaling()(scaled, by)
         torch._foreach_mul_(expected, by)
         for one, other in zip(scaled, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+            exact = dtype == torch.float32  # on a CPU PyTorch rounds the factor, too
+            torch.testing.assert_close(one, other, rtol=0 if exact else 2**-7, atol=0, equal_nan=True)

@@ -200,7 +200,8 @@ class Method(ABC):
         self.observer: Observer | None = None  # receives the synchronized gradients of the next steps
         self.is_observed = False  # whether a replica has an observer; equal on all replicas
         self._full_exchange_requested = False
-        backend = choose_backend(context.kernels, context.shards[0].device)
+        dtypes = {shard.parameter.dtype for shard in context.shards}
+        backend = choose_backend(context.kernels, context.shards[0].device, dtypes)
         self.norms, self.multiply_gradients = norms(backend), scaling(backend)
         self.optimizer_step = OptimizerStep(context.optimizer, backend, self.multiply_gradients)
 
