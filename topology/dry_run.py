@@ -49,14 +49,9 @@ class DryRunCollectives(ReplicaCollectives):
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         return self._all_reduce(tensor, divisor, codec, error, None)
 
-    def _reduce_to_owners(
-        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
-    ) -> Handle:
-        return self._all_reduce(rows, 1.0, codec, error, None)
-
-    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
         if self.replica in owners:
-            codec.decode_and_sum(messages[owners.index(self.replica)].view(1, -1), mean)
+            received.copy_(messages[owners.index(self.replica)].expand_as(received))
         return Handle()
 
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:

@@ -87,19 +87,12 @@ class InProcessCollectives(ReplicaCollectives):
         self._exchange((tensor, error), lambda pairs: _reduce_scatter(pairs, divisor, codec))
         return Handle()
 
-    def _reduce_to_owners(
-        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
-    ) -> Handle:
-        self._exchange((rows, error), lambda pairs: _reduce_to_owners(pairs, owners, codec))
-        return Handle()
-
-    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
         def combine(each: list[tuple[Tensor, Tensor]]) -> None:
             for i, owner in enumerate(owners):
-                codec.decode_and_sum(torch.stack([sent[i] for sent, _ in each]), each[owner][1])
-                each[owner][1].div_(len(each))
+                torch.stack([sent[i] for _, sent in each], out=each[owner][0])
 
-        self._exchange((messages, mean), combine)
+        self._exchange((received, messages), combine)
         return Handle()
 
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
@@ -413,19 +406,3 @@ def _reduce_scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None)
     for replica, (own, _) in enumerate(pairs):
         own.fill_(torch.nan)
         own.view(len(pairs), -1)[replica] = parts[replica]
-
-
-def _reduce_to_owners(pairs: Sequence[_Pair], owners: Sequence[int], codec: Codec | None) -> None:
-    """Compute `topology.stages.reduce_to_owners`; rows of others become NaN. pairs: of every replica, by owner."""
-    if codec is None:
-        means = torch.stack([rows for rows, _ in pairs]).sum(0)
-    else:
-        messages = torch.stack([codec.encode(rows, error) for rows, error in pairs], 1)
-        means = torch.empty_like(pairs[0][0])
-        for received, total in zip(messages, means, strict=True):
-            codec.decode_and_sum(received, total)
-    means.div_(len(pairs))
-    for replica, (rows, _) in enumerate(pairs):
-        rows.fill_(torch.nan)
-        if replica in owners:
-            rows[owners.index(replica)] = means[owners.index(replica)]

@@ -27,10 +27,9 @@ from torchtitan_scape.topology.stages import (
     exchange_pair,
     gather_from_owners,
     pair_mean_,
-    reduce_messages_to_owners,
     reduce_scatter_,
     reduce_scatter_encoded,
-    reduce_to_owners,
+    send_to_owners,
 )
 from torchtitan_scape.topology.torch_version import all_gather_into, all_reduce_tensors, reduce_scatter_into
 from torchtitan_scape.topology.traffic import REPLICATE
@@ -104,15 +103,8 @@ class ProcessGroupCollectives(ReplicaCollectives):
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
         return Handle(work.wait, lambda: divide_(torch.sum(parts.view(self.replicas, -1), 0, out=own), divisor))
 
-    def _reduce_to_owners(
-        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
-    ) -> Handle:
-        return self._start(lambda levels: reduce_to_owners(rows, owners, levels[0], codec, error), rows.device)
-
-    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
-        return self._start(
-            lambda levels: reduce_messages_to_owners(messages, mean, owners, levels[0], codec), messages.device
-        )
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
+        return self._start(lambda levels: send_to_owners(received, messages, owners, levels[0]), messages.device)
 
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
         return self._start(lambda levels: gather_from_owners(gathered, message, owners, levels[0]), gathered.device)

@@ -191,57 +191,23 @@ def reduce_scatter_encoded(x: Tensor, levels: Levels, divisor: float, codec: Cod
     divide_(mean, divisor)
 
 
-def reduce_to_owners(
-    rows: Tensor, owners: Sequence[int], group: RankGroup, codec: Codec | None, error: Tensor | None
-) -> None:
-    """Write the mean of each row over one group to that row on its owner; the others become undefined.
+def send_to_owners(received: Tensor, messages: Tensor, owners: Sequence[int], group: RankGroup) -> None:
+    """Send messages, uint8 (owners, bytes), to their owners: received = those of all ranks for this rank.
 
     Args:
-        rows: FP32 (owners, n).
-        owners: Ranks of the group, in increasing order.
-        codec: Encodes the rows; None for FP32.
-        error: FP32 (owners, n), receives the quantization error; None to discard it.
-    """
-    sent = rows.view(torch.uint8) if codec is None else codec.encode(rows, error)
-    received = _messages_to_owners(sent, owners, group)
-    if len(received):
-        own = rows[owners.index(group.group_rank)]
-        if codec is None:
-            torch.sum(received.view(torch.float32), 0, out=own)
-        else:
-            codec.decode_and_sum(received, own)
-        own.div_(group.size)
-
-
-def reduce_messages_to_owners(
-    messages: Tensor, mean: Tensor, owners: Sequence[int], group: RankGroup, codec: Codec
-) -> None:
-    """Compute `reduce_to_owners` of rows that are already encoded.
-
-    Args:
+        received: uint8 (ranks, bytes); (0, bytes) of a rank that owns none.
         messages: uint8 (owners, bytes).
-        mean: FP32 (n,), receives the mean of this rank's row; (0,) of a rank that owns none.
         owners: Ranks of the group, in increasing order.
-        codec: Code of the messages.
+        group: The ranks.
     """
-    received = _messages_to_owners(messages, owners, group)
-    if len(received):
-        codec.decode_and_sum(received, mean)
-        mean.div_(group.size)
-
-
-def _messages_to_owners(messages: Tensor, owners: Sequence[int], group: RankGroup) -> Tensor:
-    """Send each message to its owner. Returns those of all ranks for this rank, uint8 (ranks or 0, bytes)."""
-    size, is_owner = messages.shape[1], group.group_rank in owners
-    received = messages.new_empty(group.size if is_owner else 0, size)
+    size = messages.shape[1]
     dist.all_to_all_single(
         received.view(-1),
         messages.view(-1),
-        [size if is_owner else 0] * group.size,
+        [size if len(received) else 0] * group.size,
         [size if rank in owners else 0 for rank in range(group.size)],
         group=group.process_group,
     )
-    return received
 
 
 def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int], group: RankGroup) -> None:

@@ -220,6 +220,8 @@ class Writable:
                 self._tensors[i].copy_(self.flat[i].view(self._tensors[i].shape))
 
 
-def as_flag(applied: Tensor) -> Tensor:
-    """View a bool tensor as the bytes that kernels load."""
-    return applied.view(torch.uint8)
+def as_flag(applied: Tensor) -> Any:
+    """Return a bool tensor as the bytes that kernels load."""
+    from torchtitan_scape.kernels.common.reinterpreted import Reinterpreted  # Triton may not be installed
+
+    return Reinterpreted(applied, torch.uint8)

@@ -9,14 +9,15 @@ Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) 
 them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
 was sent. If `encode_kernel` stores it (4 bytes more), `apply_kernel` reads one message and writes one tensor (4 bytes).
 A sum of steps adds 8 bytes to the second pass. The first pass reads an owner's error and the second one writes it, 4
-bytes each, in the message of this replica, and with `elsewhere` in all. `add_kernel` reads and writes a tensor (8
-bytes). Values are bitwise those of the PyTorch operators of the methods.
+bytes each, in the message of this replica, and with `elsewhere` in all. `decode_kernel` writes a tensor (4 bytes), and
+reads it if it adds to it (4 more). `move_kernel` reads two tensors and writes one or both (12 or 16 bytes). Values are
+bitwise those of the PyTorch operators of the methods.
 """
 
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.codec.triton_decode import decoded, joined
+from torchtitan_scape.kernels.codec.triton_decode import decoded, decoded_sum, joined
 from torchtitan_scape.kernels.codec.triton_kernels import codes_of, parts_of, scales_of, store_codes, values_of
 from torchtitan_scape.kernels.exchange import layout
 
@@ -117,7 +118,7 @@ def encode_kernel(
 
     HAS_OWNER_ERROR: add the owner's error; without `elsewhere` it is zero in the messages of other owners. In that of
     this replica it is divided by `replicas` and written to `owned_error` instead. STORES_ERROR: if `applied`, second =
-    quantization error.
+    quantization error. With SUBTRACTS: encode zeros unless `applied`, else first = second, second = minus the error.
     """
     EACH: tl.constexpr = 32 // BITS
     number, row, message, start, count = tile_of(tiles, blocks)
@@ -135,6 +136,8 @@ def encode_kernel(
         ).to(tl.float32)
     if SUBTRACTS:
         value -= second
+        if STORES_ERROR:
+            value = tl.where(everywhere(tl.load(applied) != 0, at), value, 0.0)
     else:
         value *= factor
         if HAS_SECOND:
@@ -153,11 +156,11 @@ def encode_kernel(
         error = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
         _, exists = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
         kept = exists & everywhere(tl.load(applied) != 0, at)
-        tl.store(
-            pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at,
-            error.to(SECOND_DTYPE),
-            mask=kept,
-        )
+        if SUBTRACTS:
+            tl.store(pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at, second.to(DTYPE), mask=kept)
+            error = 0.0 - error
+        seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
+        tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
     store_codes(words, scales, message, start, blocks, size, codes, low, high, block < count, BITS, SCALES, BLOCK)
 
 
@@ -254,8 +257,8 @@ def apply_kernel(
         tl.store(firsts, mean.to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tensors", "blocks", "size"])
-def add_kernel(
+@triton.jit(do_not_specialize=["tensors", "blocks", "size", "messages", "steps"])
+def decode_kernel(
     tiles,
     slices,
     addresses,
@@ -263,6 +266,8 @@ def add_kernel(
     encoded,
     blocks,
     size,
+    messages,
+    steps,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -271,8 +276,9 @@ def add_kernel(
     ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
     FULL: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """Add the decoded messages: first += message."""
+    """Decode: first += message (ADDS), or first = mean of `messages` messages / `steps`."""
     EACH: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
@@ -281,7 +287,46 @@ def add_kernel(
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
     at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
-    a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
     firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
+    if ADDS:
+        a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        value = tl.load(firsts, mask=inside, other=0.0).to(tl.float32) + joined(a, b, c, d, EACH)
+    else:
+        total = decoded_sum(words, scales, message, 1, messages, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        none = tl.zeros_like(total)
+        value = tl.div_rn(tl.div_rn(total, none + messages.to(tl.float32)), none + steps.to(tl.float32))
+    tl.store(firsts, value.to(DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tensors", "blocks", "factor"])
+def move_kernel(
+    tiles,
+    slices,
+    addresses,
+    tensors,
+    applied,
+    blocks,
+    factor,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    FULL: tl.constexpr,
+    SWAPS: tl.constexpr,
+):
+    """If `applied`, first -= second and second = first before (SWAPS), or second += first * factor."""
+    if tl.load(applied) == 0:
+        return
+    number, row, _, _, count = tile_of(tiles, blocks)
+    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
+    block, offset = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
+    firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
+    seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
     first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
-    tl.store(firsts, (first + joined(a, b, c, d, EACH)).to(DTYPE), mask=inside)
+    second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
+    if SWAPS:
+        tl.store(firsts, (first - second).to(DTYPE), mask=inside)
+        tl.store(seconds, first.to(SECOND_DTYPE), mask=inside)
+    else:
+        tl.store(seconds, (second + first * factor).to(SECOND_DTYPE), mask=inside)

@@ -1,7 +1,7 @@
 """First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
 
 None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send`,
-`quantized.method.Quantized.send` and `quantized_update.method.QuantizedUpdate._send_to_owners`.
+`quantized.method.Quantized.send` and `quantized_update.columns.Columns`.
 """
 
 from collections.abc import Sequence
@@ -75,6 +75,8 @@ class BlockExchange:
         rows = [(each.tensor, each.first, each.stride, each.length) for each in slices]
         self._slices = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4), device)
         self._launches: dict[Any, list[_Launch]] = {}
+        self._kinds: Any = None  # of the latest call, and its launches
+        self._latest: list[_Launch] = []
 
     def encode(
         self,
@@ -88,13 +90,13 @@ class BlockExchange:
 
         The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains
         it. With `applied`, bool (), second becomes the quantization error if it is true, and `apply` adds the owner's.
+        With `subtracts` as well: zeros are encoded unless it is true, else first = second, second = minus the error.
 
         Args:
             errors_elsewhere: The owner's errors may be nonzero outside the message of this replica, for example after a
                 load from another layout. An exchange that is applied leaves none there.
         """
         assert tensors.has(SECOND) or not (tensors.has(OWNER_ERROR) or applied is not None)
-        assert applied is None or not subtracts  # the second pass would need the parameters
         sent = self._allocate(tensors, errors_elsewhere, applied is not None)
         for each in self._launches_of(tensors):
             second = 0 if each.second is None else each.second.itemsize
@@ -108,7 +110,9 @@ class BlockExchange:
                 each.tiles if applied is None else as_flag(applied),
                 *self._scalars(sent, factor),
                 warps=_WARPS,
-                moved=round((read if applied is None else read + second) * each.entries),
+                moved=round(
+                    (read if applied is None else read + second + subtracts * each.dtype.itemsize) * each.entries
+                ),
                 LARGEST=FORMATS[self.code.name].largest,
                 REPEATS=self._repeats,
                 SUBTRACTS=subtracts,
@@ -155,17 +159,55 @@ class BlockExchange:
 
     def add(self, tensors: AddressTable, messages: Tensor) -> None:
         """Add the decoded messages, uint8 (messages, bytes): first += message."""
+        self._decode(tensors, messages, 1, True)
+
+    def store_mean(self, tensors: AddressTable, messages: Tensor, steps: int) -> None:
+        """Decode the mean of messages, uint8 (n, bytes), of a chunk with one owner: first = mean / steps."""
+        self._decode(tensors, messages, steps, False)
+
+    def _decode(self, tensors: AddressTable, messages: Tensor, steps: int, adds: bool) -> None:
         for each in self._launches_of(tensors):
             launching.launch(
-                triton_kernels.add_kernel,
+                triton_kernels.decode_kernel,
                 (len(each.tiles),),
                 *self._tables(each, tensors),
                 aligned_bytes(messages),
                 self._blocks,
                 messages.shape[1] // 16,
+                len(messages),
+                steps,
                 warps=_WARPS,
-                moved=2 * each.dtype.itemsize * each.entries,
+                moved=(2 if adds else 1) * each.dtype.itemsize * each.entries,
+                ADDS=adds,
                 **self._constants(each),
+            )
+
+    def swap(self, tensors: AddressTable, applied: Tensor) -> None:
+        """If `applied`, bool (): first -= second, and second becomes the value of first before."""
+        self._move(tensors, applied, 1.0, True)
+
+    def accumulate(self, tensors: AddressTable, applied: Tensor, factor: float) -> None:
+        """If `applied`, bool (): second += first * factor."""
+        self._move(tensors, applied, factor, False)
+
+    def _move(self, tensors: AddressTable, applied: Tensor, factor: float, swaps: bool) -> None:
+        for each in self._launches_of(tensors):
+            assert each.second is not None
+            launching.launch(
+                triton_kernels.move_kernel,
+                (len(each.tiles),),
+                *self._tables(each, tensors),
+                as_flag(applied),
+                self._blocks,
+                factor,
+                warps=_WARPS,
+                moved=((1 + swaps) * each.dtype.itemsize + 2 * each.second.itemsize) * each.entries,
+                BLOCK=self.code.block_size,
+                ROWS=self._rows,
+                DTYPE=DTYPES[each.dtype],
+                SECOND_DTYPE=DTYPES[each.second],
+                FULL=each.full,
+                SWAPS=swaps,
             )
 
     def _allocate(self, tensors: AddressTable, errors_elsewhere: bool, stores_errors: bool) -> SentMessages:
@@ -179,12 +221,14 @@ class BlockExchange:
 
     def _launches_of(self, tensors: AddressTable) -> list[_Launch]:
         """Return the launches that cover all blocks."""
-        key = tuple(tensors.kinds[each.tensor] for each in self.slices)
-        if key not in self._launches:
-            if len(self._launches) > 8:  # the alignment of gradients changes
-                self._launches.clear()
-            self._launches[key] = self._build(key)
-        return self._launches[key]
+        if tensors.kinds is not self._kinds:  # a new tuple if an address has changed
+            key = tuple(tensors.kinds[each.tensor] for each in self.slices)
+            if key not in self._launches:
+                if len(self._launches) > 8:  # the alignment of gradients changes
+                    self._launches.clear()
+                self._launches[key] = self._build(key)
+            self._kinds, self._latest = tensors.kinds, self._launches[key]
+        return self._latest
 
     def _build(self, kinds: Sequence[tuple[bool, tuple[torch.dtype | None, ...]]]) -> list[_Launch]:
         found: dict[Any, list[Tensor]] = {}

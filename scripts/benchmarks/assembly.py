@@ -35,7 +35,7 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
 BARRIER_LIMITS = {
     "codec.decode_kernel": 0,
     "codec.decode_and_sum_kernel": 0,
-    "exchange.add_kernel": 0,
+    "exchange.decode_kernel": 0,
     "exchange.apply_kernel": 20,  # 0 with FP32 parameters
     "scape.pack_compact_kernel": 4,
     "scape.update_compact_kernel": 1,

@@ -118,7 +118,7 @@ def launches(quick: bool) -> list[KernelLaunch]:
         signature: dict[str, str] = {}
         attributes: dict[Any, Any] = {}
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
-            if isinstance(value, Tensor):
+            if hasattr(value, "data_ptr"):
                 signature[parameter.name] = f"*{_TYPES[value.dtype]}"
                 attributes[(i,)] = [["tt.divisibility", 16]]  # of the caching allocator
             else:
@@ -298,7 +298,12 @@ def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
         for known in (None, applied) if lists else (None,):
             chunk.apply(tensors, chunk.encode(tensors, subtracts=False, applied=known), applied, subtracts=False)
     chunk, tensors = exchange(-1, True, FIRST=anchors, SECOND=errors)
-    chunk.add(tensors, chunk.encode(tensors, subtracts=False, applied=applied).messages)
+    for subtracts in (False, True):
+        messages = chunk.encode(tensors, subtracts, applied=applied).messages
+    chunk.add(tensors, messages)
+    chunk.store_mean(tensors, messages, 2)
+    chunk.swap(tensors, applied)
+    chunk.accumulate(tensors, applied, 2.0)
 
 
 def _masked_step() -> None:

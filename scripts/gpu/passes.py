@@ -75,19 +75,9 @@ class FirstOfMany(DryRunCollectives):
         means.copy_(codec.encode_mean(sent, count, float(self.replicas), error, adds_error).expand_as(means))
         return Handle()
 
-    def _reduce_to_owners(
-        self, rows: Tensor, owners: Sequence[int], codec: Codec | None, error: Tensor | None
-    ) -> Handle:
-        if codec is None:
-            return Handle()
-        own = rows[owners.index(self.replica)] if self.replica in owners else rows[:0]
-        return self._reduce_messages_to_owners(codec.encode(rows, error), own, owners, codec)
-
-    def _reduce_messages_to_owners(self, messages: Tensor, mean: Tensor, owners: Sequence[int], codec: Codec) -> Handle:
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
         if self.replica in owners:
-            own = owners.index(self.replica)
-            codec.decode_and_sum(messages[own].repeat(self.replicas, 1), mean)
-            mean.div_(self.replicas)
+            received.copy_(messages[owners.index(self.replica)].expand_as(received))
         return Handle()
 
 

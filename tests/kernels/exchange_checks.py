@@ -151,8 +151,13 @@ def quantized(
     return found + [t for method in methods for state in method.states() for t in state.tensors.values()]
 
 
-def quantized_update(device: str, backend: str, replicas: int, optimizer: str, **options: Any) -> list[Tensor]:
-    """Return the weights and all states of four steps, of which the second one is skipped."""
+def quantized_update(
+    device: str, backend: str, replicas: int, optimizer: str, full: int = 0, **options: Any
+) -> list[Tensor]:
+    """Return the weights and all states of four steps, of which the second one is skipped.
+
+    full: Step of a full exchange.
+    """
     simulated, own = SimulatedReplicas(replicas), parameters(device, torch.float32, 0)
     named = [(f"layers.{i}.weight", p) for i, p in enumerate(own)]
     inner = Muon(named, lr=1e-2) if optimizer == "Muon" else AdamS(named, lr=1e-2, kernels="torch")
@@ -167,6 +172,8 @@ def quantized_update(device: str, backend: str, replicas: int, optimizer: str, *
             gradients = [p.detach().flatten() for p in parameters(device, torch.float32, 10 * number + i)]
             gradients[-1] = torch.cat((gradients[-1][:1], gradients[-1]))[1:]  # not aligned
             methods[i].finish_previous_step(number - 1 not in (0, 2))
+            if number == full:
+                methods[i].request_full_exchange()
             methods[i].step(gradients, StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -175,6 +175,10 @@ class CountingCollectives(DryRunCollectives):
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         super()._all_reduce(tensor, divisor, codec, error, None)
+        return self._count_messages([Stage("any", size - 1.0, 0.0) for _, size in self._tiers])
+
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
+        super()._send_to_owners(received, messages, owners)
         return self._count_messages([Stage("any", size - 1.0, 0.0) for _, size in self._tiers])
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:

@@ -345,7 +345,7 @@ def on_two_levels() -> tuple[bool, list[Tensor], dict[str, Tensor], int]:
     method = make(collectives, code="int8", update_code="int8")
     taken = steps(method, range(1, 4))[-1]
     state = method.context.optimizer.state
-    own = [(s, method.context.shards[s.tensor].parameter) for s in method._own_of(0)]
+    own = [(s, method.context.shards[s.tensor].parameter) for s in method._groups[0].rows[collectives.replica]]
     before = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length].clone() for s, parameter in own]
     with patch.object(collectives, "broadcast_from", wraps=collectives.broadcast_from) as broadcast:
         method.gather_state()
@@ -441,8 +441,6 @@ def test_the_planner_has_no_bases_without_muon() -> None:
     assert adamw.options.cost().matrix_flops(model, 16) == (0.0, 0.0)
 
 
-def test_the_shares_on_the_page_are_those_of_llama_1_8b() -> None:
+def test_the_share_on_the_page_is_that_of_llama_1_8b() -> None:
     model, cost = get_workload("llama_1_8b").local(1), QuantizedUpdateOptions().cost()
     assert cost.updated_share(model, 64) == pytest.approx(0.10, abs=0.005)
-    held = [cost.device_memory(model, n)["weights and changes"] / model.entries for n in (4, 64)]
-    assert held == [pytest.approx(2.2, abs=0.05), pytest.approx(0.8, abs=0.05)]

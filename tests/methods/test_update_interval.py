@@ -270,11 +270,10 @@ def test_equal_gradients_move_a_parameter_about_as_far_as_in_single_steps(
 
 
 @pytest.mark.parametrize("replicas", [2, 16, 64])
-def test_memory_and_updates_of_the_busiest_replica(replicas: int) -> None:
-    """A group's update needs less memory than that of all parameters, and the updates of a round are about the same."""
+def test_updates_of_the_busiest_replica(replicas: int) -> None:
+    """It updates less in a step than with a single group, and about as much in a round."""
     model = get_workload("llama_1_8b").local(1)
     one, other = (QuantizedUpdateOptions(interval=k).cost() for k in (1, 8))
     (whole,), parts = one.updated_entries(model, replicas), other.updated_entries(model, replicas)
     assert max(parts) < whole <= sum(parts) and len(parts) == 8
-    assert other.device_memory(model, replicas)["weights and changes"] == 8.0 * max(parts)
     assert other.updated_share(model, replicas) == sum(parts) / 8 / model.entries

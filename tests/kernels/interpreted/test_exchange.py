@@ -73,7 +73,7 @@ def test_quantized_equals_pytorch(replicas: int, options: dict[str, Any]) -> Non
     ("replicas", "optimizer", "options"),
     [
         (2, "AdamS", {"update_code": "1bit_unbiased", "interval": 2}),
-        slow(2, "AdamS", {"update_code": "2bit"}),
+        slow(2, "AdamS", {"update_code": "2bit", "full": 3}),
         slow(3, "AdamS", {"update_code": "1bit_unbiased"}),
         slow(2, "Muon", {"update_code": "1bit_unbiased", "interval": 2}),
         slow(2, "AdamS", {"code": "int8", "update_code": "e2m1", "block": 32}),

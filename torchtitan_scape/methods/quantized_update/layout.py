@@ -23,6 +23,18 @@ class Column(NamedTuple):
     slices: tuple[tuple[Slice, ...], ...]
 
 
+class OwnPart(NamedTuple):
+    """The tensors of a group that one replica updates.
+
+    Attributes:
+        tensors: Those with entries that it owns, or with an empty slice of it.
+        others: The slices of these tensors that other replicas own.
+    """
+
+    tensors: tuple[int, ...]
+    others: tuple[Slice, ...]
+
+
 @dataclass(frozen=True)
 class ExchangeGroup:
     """The tensors that are exchanged in the same steps.
@@ -36,6 +48,12 @@ class ExchangeGroup:
     tensors: tuple[int, ...]
     rows: tuple[tuple[Slice, ...], ...]
     columns: tuple[Column, ...]
+
+    def part_of(self, replica: int) -> OwnPart:
+        """Return the part that a replica updates."""
+        tensors = {s.tensor for s in self.rows[replica]}
+        others = [s for i, row in enumerate(self.rows) if i != replica for s in row if s.tensor in tensors]
+        return OwnPart(tuple(sorted(tensors)), tuple(others))
 
 
 def divide(

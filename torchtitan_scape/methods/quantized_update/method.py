@@ -6,23 +6,23 @@ With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server
 feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import Shard, check_contiguous, local, store_gradient, stored
+from torchtitan_scape.core.parameters import Shard, check_contiguous, local, stored
 from torchtitan_scape.core.tensors import add_to_each_, flat, masked_copy_
-from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
+from torchtitan_scape.kernels.backends import block_code, choose_backend
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
-from torchtitan_scape.methods.quantized_update.columns import ColumnMessages, add_rows, decoded_rows, rows_of
-from torchtitan_scape.methods.quantized_update.layout import Column, divide
+from torchtitan_scape.methods.quantized_update.columns import columns_of
+from torchtitan_scape.methods.quantized_update.layout import OwnPart, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
 from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import clip_factor, one_for_several_steps
@@ -32,9 +32,7 @@ from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.calls import CollectiveCall
-from torchtitan_scape.topology.chunks import Exchange, double_buffered
-from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.partition import Slice
+from torchtitan_scape.topology.chunks import double_buffered
 
 # Optimizers that may update a part of a tensor.
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, AdamS, SignSGD)
@@ -77,9 +75,6 @@ class QuantizedUpdate(Method):
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
         self._update_code = block_code(backend, options.update_code, options.block)
-        passes = exchange_passes(backend, (torch.float32,)) if len(self.collectives.levels) == 1 else None
-        self._to_owners = ColumnMessages(passes, self._code) if passes else None
-        self._to_replicas = ColumnMessages(passes, self._update_code) if passes else None
         shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
         self._groups = divide(
@@ -92,8 +87,11 @@ class QuantizedUpdate(Method):
             groups=options.interval,
             entries=[shard.entries for shard in shards],
         )
+        self._own = [group.part_of(self.collectives.replica) for group in self._groups]
         self._owners = Owners(shards, self._groups, self.collectives, context.grad_norm.device)
         self._residual, self._unsent = ErrorFeedback.of(shards), ErrorFeedback.of(shards)
+        states = [list(each.tensors.values()) for each in (self._residual, self._unsent)]
+        self._columns = columns_of(backend, shards, self.collectives, options.block, *states)
         # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
         # The host reads only later whether a step was applied. Until then it keeps the numbers of the exchanged groups.
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
@@ -117,121 +115,55 @@ class QuantizedUpdate(Method):
         self._last_exchanged = None
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
-        context, phase, gradients = self.context, self.context.timer.phase, flat(gradients)
+        context, phase, interval = self.context, self.context.timer.phase, self.options.interval
         full = self.take_full_exchange_request()
-        exchanged = list(range(self.options.interval)) if full else [info.number % self.options.interval]
+        exchanged = range(interval) if full else [info.number % interval]
         encoded = not full and self.collectives.replicas > 1
-        with phase("exchange"):
-            self._reduce(gradients, exchanged, self._code if encoded else None, info)
-        self._observe_all(gradients, exchanged, info)
-        with phase("clip"):
-            own = [gradients[s.tensor][s.first : s.first + s.length] for k in exchanged for s in self._own_of(k)]
-            norm = self._norm(gradients, exchanged, info.applied)
-            context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
-            if context.max_norm is not None:
-                context.clip_factor.copy_(clip_factor(context.grad_norm, context.max_norm))
-                self.multiply_gradients(own, context.clip_factor)
-        code, applied = self._update_code if encoded else None, info.applied & norm.isfinite()
-        for number in exchanged:
-            self._update(gradients, number, code, applied)
-        self._last_exchanged = exchanged
-
-    def _update(self, gradients: Sequence[Tensor], number: int, code: Codec | None, applied: Tensor) -> None:
-        """Update the parameters of a group. Collective."""
-        with self.context.timer.phase("update"):
-            changes = self._update_own(gradients, number, applied)
-        with self.context.timer.phase("exchange"):
-            double_buffered(self._send(column, changes, code, applied) for column in self._groups[number].columns)
-        if self.collectives.is_writer:
-            self._count_steps(number, applied)
-
-    def _steps_of(self, number: int) -> int:
-        """Return the number of steps whose gradients an exchange of a group contains now."""
-        if self._steps is None:
-            self._steps = self._accumulated.tolist()
-        return self._steps[number] + 1
-
-    def _own_of(self, number: int) -> Sequence[Slice]:
-        """Return the slices of a group that this replica owns."""
-        return self._groups[number].rows[self.collectives.replica]
+        codes = (self._code, self._update_code) if encoded else (None, None)
+        with self._columns.bound(gradients):
+            with phase("exchange"):
+                self._reduce(gradients, exchanged, codes[0], info)
+            self._observe_all(gradients, exchanged, info)
+            with phase("clip"):
+                norm = self._norm(gradients, exchanged, info.applied)
+                context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
+                factor = None if context.max_norm is None else clip_factor(context.grad_norm, context.max_norm)
+                if factor is not None:
+                    context.clip_factor.copy_(factor)
+            applied = info.applied & norm.isfinite()
+            for number in exchanged:
+                self._update(gradients, number, codes[1], applied, factor)
+        self._last_exchanged = list(exchanged)
 
     def _reduce(
-        self, gradients: Sequence[Tensor], exchanged: Sequence[int], code: Codec | None, info: StepInfo
+        self, gradients: Sequence[Tensor], exchanged: Sequence[int], code: BlockCode | None, info: StepInfo
     ) -> None:
         """Replace gradients by their means over replicas and steps, where exchanged and owned. Collective.
 
-        Those of other groups are added to the residuals. The parts of other owners become undefined.
+        Those of other groups are added to the residuals. The parts of other owners become zero in owned tensors, and
+        undefined elsewhere.
         """
-        residuals = [self._residual.tensors[shard.name].view(-1) for shard in self.context.shards]
-        in_place, factor = code is not None and self._to_owners is not None, self.context.gradient_scale
-        # Kernels scale the values that they encode, unless these were transformed to a basis before.
-        scales = in_place and self._bases is None
-        encoded = {i for k in exchanged for i in self._groups[k].tensors} if scales else set()
-        if factor != 1.0 and (others := [g for i, g in enumerate(gradients) if i not in encoded]):
-            torch._foreach_mul_(others, factor)
-        if self._bases is not None:
-            if self.options.changes_bases(self._bases.number_of(info.number)):
-                self._bases.change(residuals, info.applied)
-            self._bases.whitening.encode(gradients)
-        skipped = ~info.applied
+        columns, factor, bases = self._columns, self.context.gradient_scale, self._bases
+        if bases is not None:
+            if factor != 1.0:
+                torch._foreach_mul_(list(gradients), factor)
+            if self.options.changes_bases(bases.number_of(info.number)):
+                bases.change(flat(self._residual.tensors.values()), info.applied)
+            gradients, factor = flat(gradients), 1.0
+            bases.whitening.encode(gradients)
         for number, group in enumerate(self._groups):
             if number not in exchanged:
-                for i in group.tensors:
-                    residuals[i] += gradients[i].masked_fill_(skipped, 0.0)
-            elif group.tensors and not in_place:
-                torch._foreach_add_([gradients[i] for i in group.tensors], [residuals[i] for i in group.tensors])
-        encode = partial(self._encode_to_owners, factor=factor if scales else 1.0)
-        send = encode if in_place else self._send_to_owners
-        send = partial(send, values=gradients, residuals=residuals, code=code, applied=info.applied)
-        double_buffered(send(column) for k in exchanged for column in self._groups[k].columns)
+                columns.add_to_residuals(group.tensors, factor, info.applied)
+        double_buffered(
+            columns.to_owners(column, code, factor, self._steps_of(number), info.applied)
+            for number in exchanged
+            for column in self._groups[number].columns
+        )
         for number in exchanged:
-            if (steps := self._steps_of(number)) > 1:
-                for s in self._own_of(number):
-                    gradients[s.tensor][s.first : s.first + s.length].div_(steps)
-        if self._bases is not None:
-            tensors = {i for k in exchanged for i in self._groups[k].tensors}
-            self._bases.decode_own(gradients, tensors, info.applied)
-
-    def _send_to_owners(
-        self, column: Column, values: Sequence[Tensor], residuals: Sequence[Tensor], code: Codec | None, applied: Tensor
-    ) -> Exchange:
-        """Start sending a column; the returned function stores the means that this replica owns, and the residuals."""
-        rows = rows_of(column, column.owners, values, self.options.block, self.context.grad_norm.device)
-        error = None if code is None else torch.empty_like(rows)
-        handle = self.collectives.reduce_to_owners(rows, column.owners, code, error)
-
-        def finish() -> None:
-            for i, slices in enumerate(column.slices):
-                for s in slices:
-                    new = 0.0 if error is None else error[i, s.at : s.at + s.length]
-                    masked_copy_(residuals[s.tensor][s.first : s.first + s.length], new, applied)
-            if self.collectives.replica in column.owners:
-                self._store_means(column, rows[column.owners.index(self.collectives.replica)], values)
-
-        return handle, finish
-
-    def _encode_to_owners(
-        self,
-        column: Column,
-        values: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        code: Codec,
-        applied: Tensor,
-        factor: float,
-    ) -> Exchange:
-        """Encode and send values * factor + residuals, and store the new residuals; bitwise as `_send_to_owners`."""
-        assert self._to_owners is not None
-        messages = self._to_owners.encode(column, values, residuals, factor, applied)
-        is_owner = self.collectives.replica in column.owners
-        mean = torch.empty(column.width if is_owner else 0, dtype=torch.float32, device=messages.device)
-        handle = self.collectives.reduce_messages_to_owners(messages, mean, column.owners, code)
-        return handle, partial(self._store_means, column, mean, values)
-
-    def _store_means(self, column: Column, mean: Tensor, values: Sequence[Tensor]) -> None:
-        """Copy the row of a column that this replica owns, FP32 (width,), to the gradients."""
-        if self.collectives.replica in column.owners:
-            for s in column.slices[column.owners.index(self.collectives.replica)]:
-                values[s.tensor][s.first : s.first + s.length] = mean[s.at : s.at + s.length]
+            if bases is not None:
+                bases.decode_own(gradients, self._groups[number].tensors, info.applied)
+            for s in self._own[number].others:
+                gradients[s.tensor].view(-1)[s.first : s.first + s.length].zero_()
 
     def _norm(self, gradients: Sequence[Tensor], exchanged: Sequence[int], applied: Tensor) -> Tensor:
         """Return the norm of the synchronized gradient over the whole model, FP32 (). Collective.
@@ -240,108 +172,87 @@ class QuantizedUpdate(Method):
         """
         sound = torch.ones_like(applied)
         for number in exchanged:
-            counted = [s for s in self._own_of(number) if self.context.shards[s.tensor].counted]
-            own = [gradients[s.tensor][s.first : s.first + s.length] for s in counted]
+            own = [gradients[i] for i in self._own[number].tensors if self.context.shards[i].counted]
             squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
             if own:
-                squares += torch.stack(torch._foreach_norm(own, 2, torch.float64)).square().sum().float()
+                squares += self.norms(own).square().sum().float()
             squares = self.collectives.sum_over_owners(squares)
             sound = sound & squares.isfinite()
             masked_copy_(self._squares[number], squares, applied & sound)
         return torch.where(sound, self._squares.sum().sqrt(), torch.inf)
 
-    def _update_own(self, gradients: Sequence[Tensor], number: int, applied: Tensor) -> dict[int, Tensor]:
-        """Run the optimizer on the parameters of a group of which this replica owns entries.
-
-        Returns:
-            The changes of the weights, FP32 (n,) by shard; the weights are those of before.
-        """
-        shards, owned = self.context.shards, {s.tensor for s in self._own_of(number)}
-        kept = [shard.parameter.grad for shard in shards]
-        before: dict[int, Tensor] = {}
-        for i, shard in enumerate(shards):
-            if i not in owned:
-                shard.parameter.grad = None
-                continue
-            store_gradient(shard, self._owners.only_own(i, gradients[i]))
-            before[i] = stored(shard.parameter).clone()
-            stored(shard.parameter).sub_(self._unsent.tensors[shard.name])
-        steps = self._steps_of(number)
-        with self._state_of_others_kept(owned, steps), one_for_several_steps(self.context.optimizer, steps):
-            self.optimizer_step([], [], applied)
-        for shard, gradient in zip(shards, kept, strict=True):
-            shard.parameter.grad = gradient
-        changes = {}
-        for i, weight in before.items():
-            changed = stored(shards[i].parameter)
-            changes[i] = (changed - weight).view(-1)
-            changed.copy_(weight)
-        return changes
+    def _update(
+        self,
+        gradients: Sequence[Tensor],
+        number: int,
+        code: BlockCode | None,
+        applied: Tensor,
+        factor: Tensor | None,
+    ) -> None:
+        """Update the parameters of a group with the gradients times a factor, FP32 (). Collective."""
+        group, own, columns, steps = self._groups[number], self._own[number], self._columns, self._steps_of(number)
+        shards = self.context.shards
+        with self.context.timer.phase("update"):
+            columns.begin_update(own, applied)
+            with self._others_kept(own, steps), one_for_several_steps(self.context.optimizer, steps):
+                means = [gradients[i] for i in own.tensors]
+                self.optimizer_step([shards[i] for i in own.tensors], means, applied, factor)
+            messages = columns.end_update(group, own, code, applied)
+        with self.context.timer.phase("exchange"):
+            sent = zip(group.columns, messages, strict=True)
+            double_buffered(columns.to_replicas(column, message, code) for column, message in sent)
+        if self.collectives.is_writer:
+            counters = self._counters(group.tensors)
+            for device in {counter.device for counter in counters}:
+                counted = [counter for counter in counters if counter.device == device]
+                add_to_each_(counted, applied.to(device, torch.float64) * steps)
 
     @contextmanager
-    def _state_of_others_kept(self, owned: Iterable[int], steps: int) -> Iterator[None]:
-        """Restore the optimizer's counters of steps at the end, see `_count_steps`.
+    def _others_kept(self, own: OwnPart, steps: int) -> Iterator[None]:
+        """Hide the gradients of shards that this replica does not update from the optimizer.
 
-        Meanwhile they are divided by `steps`, so that bias corrections with rates to that power are right. Simulated
-        replicas share the optimizer: of the entries that others own, the state is restored as well.
+        Its counters of steps are restored at the end. Meanwhile they are divided by `steps`, so that bias corrections
+        with rates to that power are right. Simulated replicas share the optimizer: of the entries that others own, the
+        state is restored as well.
         """
-        held = []
-        for i in owned:
-            own = self._owners.own_slices(i)
-            others = self.collectives.is_simulated and sum(s.length for s in own) < self.context.shards[i].size
-            state = self._tensors_of_state(i)
-            held += [(value, value.clone(), own) for key, value in state.items() if key == "step" or others]
-            if "step" in state and steps > 1:
-                state["step"].copy_(state["step"] / steps)
+        parameters, simulated = [shard.parameter for shard in self.context.shards], self.collectives.is_simulated
+        kept = [parameter.grad for parameter in parameters]
+        for i in set(range(len(parameters))).difference(own.tensors):
+            parameters[i].grad = None
+        counters = self._counters(own.tensors)
+        states = [
+            state.view(-1)[s.first : s.first + s.length]
+            for s in (own.others if simulated else ())
+            for kind, state in self._tensors_of_state(s.tensor).items()
+            if kind != "step"
+        ]
+        restored = counters + states
+        before = torch._foreach_mul(restored, 1.0) if restored else ()
+        if counters and steps > 1:
+            torch._foreach_div_(counters, steps)
         try:
             yield
         finally:
-            for value, previous, own in held:
-                for s in own if value.numel() > 1 else ():
-                    part = slice(s.first, s.first + s.length)
-                    previous.view(-1)[part] = value.view(-1)[part]
-                value.copy_(previous)
+            if restored:
+                torch._foreach_copy_(restored, before)
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
 
-    def _count_steps(self, number: int, applied: Tensor) -> None:
-        """Count the steps of the optimizer for all parameters of a group, those of other owners included."""
-        states = [self._tensors_of_state(i) for i in self._groups[number].tensors]
-        counters = [state["step"] for state in states if "step" in state]
-        for device in {counter.device for counter in counters}:
-            steps = applied.to(device, torch.float64) * self._steps_of(number)
-            add_to_each_([counter for counter in counters if counter.device == device], steps)
+    def _steps_of(self, number: int) -> int:
+        """Return the number of steps whose gradients an exchange of a group contains now."""
+        if self._steps is None:
+            self._steps = self._accumulated.tolist()
+        return self._steps[number] + 1
+
+    def _counters(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return the optimizer's counters of steps of some shards."""
+        states = (self.context.optimizer.state.get(self.context.shards[i].parameter, {}) for i in numbers)
+        return [local(state["step"]) for state in states if isinstance(state.get("step"), Tensor)]
 
     def _tensors_of_state(self, number: int) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state of a shard, local ones, by kind."""
         state = self.context.optimizer.state.get(self.context.shards[number].parameter, {})
         return {kind: local(value) for kind, value in sorted(state.items()) if isinstance(value, Tensor)}
-
-    def _send(self, column: Column, changes: Mapping[int, Tensor], code: Codec | None, applied: Tensor) -> Exchange:
-        """Start sending the changes of a column to all replicas; the returned function applies the sent values."""
-        owner = self.collectives.replica
-        device = self.context.grad_norm.device
-        row = rows_of(column, [owner] if owner in column.owners else [], changes, self.options.block, device).view(-1)
-        row.masked_fill_(~applied, 0.0)
-        handle, messages = self.collectives.gather_from_owners(row, column.width, column.owners, code)
-
-        def finish() -> None:
-            weights = [stored(shard.parameter).view(-1) for shard in self.context.shards]
-            i = column.owners.index(owner) if owner in column.owners else None
-            if code is not None and self._to_replicas is not None:
-                if self.collectives.is_writer:  # simulated replicas share one set of weights
-                    self._to_replicas.add(column, weights, messages)
-                own = None if i is None else decoded_rows(messages[i : i + 1], column.width, code)[0]
-            else:
-                decoded = decoded_rows(messages, column.width, code)
-                if self.collectives.is_writer:
-                    add_rows(column, decoded, weights)
-                own = None if i is None else decoded[i]
-            if i is not None:
-                unsent = own - row
-                for s in column.slices[i]:
-                    target = self._unsent.tensors[self.context.shards[s.tensor].name].view(-1)
-                    masked_copy_(target[s.first : s.first + s.length], unsent[s.at : s.at + s.length], applied)
-
-        return handle, finish
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -361,10 +272,8 @@ class QuantizedUpdate(Method):
                 continue
             self._owners.broadcast(i, self._unsent.tensors[shard.name])
             for kind, tensor in self._tensors_of_state(i).items():
-                if tensor.shape == shard.local_shape:
+                if kind != "step":
                     self._owners.broadcast(i, tensor)
-                elif kind != "step":
-                    self._owners.broadcast_whole(i, tensor)
         if self._bases is not None and self.collectives.is_simulated:
             self._bases.gather()
 

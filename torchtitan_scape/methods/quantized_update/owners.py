@@ -8,7 +8,6 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.partition import Slice
 
 
 class Owners:
@@ -50,29 +49,16 @@ class Owners:
         """Return whether the owner alone saves the state of a shard; else all replicas must have it to save it."""
         return not self._collectives.is_simulated and self.of_whole(number) is not None
 
-    def own_slices(self, number: int) -> list[Slice]:
-        """Return the slices of a shard that this replica owns."""
-        return [s for owner, s in self._slices[number] if owner == self._collectives.replica]
-
-    def only_own(self, number: int, gradient: Tensor) -> Tensor:
-        """Return a gradient, (n,), with zeros where other replicas own the entries, which are undefined."""
-        own = self.own_slices(number)
-        if sum(s.length for s in own) == len(gradient):
-            return gradient
-        found = torch.zeros_like(gradient)
-        for s in own:
-            found[s.first : s.first + s.length] = gradient[s.first : s.first + s.length]
-        return found
-
     def broadcast(self, number: int, tensor: Tensor) -> None:
-        """Replace the values of a shard, which may be on the host, by those of the owners. Collective."""
-        for owner, s in (one for one in self._slices[number] if one[1].length):
-            self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
+        """Replace a tensor of a shard, which may be on the host, by the values of the owners. Collective.
 
-    def broadcast_whole(self, number: int, tensor: Tensor) -> None:
-        """Replace a tensor of any shape by that of the owner of a whole shard. Collective."""
+        It has the shape of the shard, or any shape if one replica owns the whole shard.
+        """
         if (owner := self.of_whole(number)) is not None:
             self._broadcast(tensor, owner)
+        else:
+            for owner, s in self._slices[number]:
+                self._broadcast(tensor.view(-1)[s.first : s.first + s.length], owner)
 
     def _broadcast(self, tensor: Tensor, owner: int) -> None:
         values = tensor.to(self._device).contiguous()
