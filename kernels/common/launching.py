@@ -1,6 +1,7 @@
 """Host side of Triton launches over many tensors: pointer table, tiles, and the launch."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -140,7 +141,7 @@ class TileSchedule:
         return [(i, 0, -(-n // self.block_size)) for i, n in enumerate(self.sizes)]
 
     def lists(self, ranges: tuple[Range, ...], kinds: tuple[tuple[bool, Any], ...]) -> list[tuple[Tensor, bool, Any]]:
-        """Return the launches that cover `ranges` as (tiles, int32 (tiles, 3); ALIGNED_TILE; kind).
+        """Return the launches that cover `ranges` as (tiles, int32 (tiles, 4); ALIGNED_TILE; kind).
 
         kinds: for each tensor, whether its storage is aligned to 16 bytes, and a key, such as its dtype; tensors with
             different keys need separate launches.
@@ -165,6 +166,7 @@ class TileSchedule:
 
     def _build(self, ranges: tuple[Range, ...], kinds: tuple[tuple[bool, Any], ...]) -> list[tuple[Tensor, bool, Any]]:
         launches: dict[tuple[bool, Any], list[Tensor]] = {}
+        first_block = [0, *accumulate(-(-size // self.block_size) for size in self.sizes)]
         for tensor, first, end in ranges:
             aligned, kind = kinds[tensor]
             # Blocks from `complete` on are partial.
@@ -174,7 +176,7 @@ class TileSchedule:
                 if start < stop:
                     rows = torch.arange(start, stop, self.rows, dtype=torch.int32, device="cpu")
                     count = (stop - rows).clamp(max=self.rows)
-                    tiles = torch.stack([torch.full_like(rows, tensor), rows, count], dim=1)
+                    tiles = torch.stack([torch.full_like(rows, tensor), rows, count, first_block[tensor] + rows], dim=1)
                     launches.setdefault((is_full, kind), []).append(tiles)
         return [(to_device(torch.cat(parts), self.device), full, kind) for (full, kind), parts in launches.items()]
 
@@ -207,11 +209,15 @@ class Writable:
     """Contiguous, writable versions of tensors, in `flat`. `store` copies back those that are not views.
 
     masters: FP32 weights that are updated instead; the tensors are their copies in another dtype.
+
+    Attributes:
+        copies: Whether some are copies of the tensors' present values.
     """
 
     def __init__(self, tensors: list[Tensor], masters: list[Tensor] | None = None) -> None:
         self._tensors = tensors
-        self.flat = masters if masters is not None else [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        self.copies = masters is None and not all(t.is_contiguous() for t in tensors)
+        self.flat = [t.contiguous() for t in tensors] if self.copies else tensors if masters is None else masters
 
     def store(self, numbers: range | None = None) -> None:
         """Copy the tensors of these indices back; all by default."""

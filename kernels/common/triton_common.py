@@ -1,14 +1,13 @@
 """Shared parts of the Triton kernels: pointer table, tiles, bits of a mask, and the AdamS update.
 
-A launch covers many tensors. Program i processes tile i of a list with three int32 per tile: tensor, first block,
-number of blocks. A tile has ROWS blocks of BLOCK entries of one tensor, as [ROWS, BYTES, 8]: the last axis is the bits
-of a mask's byte, and BYTES is BLOCK / 8, rounded up to a power of two. The pointer table has one row of int64 per
-tensor with the addresses of its data. With ALIGNED_TILE the tile is complete and its storage is aligned to 16 bytes, so
-that loads are wide; all other tiles use a separate launch. A tile may also be [ROWS, UNITS, WIDTH], with parts of WIDTH
-entries instead of bytes: with WIDTH = 4 a part is the 16 bytes that a thread loads at once, so that threads exchange
-nothing.
+A launch covers many tensors. Program i processes tile i of a list with four int32 per tile: tensor, first block,
+number of blocks, and the first block among those of all tensors. A tile has ROWS blocks of BLOCK entries of one tensor,
+as [ROWS, BYTES, 8]: the last axis is the bits of a mask's byte, and BYTES is BLOCK / 8, rounded up to a power of two.
+The pointer table has one row of int64 per tensor with the addresses of its data. With ALIGNED_TILE the tile is complete
+and its storage is aligned to 16 bytes, so that loads are wide; all other tiles use a separate launch. A tile may also
+be [ROWS, UNITS, WIDTH], with parts of WIDTH entries instead of bytes: with WIDTH = 4 a part is the 16 bytes that a
+thread loads at once, so that threads exchange nothing.
 
-Kernels iterate over the set bits of each mask byte (`lowest`), so that only the entries of the payload are processed.
 No result depends on the warp size. `enable_fp_fusion` is off at every launch: a multiplication and an addition are
 rounded separately, as in PyTorch.
 """
@@ -31,7 +30,8 @@ VISITED_COLUMNS = tl.constexpr(10)  # position of its first column
 START = tl.constexpr(11)  # its first entry in the whole tensor, for a slice of a tensor
 COMMON = tl.constexpr(12)  # address of the common buffer, for slices that this replica owns
 MASTER = tl.constexpr(13)  # address of the master weights, likewise
-WIDTH = tl.constexpr(14)
+WHOLE = tl.constexpr(14)  # number of the whole tensor, likewise
+WIDTH = tl.constexpr(15)
 
 
 def table_row(*values: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def pointer(table, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED_TI
 @triton.jit
 def tile_of(tiles, table, BLOCK: tl.constexpr):
     """Return tensor, first block, first entry (int64) and number of entries of this program's tile."""
-    at = tiles + 3 * tl.program_id(0)
+    at = tiles + 4 * tl.program_id(0)
     tensor = tl.load(at)
     row = tl.load(at + 1)
     first = row.to(tl.int64) * BLOCK
@@ -90,25 +90,6 @@ def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, 
     if not ALIGNED_TILE:
         inside = inside & (local < left)
     return local, inside
-
-
-@triton.jit
-def mask_bytes(mask, block, left, masked, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the tile's bytes of a packed mask, int32 [ROWS * BYTES]: all ones unless `masked`; 0 beyond the tensor.
-
-    They are a vector with one byte per thread, the layout of scattered accesses to entries of the bytes: Triton would
-    convert between two layouts in each of those, through shared memory. An exclusive or with zero at run time prevents
-    loads of several bytes in one thread.
-    """
-    number = tl.arange(0, ROWS * BYTES) ^ tl.minimum(left, 0)
-    line = number // BYTES
-    byte = number % BYTES
-    first = line * BLOCK + byte * 8
-    inside = (byte < BLOCK // 8) & (first < left)
-    at = mask + block.to(tl.int64) * (BLOCK // 8) + line * (BLOCK // 8) + byte
-    bits = tl.load(at, mask=inside & (first < tl.where(masked, left, 0)), other=255).to(tl.int32)
-    exist = tl.minimum(tl.maximum(left - first, 0), 8)
-    return tl.where(inside, bits & ((1 << exist) - 1), 0)
 
 
 @triton.jit
@@ -150,19 +131,6 @@ def spread_units(bits, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def first_entries(ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first entry of every byte of `mask_bytes`, relative to the tile, int32 [ROWS * BYTES]."""
-    number = tl.arange(0, ROWS * BYTES)
-    return number // BYTES * BLOCK + number % BYTES * 8
-
-
-@triton.jit
-def spread(bits, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Unpack the bytes of `mask_bytes` to bool [ROWS, BYTES, 8]."""
-    return ((tl.reshape(bits, (ROWS, BYTES))[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0
-
-
-@triton.jit
 def count_bits(bits):
     """Return the number of set bits of each byte."""
     bits = bits - ((bits >> 1) & 0x55)
@@ -177,17 +145,6 @@ def lowest(bits):
     return (
         ((low & 0xAA) != 0).to(tl.int32) + ((low & 0xCC) != 0).to(tl.int32) * 2 + ((low & 0xF0) != 0).to(tl.int32) * 4
     )
-
-
-@triton.jit
-def payload_positions(table, tensor, row, used):
-    """Return the position of the tile in the payload, int64 (), and the relative one of each byte, int32 like `used`.
-
-    Every block has PER_BLOCK entries in the payload, except the last one of a tensor.
-    """
-    base = cell(table, tensor, PAYLOAD) + row * cell(table, tensor, PER_BLOCK)
-    counts = count_bits(used)
-    return base, tl.cumsum(counts, 0) - counts
 
 
 @triton.jit

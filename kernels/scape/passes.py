@@ -10,7 +10,7 @@ Letters in the comments follow Algorithm 1 of the SCAPE paper; see `reference`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,34 +22,11 @@ from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpd
 from torchtitan_scape.kernels.scape.visits import Staleness, VisitRates
 
 
-class Updates(Protocol):
-    """Passes of one backend that depend on the updater."""
-
-    @property
-    def leaves_state(self) -> bool:
-        """Whether the update of the bound step neither reads nor writes the state of sparsified tensors."""
-
-    def pack(self, part: PayloadChunk) -> None:
-        """See `ScapePasses.pack`."""
-
-    def squares(self, part: PayloadChunk) -> list[Tensor]:
-        """Return partial sums of squares, FP32 (any number,), in an order that does not depend on the chunks."""
-
-    def update(self, part: PayloadChunk) -> None:
-        """See `ScapePasses.update`."""
-
-    def write(self, own_only: bool) -> None:
-        """See `ScapePasses.write`."""
-
-    def count_entering(self, visits: VisitRates) -> None:
-        """Count the newly entered entries of every row and column in `visits.counts`."""
-
-    def store_moments(self) -> None:
-        """Copy first moments that are outside the state between steps, as in `triton_compact`, to the state."""
-
-
 class ScapePasses:
     """State, payload and passes of SCAPE on this rank's shards: sparsified tensors first, then all others.
+
+    Subclasses of a backend and an updater implement the methods that end in `_part` and `_of`, for tensors whose
+    offloaded state is on the device.
 
     Args:
         updater: Distribution of the update over the replicas; determines the tensors of the passes.
@@ -96,9 +73,16 @@ class ScapePasses:
         self.max_staleness, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
         self.payload_layout: BufferedPayload | InPlacePayload = InPlacePayload.of([])
         self._zero = torch.zeros(1, dtype=torch.float32, device=device)
-        self.updates: Updates  # set by the function that creates the passes
 
     # ----------------------------------------------------------------------------- state and payload layout
+
+    @property
+    def leaves_state(self) -> bool:
+        """Whether the update of the bound step neither reads nor writes the state of sparsified tensors."""
+        return False
+
+    def store_moments(self) -> None:
+        """Copy first moments that are outside the state between steps to the state."""
 
     @property
     def states(self) -> list[Tensor]:
@@ -110,12 +94,12 @@ class ScapePasses:
 
     def kept(self, kind: str) -> list[Tensor]:
         """Return the stored tensors of "state" or "master", up to date; on the host if offloaded."""
-        self.updates.store_moments()
+        self.store_moments()
         return self.storage.kept(kind)
 
     def finish(self) -> None:
         """Store the current values of the state, and wait until host memory contains those of offloaded state."""
-        self.updates.store_moments()
+        self.store_moments()
         self.storage.finish()
 
     @property
@@ -176,6 +160,7 @@ class ScapePasses:
         # Newly entered entries then count as zero in the selection.
         self.excludes_new = self.keeps < 1.0 and self.compact and step.masked
         self.stale: VisitRates | None = None
+        self._squares: list[list[Tensor]] = []  # of every chunk
 
     def release(self) -> None:
         """Drop the references to the step's tensors, so that the next backward pass does not hold gradients twice."""
@@ -184,7 +169,11 @@ class ScapePasses:
     def pack(self, part: PayloadChunk) -> None:
         """Split mt into payload and residual, and select this rank's run of the next mask. Call it in chunk order."""
         for some in self._walk(part, "pack"):
-            self.updates.pack(some)
+            self.pack_part(some)
+
+    def pack_part(self, part: PayloadChunk) -> None:
+        """See `pack`."""
+        raise NotImplementedError
 
     def selected(self) -> Tensor | None:
         """Return the encoded selection after all chunks are packed.
@@ -204,14 +193,19 @@ class ScapePasses:
         """Return the payload that is in place, as flat tensors or a `topology.chunks.Source`."""
         raise NotImplementedError
 
-    def squares(self, part: PayloadChunk) -> Tensor:
-        """Return the sum of squares of the synchronized gradient, FP64 (), from the averaged payload.
-
-        Call it once for each chunk.
-        """
+    def squares(self, part: PayloadChunk) -> None:
+        """Sum the squares of the synchronized gradient from the averaged payload. Call it once for each chunk."""
         # One sum over all partial sums, so that it does not depend on the number of tensors on the device at a time.
-        sums = [partial for some in self._walk(part, "squares") for partial in self.updates.squares(some)]
-        return torch.cat([self._zero, *sums]).sum(dtype=torch.float64)
+        self._squares.append([partial for some in self._walk(part, "squares") for partial in self.squares_of(some)])
+
+    def squares_of(self, part: PayloadChunk) -> list[Tensor]:
+        """Return partial sums of squares, FP32 (any number,), in an order that does not depend on the chunks."""
+        raise NotImplementedError
+
+    def norm_squared(self) -> Tensor:
+        """Return the sum of squares of the synchronized gradient, FP64 (), after `squares` of all chunks."""
+        sums = [torch.cat([self._zero, *each]).sum(dtype=torch.float64) for each in self._squares if each]
+        return sum(sums[1:], sums[0]) if sums else self._zero.double().sum()
 
     def update(self, part: PayloadChunk) -> None:
         """Apply the AdamS update on A and weight decay everywhere, after `squares`.
@@ -222,14 +216,18 @@ class ScapePasses:
             self.updater.begin_update(self.step)
             self.stale = self._visit_rates()
         for some in self._walk(part, "update"):
-            self.updates.update(some)
+            self.update_part(some)
+
+    def update_part(self, part: PayloadChunk) -> None:
+        """See `update`."""
+        raise NotImplementedError
 
     def write(self, own_only: bool = False) -> None:
         """Write the owners' values on A, and apply weight decay everywhere else.
 
-        own_only: only in the slices that this replica owns, for a dry run without received values.
+        own_only: only in the slices that this replica owns, for a dry run without received values. A replicated update
+        writes nothing here.
         """
-        self.updates.write(own_only)
 
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
         """Set previous = in_use, and in_use = the mask of the received selections.
@@ -239,14 +237,18 @@ class ScapePasses:
         raise NotImplementedError
 
     def start_master(self, parameters: list[Tensor]) -> None:
-        """Copy the parameters, in the order of `sizes`, into the master weights, if there are any."""
+        """Copy the parameters into the master weights, if there are any."""
         self.updater.start_master(self.kept("master"), parameters)
+
+    def count_entering(self, visits: VisitRates) -> None:
+        """Count the newly entered entries of every row and column in `visits.counts`."""
+        raise NotImplementedError
 
     def _visit_rates(self) -> VisitRates | None:
         """Update and return the visit rates; None if the step does not need them."""
         if self.visits is None or not self.step.masked:
             return None
-        self.updates.count_entering(self.visits)
+        self.count_entering(self.visits)
         self.visits.accumulate(self.step.applied)
         return self.visits
 
@@ -254,8 +256,11 @@ class ScapePasses:
         """Yield sub-chunks of `part` whose offloaded state is on the device."""
         # With a payload buffer the norm needs no state.
         kinds = () if name == "squares" and self.compact else self.updater.state_kinds[name]
+        if not self.storage.windows:
+            yield part
+            return
         ranges = [(kinds, 0, len(self.sizes))]
-        if name == "update" and self.storage.windows and self.updates.leaves_state:
+        if name == "update" and self.leaves_state:
             sparsified = tuple(kind for kind in kinds if kind != "state")
             ranges = [(sparsified, 0, self.sparsified), (kinds, self.sparsified, len(self.sizes))]
         for used, low, high in ranges:
@@ -278,8 +283,10 @@ def pack_all(passes: ScapePasses) -> Tensor | None:
 
 
 def squares_all(passes: ScapePasses) -> Tensor:
-    """Return the sum of `squares` of all chunks, FP64 ()."""
-    return torch.stack([passes.squares(part) for part in passes.parts]).sum()
+    """Return the sum of squares of all chunks, FP64 ()."""
+    for part in passes.parts:
+        passes.squares(part)
+    return passes.norm_squared()
 
 
 def update_all(passes: ScapePasses) -> None:

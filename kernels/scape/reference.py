@@ -204,21 +204,6 @@ def entering(indices: Tensor, previous: Tensor, n: int) -> Tensor:
     return ~unpack_bits(previous, n).index_select(0, indices)
 
 
-def count_entering_(indices: Tensor, previous: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Count the newly entered entries of each row and column of a tensor.
-
-    Args:
-        indices: Positions of A, int64 (nnz(A),).
-        previous: Packed P.
-        rows: int32 (rows,), written.
-        columns: int32 (columns,), written.
-    """
-    width = max(1, columns.numel())
-    fresh = entering(indices, previous, rows.numel() * width).int()
-    rows.zero_().index_add_(0, indices // width, fresh)
-    columns.zero_().index_add_(0, indices % width, fresh)
-
-
 def staleness(
     indices: Tensor, outside: int, fresh: Tensor, max_staleness: float, relative: tuple[Tensor, Tensor]
 ) -> Tensor:

@@ -13,12 +13,12 @@ from torchtitan_scape.kernels.scape.blocks import Mask
 
 @dataclass(frozen=True)
 class PassInputs:
-    """Tensors of a step, in the order of the passes' `sizes`, and its scalars.
+    """Tensors of a step, sparsified ones first, and its scalars.
 
     Attributes:
         parameters: Local shards, any floating-point dtype; written by `update`. With master weights, copies of these.
-        gradients: Flat and contiguous; their storage is used as scratch space.
-        rates: Hyper-parameters of each tensor.
+        gradients: Contiguous, of any shape; their storage is used as scratch space.
+        rates: Hyper-parameters of each tensor of the passes, in the order of their `sizes`.
         in_use: The current mask, A.
         previous: The mask of the previous step, P.
         next_density: Density of the mask that this step selects.

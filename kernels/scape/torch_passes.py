@@ -11,17 +11,19 @@ from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offse
 from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
 from torchtitan_scape.kernels.scape.passes import ScapePasses
 from torchtitan_scape.kernels.scape.step import PassInputs
+from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Blocks that are selected or encoded at a time; limits the size of temporaries.
 _ROWS = 4096
 
 
 class TorchPasses(ScapePasses):
-    """`ScapePasses` with `kernels.scape.reference`. Additional public members are for `torch_updates`."""
+    """`ScapePasses` with `kernels.scape.reference`. Subclasses are in `torch_updates`."""
 
     def bind(self, step: PassInputs) -> None:
         super().bind(step)
-        self.gradients = [g.float() for g in step.gradients]
+        self.gradients = [g.float() for g in self.updater.cut([g.view(-1) for g in step.gradients])]
+        self.parameters = self.updater.cut(step.parameters)
         # Positions are cached at the target density, and recomputed for denser masks, where they are many.
         self.indices = cache(self._positions) if self.compact else self._positions
         if self.compact:
@@ -32,7 +34,7 @@ class TorchPasses(ScapePasses):
 
     def release(self) -> None:
         super().release()
-        del self.payloads, self.indices
+        del self.payloads, self.indices, self.parameters
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return the slice of each tensor in a buffer of the payload's shape."""
@@ -67,6 +69,20 @@ class TorchPasses(ScapePasses):
     def bits(self, mask: Mask, tensor: int) -> Tensor | None:
         """Return a tensor's packed bits of a mask; None if all are set."""
         return self.layout.bits(mask, tensor) if tensor < self.sparsified else None
+
+    def count_entering(self, visits: VisitRates) -> None:
+        for tensor in range(len(self.updater.tensors.sizes)):
+            rows, columns = visits.of(visits.counts, tensor)
+            fresh = self.entering(tensor).view(rows.numel(), columns.numel())
+            rows.copy_(fresh.sum(1))
+            columns.copy_(fresh.sum(0))
+
+    def entering(self, tensor: int) -> Tensor:
+        """Return bool (n,) of a whole sparsified tensor: true for the entries in A and not in P."""
+        step, tensors = self.step, self.updater.tensors
+        used, held = (tensors.bits(mask, tensor) for mask in (step.in_use, step.previous))
+        assert used is not None and held is not None
+        return reference.unpack_bits(used & ~held, tensors.sizes[tensor])
 
     def _positions(self, tensor: int) -> Tensor | None:
         bits = self.bits(self.step.in_use, tensor)

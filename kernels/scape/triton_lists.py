@@ -1,4 +1,4 @@
-"""Lists of the entries of the masks A and P, for `triton_compact`."""
+"""Lists of the entries of the masks A and P, for the kernels on listed entries."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import TileSchedule
-from torchtitan_scape.kernels.scape import triton_compact
-from torchtitan_scape.kernels.scape.blocks import BlockLayout, entries_per_block
+from torchtitan_scape.kernels.scape import triton_kernels
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, entries_per_block
 
 
 class MaskLists:
@@ -19,7 +19,7 @@ class MaskLists:
 
     Args:
         layout: Blocks of the masks.
-        density: Target density, which determines k. Masks of other densities are not listed.
+        density: Target density, which determines k.
         device: Device of the lists.
     """
 
@@ -27,7 +27,7 @@ class MaskLists:
         self.k = entries_per_block(density, layout.block_size)
         shape = layout.total_blocks, self.k
         self._lists = [torch.zeros(shape, dtype=torch.int16, device=device) for _ in range(2)]
-        self._identities: list[tuple[int, int] | None] = [None, None]  # the masks' bits when they were listed
+        self._identities: list[tuple[int, int, bool] | None] = [None, None]  # of the masks when they were listed
 
     def rotate(self, in_use: Tensor, previous: Tensor) -> Tensor:
         """Make the list of A that of P, for masks that will be rotated. Return the buffer for the list of the new A.
@@ -44,32 +44,32 @@ class MaskLists:
         self._identities[0] = _identity(in_use)
 
     def of(
-        self, masks: Sequence[Tensor | None], tiles: TileSchedule, lists: Sequence[Tensor], table: Tensor
+        self, masks: Sequence[Mask | None], tiles: TileSchedule, lists: Sequence[Tensor], table: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the lists of A and P, rebuilt if necessary. That of a mask that is None may be invalid.
 
-        masks: the bits of A and P. tiles, lists: any schedule, and its tiles of all sparsified tensors. table: of
-            pointers.
+        tiles, lists: any schedule, and its tiles of all sparsified tensors. table: of pointers.
         """
-        for number, bits in enumerate(masks):
-            if bits is None or self._identities[number] == _identity(bits):
+        for number, mask in enumerate(masks):
+            if mask is None or self._identities[number] == (identity := _identity(mask.bits, mask.dense)):
                 continue
             for listed in lists:
                 launching.launch(
-                    triton_compact.list_kernel,
+                    triton_kernels.list_kernel,
                     (len(listed),),
                     listed,
                     table,
-                    bits,
+                    mask.bits,
+                    int(not mask.dense),
                     self._lists[number],
                     self.k,
                     warps=tiles.warps,
-                    **tiles.shape,
+                    **tiles.units(8),
                 )
-            self._identities[number] = _identity(bits)
+            self._identities[number] = identity
         return self._lists[0], self._lists[1]
 
 
-def _identity(bits: Tensor) -> tuple[int, int]:
+def _identity(bits: Tensor, dense: bool = False) -> tuple[int, int, bool]:
     """Return what changes if PyTorch writes to the tensor. Kernels and collectives do not change it."""
-    return bits.data_ptr(), bits._version
+    return bits.data_ptr(), bits._version, dense

@@ -4,18 +4,16 @@ import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.common.triton_common import (
-    FIRST_BLOCK,
     GRADIENT,
+    PER_BLOCK,
     cell,
     count_bits,
-    entries,
+    entries_of_units,
     lowest,
-    mask_bytes,
-    payload_positions,
     pointer,
-    spread,
-    tile_of,
+    spread_units,
 )
+from torchtitan_scape.kernels.scape.triton_tiles import bits_of_tile, block_tile, payload_of_tile
 
 
 @triton.jit
@@ -153,26 +151,29 @@ def move_kernel(
     chunk_first,
     chunk_entries,
     ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FORM: tl.constexpr,
     TO_CHUNK: tl.constexpr,
 ):
     """Copy payload entries [chunk_first, chunk_first + chunk_entries) between the gradients' storage and `chunk`."""
-    tensor, row, first, left = tile_of(tiles, table, BLOCK)
-    block, masked = cell(table, tensor, FIRST_BLOCK), in_use_masked != 0
-    masked = masked & (block >= 0)
-    bits = mask_bytes(in_use, block + row, left, masked, ROWS, BYTES, BLOCK)
-    base, to = payload_positions(table, tensor, row, bits)
-    base -= chunk_first
-    if (base >= chunk_entries) | (base + tl.max(to + count_bits(bits)) <= 0):
+    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, False)
+    bits = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
+    counts = count_bits(bits)
+    line = tl.arange(0, ROWS)[:, None]
+    per_block = cell(table, tensor, PER_BLOCK)
+    at = tl.cumsum(counts, 1) - counts + line * per_block.to(tl.int32)
+    base = payload_of_tile(table, tensor, row) - chunk_first
+    if (base >= chunk_entries) | (base + tl.max(at + counts) <= 0):
         return
-    local, _ = entries(left, ROWS, BYTES, BLOCK, False)
-    used = spread(bits, ROWS, BYTES)
-    ones = used.to(tl.int32)
-    at = base + tl.reshape(to, (ROWS, BYTES))[:, :, None] + tl.cumsum(ones, 2) - ones
-    moved = used & (at >= 0) & (at < chunk_entries)
+    local, _ = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, False)
+    lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
+    position = base + at[:, :, None] + count_bits(bits[:, :, None] & lower)
+    moved = spread_units(bits, WIDTH) & (position >= 0) & (position < chunk_entries)
     gradients = pointer(table, tensor, GRADIENT, tl.float32, False) + first + local
     if TO_CHUNK:
-        tl.store(chunk + at, tl.load(gradients, mask=moved, other=0.0), mask=moved)
+        tl.store(chunk + position, tl.load(gradients, mask=moved, other=0.0), mask=moved)
     else:
-        tl.store(gradients, tl.load(chunk + at, mask=moved, other=0.0), mask=moved)
+        tl.store(gradients, tl.load(chunk + position, mask=moved, other=0.0), mask=moved)

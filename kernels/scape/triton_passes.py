@@ -1,9 +1,6 @@
 """SCAPE passes on Triton kernels: a few launches for all tensors of a model, without synchronization."""
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,61 +13,39 @@ from torchtitan_scape.kernels.common.launching import (
     TileSchedule,
     Writable,
     addresses,
-    aligned,
     as_flag,
 )
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_row
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES, set_rates
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
-from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_code
-from torchtitan_scape.kernels.scape.passes import ScapePasses, Updates
+from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_code
+from torchtitan_scape.kernels.scape.passes import ScapePasses
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
+from torchtitan_scape.kernels.scape.triton_in_place import InPlaceEntries
+from torchtitan_scape.kernels.scape.triton_lists import MaskLists
+from torchtitan_scape.kernels.scape.triton_visits import EnteringCount
 from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
+from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE, VisitRates
 
-# Entries per tile and per warp. Those of packing and updating in `triton_compact` were the fastest of five on an H200,
-# in the sum over three densities. Selection is fastest with one warp per block: its reductions synchronize warps.
+# Entries per tile and per warp. Those of packing and updating listed entries were the fastest of five on an H200, in
+# the sum over three densities. Selection is fastest with one warp per block: its reductions synchronize warps.
 TILE, WARP = 2048, 512
 PACK_TILE, PACK_WARP = 1024, 256
 UPDATE_TILE, UPDATE_WARP = 1024, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
-_FLAT = 4096  # entries per program of kernels over flat buffers
 _ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
 _CODED = 512  # bytes of unary bits that one program decodes
-
-
-class TritonUpdates(Updates, Protocol):
-    """`Updates` of this backend."""
-
-    fixed_columns: bool
-    """The columns and kinds depend on the tensors' pointers and dtypes and on the density only."""
-
-    def columns(self, i: int) -> tuple[int, ...]:
-        """Return the columns of a tensor in the pointer table, from OUTSIDE on."""
-
-    def begin_step(self) -> None:
-        """Prepare the state for the bound step. The pointer table is still that of the last one."""
-
-    def rotate(self, density: float, in_use: Tensor, previous: Tensor) -> Tensor | None:
-        """Prepare the rotation after an applied step: its mask A will be P, and the next A has this density.
-
-        Returns the buffer for the list of the next A (`triton_lists`) if it will be used; call `decoded` once written.
-        """
-
-    def decoded(self, in_use: Tensor) -> None:
-        """See `rotate`."""
-
-    def kinds(self) -> tuple[tuple[bool, torch.dtype], ...]:
-        """Return for every tensor whether all data of its update is aligned, and the parameter's dtype."""
 
 
 class TritonPasses(ScapePasses):
     """`ScapePasses` with the kernels of `triton_kernels` and `triton_masks`. Supports selection in blocks only.
 
-    Additional public members are for `triton_updates`.
+    Subclasses implement the passes that depend on the updater.
     """
 
-    updates: TritonUpdates
+    # Whether `moment_on_mask` contains the moments on P, which the state does not.
+    moments_in_payload = False
 
     def __init__(
         self, updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
@@ -82,87 +57,115 @@ class TritonPasses(ScapePasses):
         self._rates = DeviceTable(count, RATES.value, torch.float32, device)
         self._betas = DeviceTable(count, 2, torch.float64, device)
         self.tiles = TileSchedule(self.sizes, size, TILE, WARP, device)
-        self.pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
+        self._pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
         self.update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
-        self.fresh = torch.zeros(count, dtype=torch.int32, device=device)
+        self.unused = torch.zeros(1, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
         self._selection_bits = torch.zeros(0, dtype=torch.uint8, device=device)
-        self.own_block = self.first_run * self.layout.run_blocks
+        self._own_block = self.first_run * self.layout.run_blocks
         self.all = tuple(self.tiles.whole())
-        self.own, self.others = self._split(self.own_block, self.own_block + self.runs * self.layout.run_blocks)
+        self.sparse = tuple(r for r in self.all if r[0] < self.sparsified)
+        self.dense = tuple(r for r in self.all if r[0] >= self.sparsified)
+        self.selected_blocks, self.other_blocks = self._split(
+            self._own_block, self._own_block + self.runs * self.layout.run_blocks
+        )
+        self.lists = MaskLists(self.layout, self.density, device) if self.density < 1.0 else None
+        self._entering = None if self.visits is None else EnteringCount(updater.tensors, self.visits)
+        self._parameters: list[Tensor] | None = None
+        self.writable: Writable  # set by `bind`
         self._known: Any = None
         self._known_rates: list[Rates] = []
-        self._within: dict[tuple[int, int, int], tuple[tuple[Range, ...], tuple[Range, ...]]] = {}
+        self._forms: dict[
+            tuple[int, int, int, bool], tuple[tuple[Range, ...], list[tuple[str, tuple[Range, ...]]]]
+        ] = {}
 
     def _split(self, start: int, end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """Return the blocks [start, end) of the masks as ranges of tensors, and all other blocks."""
+        """Return the blocks [start, end) of the masks as ranges of tensors, and all other blocks of the masks."""
         own: list[Range] = []
         others: list[Range] = []
-        for tensor, _, blocks in self.all:
-            if tensor >= self.sparsified:
-                others.append((tensor, 0, blocks))
-                continue
+        for tensor, _, blocks in self.sparse:
             first = self.layout.first_block[tensor]
             a, b = (min(max(edge - first, 0), blocks) for edge in (start, end))
             own.append((tensor, a, b))
             others += [(tensor, 0, a), (tensor, b, blocks)]
         return tuple(r for r in own if r[1] < r[2]), tuple(r for r in others if r[1] < r[2])
 
-    def within(self, part: PayloadChunk, ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-        """Return the ranges of the tensors of a chunk."""
-        key = part.first, part.end, id(ranges)  # the entry refers to the ranges, so that no others have their identity
-        if key not in self._within:
-            self._within[key] = ranges, tuple(r for r in ranges if r[0] in part)
-        return self._within[key][1]
-
     # -------------------------------------------------------------------------------------- the passes
 
     def bind(self, step: PassInputs) -> None:
         super().bind(step)
-        self.updates.begin_step()
+        self.begin_step()
         if not self.compact or self.carrying:
             # mt, or the quantization error, is added to the gradients' storage in FP32: other dtypes are copied.
             self.gradients = [g if g.dtype is torch.float32 else g.float() for g in step.gradients]
-        through_master = self.updater.updates_master and self.masters
-        self.writable = Writable(step.parameters, self.masters if through_master else None)
-        pointers = [addresses(tensors) for tensors in (self.gradients, self.writable.flat, self.states)]
-        dtypes = [t.dtype for tensors in (self.gradients, self.writable.flat) for t in tensors]
-        known = pointers, dtypes, step.in_use.density, self.compact
-        if known != self._known or not self.updates.fixed_columns:  # as a rule, gradients are allocated where they were
-            self._set_table(list(zip(*pointers, strict=True)))
-            self._known = known
-        if step.rates != self._known_rates:
+        if step.parameters is not self._parameters:
+            through_master = self.updater.updates_master and self.masters
+            self.writable = Writable(step.parameters, self.masters if through_master else None)
+            self._parameters = step.parameters
+            self._written = addresses(self.writable.flat)
+        known = addresses(self.gradients), [g.dtype for g in self.gradients], self._written
+        if (*known, step.in_use.density, self.compact) != self._known:  # as a rule, gradients are where they were
+            self._set_table(known[0])
+            self._known = *known, step.in_use.density, self.compact
+        if step.rates is not self._known_rates:
             set_rates(self._rates, self._betas, step.rates)
-            self._known_rates = list(step.rates)
+            self._known_rates = step.rates
+        self.applied = as_flag(step.applied)
         self._corrections: Tensor | None = None
-        self.fresh.zero_()
         self._selection = self._allocate_selection(step.next_density)
 
-    def _set_table(self, pointers: Sequence[tuple[int, ...]]) -> None:
-        """Update the pointer table and the kinds of the tensors. pointers: of gradient, parameter and state of each."""
-        layout, step = self.layout, self.step
-        k = layout.block_size if step.in_use.dense else entries_per_block(step.in_use.density, layout.block_size)
+    def begin_step(self) -> None:
+        """Prepare the state for the bound step. The pointer table is still that of the last one."""
+
+    def _set_table(self, gradients: list[int]) -> None:
+        """Update the pointer table and the kinds of the tensors. gradients: addresses."""
+        layout, density, updater = self.layout, self.step.in_use.density, self.updater
+        k = layout.block_size if self.step.in_use.dense else entries_per_block(density, layout.block_size)
+        if self.compact and self.lists is not None:
+            k = self.lists.k
+        states = addresses(self.states)
         rows = []
-        for i, own in enumerate(pointers):
-            sparse = i < self.sparsified
+        gradient_kinds: list[tuple[bool, torch.dtype]] = []
+        parameter_kinds: list[tuple[bool, torch.dtype]] = []
+        for i, (tensor, start, _) in enumerate(updater.slices):
+            gradient, parameter = self.gradients[tensor], self.writable.flat[tensor]
+            g = gradients[tensor] + start * gradient.element_size()
+            p = self._written[tensor] + start * parameter.element_size()
+            sparse, owned = i < self.sparsified, self.owned_addresses(i)
             rows.append(
                 table_row(
-                    *own,
-                    self.sizes[i],
-                    layout.first_block[i] if sparse else -1,
-                    self.payload_layout.positions[i],
-                    k if sparse else layout.block_size,
-                    *self.updates.columns(i),
+                    *(g, p, states[i], self.sizes[i], layout.first_block[i] if sparse else -1),
+                    *(self.payload_layout.positions[i], k if sparse else layout.block_size),
+                    *(self._visit_columns(tensor) if sparse else (0, 1, 0, 0)),
+                    *(start, *owned, tensor if sparse else 0),
                 )
             )
+            gradient_kinds.append(((g | states[i]) % 16 == 0, gradient.dtype))
+            # An in-place payload is read from the gradients' storage.
+            used = p | states[i] | owned[0] | owned[1] | (0 if self.compact else g)
+            parameter_kinds.append((used % 16 == 0, parameter.dtype))
         self._table.set(rows)
-        self.gradient_kinds = tuple((aligned(g, s), g.dtype) for g, s in zip(self.gradients, self.states, strict=True))
-        self.parameter_kinds = self.updates.kinds()
+        self.gradient_kinds, self.parameter_kinds = tuple(gradient_kinds), tuple(parameter_kinds)
+
+    def owned_addresses(self, i: int) -> tuple[int, int]:
+        """Return the addresses of a tensor's common buffer and master weights, for slices that this replica owns."""
+        return 0, 0
+
+    def _visit_columns(self, tensor: int) -> tuple[int, int, int, int]:
+        """Return the columns from OUTSIDE to VISITED_COLUMNS of a whole sparsified tensor."""
+        tensors = self.updater.tensors
+        outside = tensors.sizes[tensor] - tensors.nnz(tensor, self.step.in_use.density, self.selection)
+        if self.visits is None:
+            return outside, 1, 0, 0
+        rows, columns = self.visits.starts[2 * tensor : 2 * tensor + 2]
+        return outside, self.visits.columns[tensor], rows, columns
 
     def release(self) -> None:
         super().release()
-        del self.writable
+        if self.writable.copies:  # of one step
+            self._parameters = None
+            del self.writable
 
     def selected(self) -> Tensor | None:
         if self._selection is None:
@@ -174,11 +177,20 @@ class TritonPasses(ScapePasses):
             return self._selection
         return pad(self._selection.view(self.runs, -1), (0, nbytes - self.layout.run_bytes)).view(-1)
 
-    def pieces(self) -> "list[Tensor] | _Entries":
-        return self.gradients if self.step.in_use.dense else _Entries(self)
+    def pieces(self) -> list[Tensor] | InPlaceEntries:
+        if self.step.in_use.dense:
+            return self.updater.cut([g.view(-1) for g in self.gradients])
+        return InPlaceEntries(self)
+
+    def count_entering(self, visits: VisitRates) -> None:
+        assert self._entering is not None
+        self._entering(self.step.in_use, self.step.previous)
 
     def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
-        layout, lists = self.layout, self.updates.rotate(density, in_use, previous)
+        layout, lists = self.layout, None
+        if self.lists is not None:
+            lists = self.lists.rotate(in_use, previous)
+            lists = lists if self.lists.k == entries_per_block(density, layout.block_size) else None
         offsets = received is not None and layout.sends_offsets(density, self.selection)
         bits = self.received_selections(received, density) if received is not None and not offsets else in_use
         launching.launch(
@@ -192,68 +204,100 @@ class TritonPasses(ScapePasses):
             HAS_BITS=bits is not in_use,
             TILE=_ROTATED,
         )
-        if offsets:
-            assert received is not None
-            k = entries_per_block(density, layout.block_size)
-            code = offset_code(k, layout.block_size)
-            # Bytes of the unary part, as a power of two.
-            width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()
-            rows = max(1, _CODED // width)
-            launching.launch(
-                triton_masks.decode_offsets_kernel,
-                (-(-layout.total_blocks // rows),),
-                received,
-                in_use,
-                in_use if lists is None else lists,
-                layout.total_blocks,
-                layout.run_blocks,
-                layout.wire_bytes(density, self.selection),
-                k,
-                code.nbytes,
-                code.unary,
-                code.low,
-                warps=4,
-                BLOCK=layout.block_size,
-                ROWS=rows,
-                BYTES=width,
-                LISTS=lists is not None,
-            )
-            if lists is not None:
-                self.updates.decoded(in_use)
+        if received is None or not offsets:
+            return
+        k = entries_per_block(density, layout.block_size)
+        code = offset_code(k, layout.block_size)
+        # Bytes of the unary part, as a power of two.
+        width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()
+        rows = max(1, _CODED // width)
+        launching.launch(
+            triton_masks.decode_offsets_kernel,
+            (-(-layout.total_blocks // rows),),
+            received,
+            in_use,
+            in_use if lists is None else lists,
+            layout.total_blocks,
+            layout.run_blocks,
+            layout.wire_bytes(density, self.selection),
+            k,
+            code.nbytes,
+            code.unary,
+            code.low,
+            warps=4,
+            BLOCK=layout.block_size,
+            ROWS=rows,
+            BYTES=width,
+            LISTS=lists is not None,
+        )
+        if self.lists is not None and lists is not None:
+            self.lists.decoded(in_use)
 
-    # ---------------------------------------------------------------------------- for `triton_updates`
+    # ------------------------------------------------------------------------------------- for subclasses
+
+    def forms(self, part: PayloadChunk, ranges: tuple[Range, ...]) -> list[tuple[str, tuple[Range, ...]]]:
+        """Return the launches for the tensors of a chunk, as (FORM, ranges of blocks)."""
+        key = part.first, part.end, id(ranges), self.compact
+        if key not in self._forms:
+            own = tuple(r for r in ranges if r[0] in part)
+            split = {"in place": own}
+            if self.compact:
+                split = {"listed": tuple(r for r in own if r[0] < self.sparsified)}
+                split["whole"] = tuple(r for r in own if r[0] >= self.sparsified)
+            # The entry refers to the ranges, so that no others have their identity.
+            self._forms[key] = ranges, [(form, some) for form, some in split.items() if some]
+        return self._forms[key][1]
 
     def launch(
-        self,
-        kernel: Any,
-        tiles: TileSchedule,
-        listed: Tensor,
-        *rest: Any,
-        payload: Tensor | None = None,
-        width: int = 0,
-        **constants: Any,
+        self, kernel: Any, tiles: TileSchedule, listed: Tensor, *rest: Any, form: str, width: int = 4, **constants: Any
     ) -> None:
         """Launch a kernel on a list of tiles. All kernels on masks have the same first arguments.
 
-        width: of the parts of a tile, for `triton_compact`.
+        form: FORM of `triton_tiles`. width: of the parts of a tile.
         """
         in_use, previous = self.step.in_use, self.step.previous
         launching.launch(
             kernel,
             (len(listed),),
             listed,
-            self.table,
+            self._table.values,
             self._rates.values,
             in_use.bits,
             previous.bits,
             int(not in_use.dense),
             int(not previous.dense),
-            self.payload if payload is None else payload,
             *rest,
             warps=tiles.warps,
-            **(tiles.units(width) if width else tiles.shape),
+            **tiles.units(width),
+            ENTRIES=self.most_entries(tiles) if form == "listed" else 1,
+            FORM=form,
             **constants,
         )
+
+    def most_entries(self, tiles: TileSchedule) -> int:
+        """Return the most listed entries of a tile, as a power of two."""
+        assert self.lists is not None
+        return 1 << (tiles.rows * self.lists.k - 1).bit_length()
+
+    def lists_of(self, in_use: Mask | None, previous: Mask | None) -> tuple[Tensor, Tensor]:
+        """Return the lists of A and P; that of None may be invalid."""
+        assert self.lists is not None
+        tiles = [listed for listed, _, _ in self.tiles.lists(self.sparse, self.any_kinds)]
+        return self.lists.of((in_use, previous), self.tiles, tiles, self._table.values)
+
+    def list_in_use(self, form: str) -> Tensor:
+        """Return the list of A for a launch on listed entries, else an unused tensor."""
+        return self.lists_of(self.step.in_use, None)[0] if form == "listed" else self.unused
+
+    @property
+    def table(self) -> Tensor:
+        """The pointer table."""
+        return self._table.values
+
+    @property
+    def rates(self) -> Tensor:
+        """The table of hyper-parameters."""
+        return self._rates.values
 
     def corrections(self) -> Tensor:
         """Return the bias corrections 1 - beta^t of both moments, FP32 (tensors, 2)."""
@@ -261,91 +305,92 @@ class TritonPasses(ScapePasses):
             self._corrections = (1.0 - self._betas.values**self.step.steps).float()
         return self._corrections
 
-    @property
-    def table(self) -> Tensor:
-        """The pointer table."""
-        return self._table.values
-
-    def selection_of(self, select: bool, tiles: TileSchedule) -> tuple[TileSchedule, Tensor, str, int]:
-        """Return the arguments of pack kernels: tiles, selection, SELECT, and k.
-
-        select: select the next mask, with other tiles than `tiles`.
-        """
-        if not select or self._selection is None:
-            return tiles, self.fresh, "none", 0
-        form = "offsets" if self._selection.dtype == torch.int16 else "bitmap"
-        k = entries_per_block(self.step.next_density, self.layout.block_size)
-        return self._select_tiles, self._selection, form, k
-
-    def pack_blocks(
-        self, ranges: tuple[Range, ...], select: bool = False, common: bool = False, adds_errors: bool = False
+    def pack_ranges(
+        self, part: PayloadChunk, ranges: tuple[Range, ...], select: bool = False, **constants: Any
     ) -> None:
-        """Launch the pack kernel over ranges of blocks.
+        """Launch the pack kernel over a chunk's part of `ranges`.
 
-        select: also select the next mask in these blocks. common: the common buffer is part of mt. adds_errors: also do
-        the work of `carry`, in one pass over the gradients.
+        select: also select the next mask in these blocks. constants: HAS_STATE and HAS_COMMON.
         """
-        adds_errors = adds_errors and self.compact and self.carrying
-        tiles, selection, form, k = self.selection_of(select, self.tiles)
-        for listed, full, dtype in tiles.lists(ranges, self.gradient_kinds):
-            self.launch(
-                triton_kernels.pack_kernel,
-                tiles,
-                listed,
-                self.moment_on_mask,
-                self.fresh,
-                selection,
-                k,
-                self.own_block,
-                as_flag(self.step.applied),
-                self.code_residual if adds_errors else self.fresh,
-                ALIGNED_TILE=full,
-                DTYPE=DTYPES[dtype],
-                COMPACT=self.compact,
-                SKIP_NEW=self.excludes_new and form != "none",
-                SELECT=form,
-                HAS_LAST=self.moment_on_mask.numel() > 0,
-                HAS_COMMON=common,
-                ADDS_ERRORS=adds_errors,
-            )
+        tiles, selection, k, how = self._pack_tiles, self.unused, 0, "none"
+        if select and self._selection is not None:
+            tiles, selection = self._select_tiles, self._selection
+            k = entries_per_block(self.step.next_density, self.layout.block_size)
+            how = "offsets" if selection.dtype == torch.int16 else "bitmap"
+        needs_previous = self.moments_in_payload or self.carrying
+        for form, some in self.forms(part, ranges):
+            lists = self.unused, self.unused
+            if form == "listed":
+                lists = self.lists_of(self.step.in_use, self.step.previous if needs_previous else None)
+            for listed, full, dtype in tiles.lists(some, self.gradient_kinds):
+                self.launch(
+                    triton_kernels.pack_kernel,
+                    tiles,
+                    listed,
+                    self.payload,
+                    self.moment_on_mask,
+                    *lists,
+                    self.code_residual,
+                    selection,
+                    k,
+                    self._own_block,
+                    self.applied,
+                    form=form,
+                    width=4 if how == "none" else 8,
+                    ALIGNED_TILE=full,
+                    DTYPE=DTYPES[dtype],
+                    HAS_LAST=self.moment_on_mask.numel() > 0,
+                    HAS_MOMENTS=self.moments_in_payload and form == "listed",
+                    ADDS_ERRORS=self.compact and self.carrying,
+                    SKIP_NEW=self.excludes_new and how != "none",
+                    SELECT=how,
+                    **constants,
+                )
 
-    def carry(self, part: PayloadChunk) -> None:
-        """Add the quantization error of the last payload to the gradients."""
-        if not (self.compact and self.carrying):
-            return
-        for listed, _, _ in self.tiles.lists(self.within(part, self.all), self.any_kinds):
-            launching.launch(
-                triton_kernels.carry_kernel,
-                (len(listed),),
-                listed,
-                self._table.values,
-                self._rates.values,
-                self.step.previous.bits,
-                int(not self.step.previous.dense),
-                self.code_residual,
-                warps=self.tiles.warps,
-                **self.tiles.shape,
-            )
-
-    def squares_of_tiles(self, whole: Tensor, rest: Tensor) -> list[Tensor]:
-        """Return the sums of squares of the synchronized gradient over tiles of the payload; see `tile_payload`."""
+    def squares_of_tiles(self, part: PayloadChunk, ranges: tuple[Range, ...], owned: bool) -> list[Tensor]:
+        """Return the sums of squares of the synchronized gradient over tiles. owned: of a sharded update."""
         sums = []
-        for full, listed in ((True, whole), (False, rest)):
-            partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
-            launching.launch(
-                triton_kernels.squares_kernel,
-                (len(listed),),
-                listed,
-                self._rates.values,
-                self.payload,
-                self.moment_on_mask,
-                partial,
-                warps=4,
-                TILE=_FLAT,
-                ALIGNED_TILE=full,
-            )
-            sums.append(partial)
+        for form, some in self.forms(part, ranges):
+            for listed, _, _ in self.tiles.lists(some, self.any_kinds):
+                partial = torch.empty(len(listed), dtype=torch.float32, device=self.device)
+                sums.append(partial)
+                arguments = self.payload, self.list_in_use(form), partial
+                self.launch(triton_kernels.gradient_kernel, self.tiles, listed, *arguments, form=form, OWNED=owned)
         return sums
+
+    def update_ranges(
+        self, kernel: Any, part: PayloadChunk, ranges: tuple[Range, ...], *arguments: Any, **constants: Any
+    ) -> None:
+        """Launch an update kernel over a chunk's part of `ranges`. arguments: those between `corrections` and
+        `fresh_counts`.
+        """
+        step, stale, corrections = self.step, self.stale, self.corrections()
+        fresh, relative = (self.unused,) * 2 if stale is None else (stale.fresh, stale.relative)
+        for form, some in self.forms(part, ranges):
+            tiles = self.update_tiles if form == "listed" else self.tiles
+            for listed, full, dtype in tiles.lists(some, self.parameter_kinds):
+                self.launch(
+                    kernel,
+                    tiles,
+                    listed,
+                    self.payload,
+                    self.list_in_use(form),
+                    corrections,
+                    *arguments,
+                    fresh,
+                    relative,
+                    self.max_staleness,
+                    step.clip,
+                    self.applied,
+                    form=form,
+                    ALIGNED_TILE=full,
+                    DTYPE=DTYPES[dtype],
+                    SCALED=stale is not None and form != "whole",  # no entries of a tensor without a mask enter it
+                    MOMENT_SHARE=self.keeps,
+                    MIN_VISIT_RATE=MIN_VISIT_RATE,
+                    CLIP_MOMENT=step.clip_moment,
+                    **constants,
+                )
 
     # -------------------------------------------------------------------------------------- internals
 
@@ -384,63 +429,3 @@ class TritonPasses(ScapePasses):
             TILE=1024,
         )
         return message
-
-    def tile_payload(self, part: PayloadChunk) -> tuple[Tensor, Tensor]:
-        """Return the tiles of a chunk: those of _FLAT entries that begin at a multiple of 4, and all others."""
-        none = torch.empty(0, 3, dtype=torch.int64, device="cpu")
-        whole, rest = [none], [none]
-        for i in range(part.first, part.end):
-            start = self.payload_layout.positions[i]
-            end = start + self.counts[i]
-            first = min(-(-start // 4) * 4, end)
-            last = first + (end - first) // _FLAT * _FLAT
-            positions = torch.arange(first, last, _FLAT, dtype=torch.int64, device="cpu")
-            columns = [torch.full_like(positions, i), positions, torch.full_like(positions, _FLAT)]
-            whole.append(torch.stack(columns, dim=1))
-            edges = [(i, a, b - a) for a, b in ((start, first), (last, end)) if a < b]
-            rest.append(torch.tensor(edges, dtype=torch.int64, device="cpu").view(-1, 3))
-        return launching.to_device(torch.cat(whole), self.device), launching.to_device(torch.cat(rest), self.device)
-
-
-class _Entries:
-    """`topology.chunks.Source` of a payload in the gradients' storage."""
-
-    def __init__(self, passes: TritonPasses) -> None:
-        self._passes = passes
-        self.entries, self.device = sum(passes.counts), passes.device
-        self._ends = list(accumulate(passes.counts))
-        tiles = [-(-end // passes.tiles.rows) for _, _, end in passes.all]
-        self._first_tile = [0, *accumulate(tiles)]
-        self._per_block = entries_per_block(passes.step.in_use.density, passes.layout.block_size)
-        # All tiles, in tensor order.
-        ((self._tiles, _, _),) = passes.tiles.lists(passes.all, passes.any_kinds)
-
-    def fill(self, chunk: Tensor, first: int) -> None:
-        """Copy payload[first : first + len(chunk)] to `chunk`."""
-        self._move(chunk, first, True)
-
-    def store(self, chunk: Tensor, first: int) -> None:
-        """Copy `chunk` to payload[first : first + len(chunk)]."""
-        self._move(chunk, first, False)
-
-    def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
-        begin, end = self._tile_of(first), self._tile_of(first + chunk.numel() - 1)
-        listed = self._tiles[begin.start : end.stop]
-        self._passes.launch(
-            triton_masks.move_kernel,
-            self._passes.tiles,
-            listed,
-            first,
-            chunk.numel(),
-            payload=chunk,
-            TO_CHUNK=to_chunk,
-        )
-
-    def _tile_of(self, position: int) -> range:
-        """Return the tile that contains this payload entry, as a range of length one."""
-        p = self._passes
-        tensor = bisect_right(self._ends, position)
-        tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])
-        per_tile = p.tiles.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
-        start = self._ends[tensor] - p.counts[tensor]
-        return tiles[(position - start) // per_tile :][:1]

@@ -48,6 +48,8 @@ class ReplicatedUpdate:
     ) -> None:
         self.layout = self.tensors = layout
         self.sizes = (*layout.sizes, *dense_sizes)
+        # (tensor, first entry, end) of every tensor of the passes.
+        self.slices = tuple((i, 0, n) for i, n in enumerate(self.sizes))
         self.has_master, self.writes = has_master and writes, writes
 
     def allocations(self) -> dict[str, StateAllocation]:
@@ -59,6 +61,10 @@ class ReplicatedUpdate:
     def buffered_payload(self, counts: Sequence[int], plan: PayloadPlan) -> BufferedPayload:
         """Return the layout of the payload buffer of the target density."""
         return BufferedPayload.of(counts, len(self.layout.sizes), plan)
+
+    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors of the passes, given whole tensors: the same ones."""
+        return tensors
 
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
         """Copy the parameters into the master weights, if there are any."""
@@ -113,6 +119,10 @@ class ShardedUpdate:
         self.ownership, self.owner, self.device = ownership, owner, device
         self.layout, self.tensors = ownership.layout, ownership.tensors
         self.sizes = tuple(piece.end - piece.start for piece in ownership.pieces)
+        count = len(ownership.tensors.sizes)
+        whole = [(count + p.tensor, p.start, p.end) for p in ownership.whole]
+        # (tensor, first entry, end) of every tensor of the passes.
+        self.slices = (*((p.tensor, p.start, p.end) for p in ownership.sparse), *whole)
         assert not (sends_changes and (rounds_values or scaled))
         self.rounds_values, self.sends_changes, self.writes = rounds_values, sends_changes, writes
         self.has_master = rounds_values or sends_changes or scaled
@@ -138,8 +148,13 @@ class ShardedUpdate:
         length, positions = self.ownership.rows(counts, plan.size_multiple)
         return BufferedPayload((PayloadChunk(0, len(self.sizes), 0, self.layout.replicas * length),), positions)
 
+    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return views of the slices of contiguous tensors, (n,)."""
+        return [tensors[i].view(-1)[start:end] for i, start, end in self.slices]
+
     def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
         """Copy the parameters of owned slices into the master weights, if there are any."""
+        parameters = self.cut(parameters) if masters else []
         for i in self.own if masters else ():
             values = parameters[i].reshape(-1).float()
             masters[i].copy_(values * self.scales[i].float() if self.scales.numel() else values)
@@ -157,7 +172,7 @@ class ShardedUpdate:
             return
         if self._min_scale < MIN_WEIGHT_SCALE:
             powers = torch.exp2(torch.frexp(self.scales).exponent.double())
-            for parameter, power in zip(step.parameters if self.writes else (), powers, strict=self.writes):
+            for parameter, power in zip(self.cut(step.parameters) if self.writes else (), powers, strict=self.writes):
                 parameter.mul_(power)
             self.scales.div_(powers)
             self._min_scale = 0.5

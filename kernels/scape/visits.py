@@ -47,6 +47,7 @@ class VisitRates:
         rates: FP32 (rows and columns of all tensors, then one entry per tensor,): the averages; the saved state.
         relative: FP32 (rows and columns of all tensors,): rates relative to the tensor's mean row or column.
         counts: int32, of the same shape: entries that entered in this step. Set it before `accumulate`.
+        fresh: int64 (tensors,): entries of each tensor that entered in the step of the last `accumulate`.
         starts: First index of the rows, then of the columns, of every tensor in these tensors; ends with their size.
     """
 
@@ -63,6 +64,7 @@ class VisitRates:
         self._row_edges = edges.to(device)
         self._axis, self._axis_lengths = axis.to(device, torch.int32), axes.to(device, torch.float32)
         self.counts = torch.zeros(self.starts[-1], dtype=torch.int32, device=device)
+        self.fresh = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
         self.rates = torch.zeros(self.starts[-1] + len(self.rows), dtype=torch.float32, device=device)
         self.relative = torch.ones(self.starts[-1], dtype=torch.float32, device=device)
 
@@ -78,7 +80,8 @@ class VisitRates:
         """
         sums = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).index_select(0, self._row_edges)
         # Not `counts * number`: PyTorch computes integers times a number in the default dtype.
-        counts = torch.cat((self.counts, sums[1::2] - sums[::2])).float()
+        self.fresh = sums[1::2] - sums[::2]
+        counts = torch.cat((self.counts, self.fresh)).float()
         new = self.rates * SMOOTHING + counts * (1.0 - SMOOTHING)
         torch.where(applied, new, self.rates, out=self.rates)
         axes, tensors = self.rates.split((self.starts[-1], len(self.rows)))

@@ -219,11 +219,11 @@ def _scape_step(
         updater = ReplicatedUpdate(layout, whole, **update)
     plan = PayloadPlan("block", density, 0, keeps_code_error=keeps_code_error)
     passes = triton_passes(updater, plan, cpu, staleness=staleness)
-    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in passes.sizes] for _ in range(2))
+    parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*layout.sizes, *whole)] for _ in range(2))
     used, previous = (
         Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use or density, density)
     )
-    rates, steps = [RATES] * len(parameters), torch.ones((), dtype=torch.float64)
+    rates, steps = [RATES] * len(passes.sizes), torch.ones((), dtype=torch.float64)
     step = PassInputs(
         parameters, gradients, rates, used, previous, density, torch.tensor(True), steps, torch.ones(()), clip
     )

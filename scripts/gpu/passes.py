@@ -155,7 +155,7 @@ class Passes:
             "update": lambda: update_all(p),
         }
         if (visits := p.visits) is not None:
-            self.works["entering"] = lambda: p.updates.count_entering(visits)
+            self.works["entering"] = lambda: p.count_entering(visits)
 
     def times(self, clock: Clock, least: dict[str, float], entries: int) -> dict[str, Any]:
         """Return figures by pass. select: additional time of packing."""

@@ -102,8 +102,11 @@ class Case:
             "steps": torch.tensor(3.0, dtype=torch.float64, device=self.device),
             "clip": torch.ones((), device=self.device),
             "clip_moment": self.clip_moment,
+            "rates": [self.rates] * len(parameters),
+            "in_use": masks[0],
+            "previous": masks[1],
         }
-        return PassInputs(parameters, gradients, [self.rates] * len(parameters), *masks, **{**fields, **scalars})
+        return PassInputs(parameters, gradients, **{**fields, **scalars})
 
     def mask(self, density: float, seed: int) -> Mask:
         """Return a mask of this density that was selected from random values."""
@@ -316,7 +319,7 @@ def check_entering(case: Case) -> None:
         step = case.step(case.draw(torch.float32, 1), case.draw(torch.float32, 2), masks, next_density=1.0)
         passes.bind(step)
         assert passes.visits is not None and case.columns is not None
-        passes.updates.count_entering(passes.visits)
+        passes.count_entering(passes.visits)
         counts.append(passes.visits.counts)
     fresh = [used(case, masks[0], i) & ~used(case, masks[1], i) for i in range(len(case.sparse))]
     tables = [each.view(-1, columns) for each, columns in zip(fresh, case.columns, strict=True)]
@@ -352,18 +355,20 @@ def check_written(case: Case, changes: bool) -> None:
     for make in (torch_passes, triton_passes):
         owner = ShardedUpdate(ownership, 0, torch.device(case.device), sends_changes=changes)
         passes: Any = make(owner, PayloadPlan("block", case.density, 0), torch.device(case.device))
-        cut = replace(case, sparse=tuple(sizes), whole=())
-        parameters = cut.draw(torch.float32, case.seed + 5, (), case.parameter_offset)
-        passes.bind(case.step(parameters, cut.draw(torch.float32, 1), (mask, mask)))
+        parameters, gradients = (
+            case.draw(torch.float32, case.seed + 5, (), case.parameter_offset),
+            case.draw(torch.float32, 1),
+        )
+        passes.bind(case.step(parameters, gradients, (mask, mask), rates=[case.rates] * len(sizes)))
         for i, x in enumerate(values):
             bits = ownership.layout.bits(mask, i) if i < len(ownership.sparse) else None
             on = torch.ones_like(x, dtype=torch.bool) if bits is None else reference.unpack_bits(bits, x.numel())
             if passes.compact:
                 passes.payload[passes.payload_layout.positions[i] :][: passes.counts[i]] = x[on]
             elif make is triton_passes:
-                passes.gradients[i].copy_(x)
+                owner.cut(passes.gradients)[i].copy_(x)
             else:
                 passes.payloads[i].copy_(x[on])
-        passes.updates.write(False)
+        passes.write()
         results.append(parameters)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))

@@ -31,7 +31,7 @@ from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.dense import triton_kernels as dense_kernels
 from torchtitan_scape.kernels.exchange import triton_kernels as exchange_kernels
 from torchtitan_scape.kernels.exchange import triton_masked, triton_outer
-from torchtitan_scape.kernels.scape import triton_compact, triton_kernels, triton_masks, triton_owner, triton_select
+from torchtitan_scape.kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, density_at
 from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
@@ -86,7 +86,6 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
         tagc_kernels,
         topk_kernels,
         triton_cosine,
-        triton_compact,
         triton_hadamard,
         triton_kernels,
         triton_masked,

@@ -206,7 +206,7 @@ def test_a_failed_step_leaves_no_pending_copies() -> None:
     _, optimizer, model = run(None, 3, **options)
     saved = copied(optimizer.state_dict())
     weights = [p.detach().clone() for p in model.parameters()]
-    with patch.object(optimizer.method.passes.updates, "pack", side_effect=RuntimeError), pytest.raises(RuntimeError):
+    with patch.object(optimizer.method.passes, "pack_part", side_effect=RuntimeError), pytest.raises(RuntimeError):
         for p, g in zip(model.parameters(), gradient(50, 0, SHAPES), strict=True):
             p.grad = g
         optimizer.step()
@@ -286,7 +286,7 @@ def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, war
         def probe(optimizer: Scape, model: Model, step: int) -> None:
             passes: Any = optimizer.method.passes
             masters.append([m.clone() for m in passes.masters])
-            own = optimizer.method.slice_tensors([p.detach() * 1.0 for p in model.parameters()])
+            own = passes.updater.cut([p.detach() * 1.0 for p in model.parameters()])
             for i in passes.updater.own:
                 error = (own[i] - passes.masters[i]).abs()
                 assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
@@ -330,7 +330,7 @@ def test_another_optimizer_continues_with_the_bf16_weights() -> None:
     again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
     assert torch.equal(again.method.passes.updater.scales, optimizer.method.passes.updater.scales)  # type: ignore[attr-defined]
-    again.method.passes.start_master(again.method.slice_tensors([stored(p) for p in model.parameters()]))
+    again.method.passes.start_master([stored(p) for p in model.parameters()])
     torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
 
 

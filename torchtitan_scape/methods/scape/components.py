@@ -58,7 +58,6 @@ class ScapeComponents(Method):
             sparse, dense, options, replicas, device, passes_backend
         )
         self.stored_tensors = StoredTensors(self.ordered)
-        self._divides = any(piece is not None for _, piece in self.slices)
         # Most tensors of the passes share their rates: one shard for each kind of rates, and the kind of each tensor.
         shards_of_passes = [self.shard_of(i) for i in range(len(self.slices))]
         self._rate_kinds = [(shard.group, shard.counted) for shard in shards_of_passes]
@@ -78,12 +77,6 @@ class ScapeComponents(Method):
     def last_applied(self) -> bool:
         """Whether the last step was applied. Waits for the device."""
         return self._applied is None or bool(self._applied)
-
-    def slice_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors of the passes, given one tensor per shard in the order of `ordered`."""
-        if not self._divides:
-            return tensors
-        return [tensors[i] if p is None else tensors[i].view(-1)[p.start : p.end] for i, p in self.slices]
 
     def shard_of(self, tensor: int) -> Shard:
         """Return the shard that contains a tensor of the passes."""

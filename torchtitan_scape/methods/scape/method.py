@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
@@ -42,10 +41,10 @@ class ScapeMethod(ScapeComponents):
     # ------------------------------------------------------------------------------------------ the step
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
-        """Run one step of Algorithm 1. Gradients are FP32 or BF16, flat (n,) per shard, and are overwritten."""
+        """Run one step of Algorithm 1. Gradients are FP32 or BF16, of any shape, and are overwritten."""
         phase, passes, exchange = self.context.timer.phase, self.passes, self.payload_exchange
         with phase("pack"):
-            inputs = self._inputs(flat(gradients[number] for number in self._order), info)
+            inputs = self._inputs([gradients[number] for number in self._order], info)
             passes.bind(inputs)
         in_flight: list[PayloadInFlight] = []
         for chunk in passes.parts:
@@ -68,7 +67,7 @@ class ScapeMethod(ScapeComponents):
             self.masks.exchange(selected, inputs.next_density)
 
     def _inputs(self, gradients: list[Tensor], info: StepInfo) -> PassInputs:
-        parameters, options = self.slice_tensors(self.stored_tensors()), self.options
+        parameters, options = self.stored_tensors(), self.options
         if self.attempted_steps == 0:
             # Not in `__init__`, because weights may be loaded into the parameters before the first step.
             self.passes.start_master(parameters)
@@ -77,7 +76,7 @@ class ScapeMethod(ScapeComponents):
         self.applied_steps += info.applied
         return PassInputs(
             parameters,
-            self.slice_tensors(gradients),
+            gradients,
             self._rates_of_tensors(),
             self.masks.in_use,
             self.masks.previous,
@@ -95,7 +94,6 @@ class ScapeMethod(ScapeComponents):
         """
         context, phase = self.context, self.context.timer.phase
         recorder = None if self.observer is None else GradientRecorder(self, self.observer)
-        norm_squared = torch.zeros((), dtype=torch.float64, device=context.grad_norm.device)
         for exchange in in_flight:
             with phase("exchange"):
                 exchange.wait()
@@ -103,14 +101,14 @@ class ScapeMethod(ScapeComponents):
                 with phase("observe"):
                     recorder.add(exchange.chunk)
             with phase("clip"):
-                norm_squared += self.passes.squares(exchange.chunk)
+                self.passes.squares(exchange.chunk)
             if context.max_norm is None:
                 yield exchange.chunk
         if recorder is not None:
             with phase("observe"):
                 recorder.finish()
         with phase("clip"):
-            norm = self.payload_exchange.norm_squared(norm_squared.float()).sqrt()
+            norm = self.payload_exchange.norm_squared(self.passes.norm_squared().float()).sqrt()
             # The payload's norm does not show a NaN outside the mask.
             context.grad_norm.copy_(torch.where(self.passes.step.applied, norm, torch.nan))
             if context.max_norm is not None:

@@ -21,6 +21,8 @@ from torchtitan_scape.topology.codecs import Bfloat16, Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import chunk_limit
 
+# About as many chunks of a large payload, unless the cost model chooses their size.
+CHUNKS = 8
 # The tensors of the passes: (index of the shard, the slice of it or None for all of it).
 PassSlices = list[tuple[int, OwnedSlice | None]]
 Exchange = ReplicatedExchange | ShardedExchange
@@ -48,7 +50,8 @@ def build_passes(
     codecs = codecs_of(options, backend) if several and options.density < 1.0 else Codecs()
     message_bytes = None if codecs.codec is None else codecs.codec.message_bytes
     sent = payload_entries([s.local_shape for s in (*sparse, *dense)], options.density, options.block_size)
-    limit = chunk_limit(sent, replicas.replicas, message_bytes)
+    # Parts of one buffer need no memory of their own: as few chunks as let the first ones be sent early.
+    limit = max(chunk_limit(sent, replicas.replicas, message_bytes), -(-sent // CHUNKS))
     plan = PayloadPlan(
         options.selection,
         options.density,

@@ -1,0 +1,210 @@
+"""The entries of a tile that a kernel processes, and the arithmetic of an update, for the kernels of SCAPE.
+
+FORM states where the payload of the bound step is, and which entries a program processes:
+
+- "listed": in the payload buffer. A mask's entries are also listed: their positions in their blocks, int16 (blocks, k),
+  ascending; the last block of a tensor may have fewer. A program processes them without idle threads, k per block.
+- "whole": in the payload buffer, with all entries of a tensor that is not sparsified.
+- "in place": in the gradients' storage. Programs process whole tiles, in which the mask may have any density.
+
+`used` are the bits of A, `held` those of P, and `was_held` is true for entries in P.
+"""
+
+import triton
+import triton.language as tl
+
+from torchtitan_scape.kernels.common.triton_common import (
+    BETA1,
+    BETA2,
+    EPS,
+    FIRST_BLOCK,
+    GRADIENT,
+    LR,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    OUTSIDE,
+    PAYLOAD,
+    PER_BLOCK,
+    ROW,
+    SIZE,
+    START,
+    VISITED_COLUMNS,
+    VISITED_ROWS,
+    WHOLE,
+    adams,
+    bits_of_units,
+    cell,
+    entries_of_units,
+    pointer,
+    rate,
+    spread_units,
+)
+
+
+@triton.jit
+def block_tile(tiles, table, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr):
+    """Return tensor, first block in the tensor and in the masks, first entry (int64) and number of entries of the tile.
+
+    A complete tile needs no access to the table: what depends on it is loaded earlier.
+    """
+    at = tiles + 4 * tl.program_id(0)
+    tensor, row, block = tl.load(at), tl.load(at + 1), tl.load(at + 3)
+    first = row.to(tl.int64) * BLOCK
+    left = tl.load(at + 2) * BLOCK
+    if not ALIGNED_TILE:
+        left = tl.minimum(left, cell(table, tensor, SIZE) - first).to(tl.int32)
+    return tensor, row, block, first, left
+
+
+@triton.jit
+def bits_of_tile(
+    mask,
+    masked,
+    table,
+    tensor,
+    block,
+    left,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return the tile's bits of a mask, [ROWS, UNITS]: all ones unless `masked`, and for tensors without a mask."""
+    is_masked = masked != 0
+    if FORM == "whole":
+        is_masked = False
+    elif FORM == "in place":
+        is_masked = is_masked & (cell(table, tensor, FIRST_BLOCK) >= 0)
+    return bits_of_units(mask, block, left, is_masked, ROWS, UNITS, WIDTH, BLOCK)
+
+
+@triton.jit
+def listed_entries(lists, table, tensor, left, block, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the tile's entries of a mask, [ENTRIES]: which of these exist, their indices in the tile, and their
+    positions in the payload, relative to that of the tile.
+
+    lists: of the mask.
+    """
+    k = cell(table, tensor, PER_BLOCK).to(tl.int32)
+    number = tl.arange(0, ENTRIES) ^ tl.minimum(left, 0)
+    blocks = left // BLOCK
+    some = number < blocks * k + tl.minimum(left - blocks * BLOCK, k)
+    position = tl.load(lists + block.to(tl.int64) * k + number, mask=some, other=0).to(tl.int32)
+    at = number // k * BLOCK + position
+    # A received selection may contain positions after the end of the tensor, as in a dry run.
+    return some & (at < left), at, number
+
+
+@triton.jit
+def bits_of_entries(mask, masked, block, at, some, BLOCK: tl.constexpr):
+    """Return whether the entries `at` of a tile are in a packed mask: all of them unless `masked`, an integer."""
+    byte = mask + block.to(tl.int64) * (BLOCK // 8) + at // 8
+    byte = tl.load(byte, mask=some & (tl.zeros_like(at) < masked), other=255).to(tl.int32)
+    return ((byte >> (at % 8)) & 1) != 0
+
+
+@triton.jit
+def payload_of_tile(table, tensor, row):
+    """Return the tile's first position in the payload buffer, int64: every block but a tensor's last has PER_BLOCK."""
+    return cell(table, tensor, PAYLOAD) + row * cell(table, tensor, PER_BLOCK)
+
+
+@triton.jit
+def processed_entries(
+    payload,
+    lists,
+    table,
+    in_use,
+    previous,
+    in_use_masked,
+    previous_masked,
+    tensor,
+    row,
+    block,
+    first,
+    left,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return the entries of a tile: which exist, their indices in the tile, the position of their payload (relative to
+    the third result but one), the pointer to the payload of the tile, and whether they are in A and in P.
+    """
+    if FORM == "listed":
+        some, at, number = listed_entries(lists, table, tensor, left, block, ENTRIES, BLOCK)
+        used = some
+        was_held = bits_of_entries(previous, previous_masked, block, at, some, BLOCK)
+    else:
+        at, some = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+        number = at
+        bits = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
+        used = spread_units(bits, WIDTH)
+        bits = bits_of_tile(previous, previous_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
+        was_held = spread_units(bits, WIDTH)
+    if FORM == "in place":
+        values = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
+    else:
+        values = payload + payload_of_tile(table, tensor, row)
+    return some, at, number, values, used, was_held
+
+
+@triton.jit
+def moment_and_step(
+    before,
+    gradient,
+    newly,
+    at,
+    tensor,
+    first,
+    table,
+    rates,
+    corrections,
+    clip,
+    fresh_counts,
+    relative,
+    max_staleness,
+    SCALED: tl.constexpr,
+    MOMENT_SHARE: tl.constexpr,
+    MIN_VISIT_RATE: tl.constexpr,
+    CLIP_MOMENT: tl.constexpr,
+):
+    """Return the new moment, and the update times the learning rate, of entries `at` of a tile.
+
+    before: moment of the last step. gradient: synchronized, before clipping. newly: the entry is in A and not in P.
+    SCALED: multiply the update of such entries by their staleness, and their moment by MOMENT_SHARE. The staleness is
+    the mean of the tensor by Little's law, divided by the relative visit rates of row and column.
+    """
+    moment, step = adams(
+        before,
+        gradient,
+        gradient * tl.load(clip),
+        rate(rates, tensor, BETA1),
+        rate(rates, tensor, ONE_MINUS_BETA1),
+        rate(rates, tensor, BETA2),
+        rate(rates, tensor, ONE_MINUS_BETA2),
+        rate(rates, tensor, EPS),
+        1.0 / tl.load(corrections + 2 * tensor),
+        1.0 / tl.load(corrections + 2 * tensor + 1),
+        CLIP_MOMENT,
+    )
+    if SCALED:
+        entering = tl.maximum(tl.load(fresh_counts + cell(table, tensor, WHOLE)), 1).to(tl.float32)
+        mean = tl.minimum(tl.maximum(cell(table, tensor, OUTSIDE).to(tl.float32) / entering, 1.0), max_staleness)
+        columns, start = cell(table, tensor, ROW), first + cell(table, tensor, START)
+        rows = relative + cell(table, tensor, VISITED_ROWS) + start // columns  # once per tile: it is slow
+        width = columns.to(tl.int32)
+        column = (start % columns).to(tl.int32) + at
+        row = column // width
+        column -= row * width
+        of_columns = relative + cell(table, tensor, VISITED_COLUMNS)
+        frequency = tl.load(rows + row, mask=newly, other=1.0) * tl.load(of_columns + column, mask=newly, other=1.0)
+        factor = mean / tl.maximum(frequency, MIN_VISIT_RATE)
+        step = tl.where(newly, step * tl.minimum(tl.maximum(factor, 1.0), max_staleness), step)
+        if MOMENT_SHARE < 1:
+            moment = tl.where(newly, moment * MOMENT_SHARE, moment)
+    return moment, step * rate(rates, tensor, LR)
