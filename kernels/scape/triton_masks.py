@@ -9,7 +9,6 @@ from torchtitan_scape.kernels.common.triton_common import (
     cell,
     count_bits,
     entries_of_units,
-    lowest,
     pointer,
     spread_units,
 )
@@ -48,12 +47,55 @@ def encode_offsets_kernel(
     tl.atomic_add(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["blocks", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
+@triton.jit
+def count_ones(words):
+    """Return the number of set bits of 32-bit words."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return (words * 0x01010101 >> 24) & 0xFF
+
+
+@triton.jit
+def after_zeros(first, count, unary):
+    """Return the position after zero number `count` of the unary part of a code at `first`; 0 for a count of 0."""
+    passed = tl.zeros_like(count)  # zeros before the word that contains the last of them
+    position = tl.zeros_like(count)
+    found = tl.zeros_like(count)
+    zeros = tl.zeros_like(count)
+    start = 0
+    while start < unary:
+        word = tl.zeros_like(count)
+        for i in tl.static_range(4):
+            left = tl.zeros_like(count) + (unary - start - 8 * i)
+            byte = tl.load(first + (start >> 3) + i, mask=left > 0, other=255).to(tl.int32)
+            byte |= 255 & ~((1 << tl.minimum(tl.maximum(left, 0), 8)) - 1)  # bits after the unary part are no zeros
+            word |= byte << (8 * i)
+        following = zeros + 32 - count_ones(word)
+        is_here = (zeros < count) & (following >= count)
+        passed = tl.where(is_here, zeros, passed)
+        position = tl.where(is_here, start, position)
+        found = tl.where(is_here, ~word, found)
+        zeros = following
+        start += 32
+    rank = count - passed
+    for step in tl.static_range(5):
+        half = 16 >> step
+        below = count_ones(found & ((1 << half) - 1))
+        above = rank > below
+        rank -= tl.where(above, below, 0)
+        position += tl.where(above, half, 0)
+        found = tl.where(above, (found >> half) & ((1 << (32 - half)) - 1), found)
+    return tl.where(count > 0, position + 1, 0)
+
+
+@triton.jit(do_not_specialize=["units", "run_blocks", "run_bytes", "k", "code_bytes", "unary", "low"])
 def decode_offsets_kernel(
     message,
-    mask,
+    in_use,
+    previous,
     lists,
-    blocks,
+    units,
     run_blocks,
     run_bytes,
     k,
@@ -61,42 +103,51 @@ def decode_offsets_kernel(
     unary,
     low,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BYTES: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Decode offsets into a mask of zeros. A program decodes ROWS blocks, with BYTES bytes of unary bits each.
+    """Set previous = in_use, and in_use = the mask of encoded offsets. A thread decodes UNIT bits, 32 or 8, of a mask.
 
-    The offsets of a block are distinct, so an addition sets their bits. LISTS: write them to `lists` too.
+    The unary part has a one for every offset, and a zero after the offsets of each high part; see `blocks.OffsetCode`.
+    A thread finds the first high part of its bits, and reads the code from there. LISTS: write the offsets to `lists`.
     """
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    byte = tl.arange(0, BYTES)[None, :]
-    first = message + code_at(block, run_blocks, run_bytes, code_bytes)
-    # Without a unary part all high parts are zero, which corresponds to k set bits.
-    left = tl.where(unary > 0, unary, k) - byte * 8
-    bits = tl.load(first + byte, mask=(block < blocks) & (byte * 8 < unary), other=255).to(tl.int32)
-    bits = tl.where(block < blocks, bits & ((1 << tl.minimum(tl.maximum(left, 0), 8)) - 1), 0)
-    counts = count_bits(bits)
-    rank = tl.cumsum(counts, 1) - counts
-    words = mask.to(tl.pointer_type(tl.int32))
-    left_over = tl.max(counts)
-    while left_over > 0:
-        left_over -= 1
-        some = bits != 0
-        high = byte * 8 + lowest(bits) - rank
+    number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = number < units
+    block = number // (BLOCK // UNIT)
+    first_bit = (number - block * (BLOCK // UNIT)).to(tl.int32) * UNIT
+    first = message + tl.where(inside, code_at(block, run_blocks, run_bytes, code_bytes), 0)
+    high = first_bit >> low
+    position = after_zeros(first, high, unary)
+    last_high = (first_bit + UNIT - 1) >> low
+    end = tl.where(unary > 0, unary, k)  # without a unary part all high parts are zero
+    bits = tl.zeros_like(first_bit)
+    active = inside & (position < end)
+    while tl.max(active.to(tl.int32)) > 0:
+        byte = tl.load(first + (position >> 3), mask=active & (tl.zeros_like(bits) < unary), other=255).to(tl.int32)
+        is_one = active & (((byte >> (position & 7)) & 1) != 0)
+        rank = position - high
         at = unary + rank * low
-        shift = at & 7
         value = tl.zeros_like(bits)
         for i in tl.static_range(3):
-            more = tl.load(first + (at >> 3) + i, mask=some & (shift + low > 8 * i), other=0).to(tl.int32)
-            value = value | (more << (8 * i))
-        offset = (high << low) | ((value >> shift) & ((1 << low) - 1))
+            more = tl.load(first + (at >> 3) + i, mask=is_one & ((at & 7) + low > 8 * i), other=0).to(tl.int32)
+            value |= more << (8 * i)
+        offset = (high << low) | ((value >> (at & 7)) & ((1 << low) - 1))
+        bit = offset - first_bit
+        is_here = is_one & (bit >= 0) & (bit < UNIT)
+        bits |= tl.where(is_here, 1 << (bit & 31), 0)
         if LISTS:
-            tl.store(lists + block * k + rank, offset.to(tl.int16), mask=some)
-        position = block * BLOCK + offset
-        tl.atomic_add(words + (position >> 5), 1 << (position & 31).to(tl.int32), mask=some, sem="relaxed")
-        bits = bits & (bits - 1)
-        rank += 1
+            tl.store(lists + block * k + rank, offset.to(tl.int16), mask=is_here)
+        high += tl.where(is_one, 0, 1)
+        position += 1
+        active = inside & (position < end) & (high <= last_high)
+    if UNIT == 32:
+        masks, others = in_use.to(tl.pointer_type(tl.int32)), previous.to(tl.pointer_type(tl.int32))
+        tl.store(others + number, tl.load(masks + number, mask=inside, other=0), mask=inside)
+        tl.store(masks + number, bits, mask=inside)
+    else:
+        tl.store(previous + number, tl.load(in_use + number, mask=inside, other=0), mask=inside)
+        tl.store(in_use + number, bits.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -112,8 +163,11 @@ def rotate_kernel(received, in_use, previous, size, HAS_BITS: tl.constexpr, TILE
 
 
 @triton.jit
-def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Add the newly entered entries of each row and column to `counts`, int32.
+def entering_kernel(
+    tiles, in_use, previous, counts, ROWS: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Add the newly entered entries of each row and column to `counts`, int32. A program of one warp reads STEP rows at
+    a time, so that sums over a row or column need no shared memory.
 
     A tile has six int64: its first byte in the masks, bytes of a row, remaining rows and bytes, and the positions of
     its first row and column in `counts`. ROWS is at most 255, because four columns are summed in one 32-bit word.
@@ -123,19 +177,24 @@ def entering_kernel(tiles, in_use, previous, counts, ROWS: tl.constexpr, BYTES: 
     start, width, height, left = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     if ALIGNED:
         start, width, left = tl.multiple_of(start, 16), tl.multiple_of(width, 16), tl.multiple_of(left, 16)
-    row, byte = tl.arange(0, ROWS), tl.arange(0, BYTES)
-    inside = (row[:, None] < height) & (byte[None, :] < left)
-    at_byte = start + row[:, None] * width + byte[None, :]
-    used = tl.load(in_use + at_byte, mask=inside, other=0).to(tl.int32)
-    entering = used & ~tl.load(previous + at_byte, mask=inside, other=0).to(tl.int32)
-    tl.atomic_add(counts + tl.load(at + 4) + row, tl.sum(count_bits(entering), 1), mask=row < height, sem="relaxed")
-    first = counts + tl.load(at + 5) + byte * 8
-    for half in tl.static_range(2):
+    of_rows, byte = counts + tl.load(at + 4), tl.arange(0, BYTES)
+    low = tl.zeros((STEP, BYTES), dtype=tl.int32)
+    high = tl.zeros((STEP, BYTES), dtype=tl.int32)
+    for first in range(0, ROWS, STEP):
+        row = first + tl.arange(0, STEP)
+        inside = (row[:, None] < height) & (byte[None, :] < left)
+        at_byte = start + row[:, None] * width + byte[None, :]
+        used = tl.load(in_use + at_byte, mask=inside, other=0).to(tl.int32)
+        entering = used & ~tl.load(previous + at_byte, mask=inside, other=0).to(tl.int32)
+        tl.atomic_add(of_rows + row, tl.sum(count_bits(entering), 1), mask=row < height, sem="relaxed")
         # Moves bit i of a nibble to the lowest bit of byte i.
-        bits = (((entering >> (4 * half)) & 15) * 0x00204081) & 0x01010101
-        sums = tl.sum(bits, 0)
-        for i in tl.static_range(4):
-            tl.atomic_add(first + 4 * half + i, (sums >> (8 * i)) & 255, mask=byte < left, sem="relaxed")
+        low += ((entering & 15) * 0x00204081) & 0x01010101
+        high += ((entering >> 4) * 0x00204081) & 0x01010101
+    of_columns = counts + tl.load(at + 5) + byte * 8
+    low_sums, high_sums = tl.sum(low, 0), tl.sum(high, 0)
+    for i in tl.static_range(4):
+        tl.atomic_add(of_columns + i, (low_sums >> (8 * i)) & 255, mask=byte < left, sem="relaxed")
+        tl.atomic_add(of_columns + 4 + i, (high_sums >> (8 * i)) & 255, mask=byte < left, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "chunk_first", "chunk_entries"])

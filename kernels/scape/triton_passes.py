@@ -35,7 +35,7 @@ PACK_TILE, PACK_WARP = 1024, 256
 UPDATE_TILE, UPDATE_WARP = 1024, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
-_CODED = 512  # bytes of unary bits that one program decodes
+_DECODED = 64  # words of a mask that one program, of one warp, decodes
 
 
 class TritonPasses(ScapePasses):
@@ -58,7 +58,7 @@ class TritonPasses(ScapePasses):
         self._betas = DeviceTable(count, 2, torch.float64, device)
         self.tiles = TileSchedule(self.sizes, size, TILE, WARP, device)
         self._pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
-        self.update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
+        self._update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.unused = torch.zeros(1, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
@@ -191,43 +191,42 @@ class TritonPasses(ScapePasses):
         if self.lists is not None:
             lists = self.lists.rotate(in_use, previous)
             lists = lists if self.lists.k == entries_per_block(density, layout.block_size) else None
-        offsets = received is not None and layout.sends_offsets(density, self.selection)
-        bits = self.received_selections(received, density) if received is not None and not offsets else in_use
-        launching.launch(
-            triton_masks.rotate_kernel,
-            (-(-in_use.numel() // _ROTATED),),
-            bits,
-            in_use,
-            previous,
-            in_use.numel(),
-            warps=4,
-            HAS_BITS=bits is not in_use,
-            TILE=_ROTATED,
-        )
-        if received is None or not offsets:
+        if received is None or not layout.sends_offsets(density, self.selection):
+            bits = in_use if received is None else self.received_selections(received, density)
+            launching.launch(
+                triton_masks.rotate_kernel,
+                (-(-in_use.numel() // _ROTATED),),
+                bits,
+                in_use,
+                previous,
+                in_use.numel(),
+                warps=4,
+                HAS_BITS=received is not None,
+                TILE=_ROTATED,
+            )
             return
         k = entries_per_block(density, layout.block_size)
         code = offset_code(k, layout.block_size)
-        # Bytes of the unary part, as a power of two.
-        width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()
-        rows = max(1, _CODED // width)
+        unit = 8 if layout.block_size % 32 else 32
+        units = layout.total_blocks * layout.block_size // unit
         launching.launch(
             triton_masks.decode_offsets_kernel,
-            (-(-layout.total_blocks // rows),),
+            (-(-units // _DECODED),),
             received,
             in_use,
-            in_use if lists is None else lists,
-            layout.total_blocks,
+            previous,
+            self.unused if lists is None else lists,
+            units,
             layout.run_blocks,
             layout.wire_bytes(density, self.selection),
             k,
             code.nbytes,
             code.unary,
             code.low,
-            warps=4,
+            warps=1,
             BLOCK=layout.block_size,
-            ROWS=rows,
-            BYTES=width,
+            UNIT=unit,
+            TILE=_DECODED,
             LISTS=lists is not None,
         )
         if self.lists is not None and lists is not None:
@@ -367,7 +366,7 @@ class TritonPasses(ScapePasses):
         step, stale, corrections = self.step, self.stale, self.corrections()
         fresh, relative = (self.unused,) * 2 if stale is None else (stale.fresh, stale.relative)
         for form, some in self.forms(part, ranges):
-            tiles = self.update_tiles if form == "listed" else self.tiles
+            tiles = self._update_tiles if form == "listed" else self._pack_tiles
             for listed, full, dtype in tiles.lists(some, self.parameter_kinds):
                 self.launch(
                     kernel,

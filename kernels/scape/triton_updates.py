@@ -86,7 +86,7 @@ class TritonReplicated(TritonPasses):
         if not self.compact:
             return self.squares_of_tiles(part, self.all, owned=False)
         if self._payload_tiles is None:
-            self._payload_tiles = self._tile_payload()
+            self._payload_tiles = self.tile_payload()
         tiles, first, partial = self._payload_tiles
         launching.launch(
             triton_kernels.squares_kernel,
@@ -102,7 +102,7 @@ class TritonReplicated(TritonPasses):
         )
         return [partial] if part.end == len(self.sizes) else []
 
-    def _tile_payload(self) -> tuple[Tensor, list[int], Tensor]:
+    def tile_payload(self) -> tuple[Tensor, list[int], Tensor]:
         """Return the tiles of the payload buffer, int64 (tiles, 3), the first one of each tensor and the end, and the
         buffer of their sums.
         """

@@ -11,7 +11,7 @@ from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte. A row has 8 columns per byte, so a
 # high tile has fewer sums to add.
-_ROWS, _BYTES, _WARPS = 128, 64, 8
+_ROWS, _STEP, _BYTES = 128, 4, 64
 
 
 class EnteringCount:
@@ -49,8 +49,9 @@ class EnteringCount:
                 in_use.bits,
                 previous.bits,
                 visits.counts,
-                warps=_WARPS,
+                warps=1,
                 ROWS=_ROWS,
+                STEP=_STEP,
                 BYTES=_BYTES,
                 ALIGNED=is_aligned,
             )

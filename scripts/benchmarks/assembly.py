@@ -14,17 +14,17 @@ from triton.backends.nvidia.compiler import get_ptxas
 SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     ("scape.pack_kernel", 32768, "cuda:90"): 10804,
     ("scape.pack_kernel", 32768, "hip:gfx90a"): 572,
-    ("scape.pack_compact_kernel", 32768, "cuda:90"): 5328,
-    ("scape.pack_compact_kernel", 32768, "hip:gfx90a"): 452,
-    ("scape.pack_compact_kernel", 8192, "cuda:90"): 40,
-    ("scape.pack_compact_kernel", 8, "cuda:90"): 448,
-    ("scape.update_compact_kernel", 32768, "cuda:90"): 144,
+    ("scape.pack_kernel", 8192, "cuda:90"): 40,
+    ("scape.pack_kernel", 8, "cuda:90"): 448,
     # Tensors that are not sparsified, in tiles that are not aligned.
     ("scape.update_kernel", 32768, "cuda:90"): 18612,
     ("scape.update_kernel", 32768, "hip:gfx90a"): 772,
     ("scape.update_kernel", 8192, "cuda:90"): 192,
-    ("scape.write_kernel", 32768, "cuda:90"): 72,
-    ("scape.owned_update_kernel", 32768, "cuda:90"): 32,
+    ("scape.gradient_kernel", 32768, "cuda:90"): 4216,
+    ("scape.gradient_kernel", 32768, "hip:gfx90a"): 20,
+    ("scape.owned_update_kernel", 32768, "cuda:90"): 7816,
+    ("scape.owned_update_kernel", 32768, "hip:gfx90a"): 396,
+    ("scape.write_kernel", 32768, "cuda:90"): 1016,
     ("topk.components_kernel", 0, "cuda:90"): 16,
     # Tiles that are not complete.
     ("exchange.encode_kernel", 128, "cuda:90"): 32,
@@ -37,12 +37,18 @@ BARRIER_LIMITS = {
     "codec.decode_and_sum_kernel": 0,
     "exchange.decode_kernel": 0,
     "exchange.apply_kernel": 20,  # 0 with FP32 parameters
-    "scape.pack_compact_kernel": 4,
-    "scape.update_compact_kernel": 1,
-    "scape.carry_kernel": 8,
-    "scape.owned_gradient_kernel": 8,
-    "scape.owned_update_kernel": 8,
-    "scape.write_kernel": 8,
+    "scape.pack_kernel": 2,
+    "scape.update_kernel": 1,
+    "scape.gradient_kernel": 2,
+    "scape.owned_update_kernel": 1,
+    "scape.write_kernel": 2,
+    "scape.decode_offsets_kernel": 0,
+}
+# Registers of a thread on "cuda:90" in the same configurations, and of kernels without blocks: of the hot path only.
+REGISTER_LIMITS: dict[str, dict[str, Any]] = {
+    "scape.pack_kernel": {"SELECT": "none", "limit": 48},
+    "scape.decode_offsets_kernel": {"limit": 64},
+    "scape.entering_kernel": {"ALIGNED": True, "limit": 64},
 }
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.\w+|::\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 _PTX_ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]*")
@@ -119,7 +125,12 @@ def regressions(row: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> l
         found.append(f"{row['spilled_bytes']} bytes of registers spilled, limit {limit}")
     constants = row["constants"]
     aligned = constants.get("ALIGNED_TILE", constants.get("FULL", True))
-    usual = aligned and constants.get("COMPACT", True) and constants.get("BLOCK") in (128, 1024)
+    usual = aligned and constants.get("FORM", "listed") == "listed" and constants.get("BLOCK") in (None, 128, 1024)
     if usual and row.get("barriers", 0) > BARRIER_LIMITS.get(name, 1000):
         found.append(f"{row['barriers']} barriers, limit {BARRIER_LIMITS[name]}")
+    conditions = dict(REGISTER_LIMITS.get(name, {}))
+    most = conditions.pop("limit", 1000)
+    applies = usual and row["target"] == "cuda:90" and all(constants.get(k) == v for k, v in conditions.items())
+    if applies and row.get("registers", 0) > most:
+        found.append(f"{row['registers']} registers, limit {most}")
     return found

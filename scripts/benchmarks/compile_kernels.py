@@ -352,6 +352,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         line["configurations"] = len(members)
         for title, key in (("registers",) * 2, ("spilled, bytes", "spilled_bytes"), ("shared, bytes", "shared_bytes")):
             line[title] = max(member.get(key, 0) for member in members)
+        barriers = [member["barriers"] for member in members if "barriers" in member]
+        line["barriers"] = str(max(barriers)) if barriers else ""
         wide = [member for member in members if member["constants"].get("ALIGNED_TILE", True)] or members
         for kind in ("load", "store"):
             bits = {member[f"{kind}_bits"] for member in wide if f"{kind}_bits" in member}
@@ -366,6 +368,7 @@ def page(stored: dict[str, list[dict[str, Any]]]) -> str:
     return f"""# Compiled kernels
 
 `python -m scripts.benchmarks.compile_kernels`. A line is the worst of its configurations.
+Barriers are those in the code for NVIDIA, of whole programs; with one warp they cost nothing.
 Spilled bytes are those a thread keeps in memory because it has no register for them. Bits are those of the widest load
 and store of global memory, from the configuration with the narrowest to that with the widest; kernels with aligned
 tiles are shown for launches on aligned tiles.

@@ -35,7 +35,7 @@ from torchtitan_scape.kernels.scape import triton_kernels, triton_masks, triton_
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, density_at
 from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
-from torchtitan_scape.kernels.scape.triton_updates import triton_passes
+from torchtitan_scape.kernels.scape.triton_updates import TritonReplicated, triton_passes
 from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate
 from torchtitan_scape.kernels.tagc import triton_kernels as tagc_kernels
 from torchtitan_scape.kernels.topk import triton_cosine
@@ -102,7 +102,7 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
         if row["target"] == "cuda:90" and row["constants"].get("BLOCK", 1024) == 1024:
             old = Version(triton.__version__) < (3, 7) and row["kernel"] == "components_kernel"
             assert row["spilled_bytes"] <= (16 if old else 0), row
-        passes = ("update_kernel", "write_kernel", "pack_compact_kernel", "update_compact_kernel")
+        passes = ("update_kernel", "write_kernel", "pack_kernel")
         if row["kernel"] in passes and row["constants"]["ALIGNED_TILE"]:
             assert row["load_bits"] == row["store_bits"] == 128, row
 
@@ -179,7 +179,7 @@ def test_only_aligned_tensors_use_wide_loads(in_use: float, offset: int, monkeyp
     update_all(passes)
     aligned = offset == 0
     if in_use < 1.0:
-        assert calls == [("list_kernel", False), ("pack_compact_kernel", aligned), ("update_compact_kernel", True)]
+        assert calls == [("list_kernel", False), ("pack_kernel", aligned), ("update_kernel", True)]
     else:
         assert calls == [("pack_kernel", aligned), ("update_kernel", aligned)]
 
@@ -189,19 +189,18 @@ def test_large_payloads_are_covered_once() -> None:
     sizes = (0, 36_000_003, 4096, 1029)
     updater = ReplicatedUpdate(BlockLayout(sizes, 1024, 1), (7, 0, 3))
     passes = triton_passes(updater, PayloadPlan("block", 0.6, 0), torch.device("cpu"))
+    assert isinstance(passes, TritonReplicated)
     passes.counts, passes.payload_layout = (
         passes.payload_counts(0.6),
         updater.buffered_payload(passes.payload_counts(0.6), passes.plan),
     )
-    (part,) = passes.parts
-    whole, rest = passes.tile_payload(part)
-    assert bool((whole[:, 1] % 4 == 0).all()) and bool((whole[:, 2] == 4096).all())
-    ranges = sorted((first, first + length, tensor) for tensor, first, length in torch.cat([whole, rest]).tolist())
+    tiles, first, partial = passes.tile_payload()
+    assert first[-1] == len(tiles) == len(partial) and len(first) == len(passes.counts) + 1
     position, entries = 0, [0] * len(passes.counts)
-    for first, end, tensor in ranges:
-        assert first == position
-        entries[tensor] += end - first
-        position = end
+    for number, (tensor, start, length) in enumerate(tiles.tolist()):
+        assert start == position and first[tensor] <= number < first[tensor + 1]
+        entries[tensor] += length
+        position = start + length
     assert entries == passes.counts and position == sum(passes.counts) > 2**24
 
 
@@ -253,5 +252,5 @@ def test_a_step_compiles_the_variants_of_the_previous_one(monkeypatch: pytest.Mo
     # The mask of the third step is the first one sent as offsets; the eighth has the target density.
     assert {variant[0] for found in new[3:7] for variant in found} <= {"decode_offsets_kernel", "move_kernel"}
     # The ninth step is the first that begins with moments in the payload's order.
-    assert {variant[0] for variant in new[8]} == {"pack_compact_kernel"}
+    assert {variant[0] for variant in new[8]} == {"pack_kernel"}
     assert not any(new[9:]) and len(set().union(*variants)) <= 25

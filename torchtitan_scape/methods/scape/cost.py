@@ -165,7 +165,7 @@ class ScapeCost:
         update = 12 * sent + (3 if has_master else 4) * self._scattered(shapes) / replicas + masks + 4 * k
         update += self._scattered(shapes, 2) if bf16_weights else 8 * n
         update += 8 * owned if has_master else 0.0
-        passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + 4 * k + 8 * owned, "squares and update": update}
+        passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + (4 + 4) * k + 8 * owned, "squares and update": update}
         return passes | self._coding_bytes(shapes, k, replicas)
 
     def _scattered(self, shapes: Shapes, nbytes: int = 4) -> float:
@@ -178,8 +178,7 @@ class ScapeCost:
         return self._carry_bytes(shapes, payload_entries(shapes, self.options.density, self.options.block_size))
 
     def _carry_bytes(self, shapes: Shapes, sent: float) -> float:
-        # A pass of its own over the gradients only in a sharded update; otherwise part of packing, which reads them.
-        return 4 * sent + (2 if self.sharded else 1) * self._scattered(shapes)
+        return 4 * sent + self._scattered(shapes)  # part of packing, which reads the gradients
 
     def _coding_bytes(self, shapes: Shapes, sent: float, replicas: int) -> dict[str, float]:
         """Return the memory traffic of encoding and decoding in bytes.
@@ -238,11 +237,11 @@ class ScapeCost:
         return kinds
 
     def _list_bytes(self, entries: int) -> float:
-        """Return the bytes of the lists of both masks, which only the kernels of a replicated update have.
+        """Return the bytes of the lists of both masks.
 
         entries: Those of the payload; the few of tensors that are not sparsified are in no list.
         """
-        return 0.0 if self.sharded or self.options.selection == "tensor" else 4.0 * entries
+        return 0.0 if self.options.selection == "tensor" else 4.0 * entries
 
     def _states(self, shapes: Shapes, replicas: int) -> dict[str, float]:
         """Return the bytes of the states by kind, on the device or on the host."""
