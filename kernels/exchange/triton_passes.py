@@ -1,7 +1,7 @@
 """First and last pass of a coded exchange on Triton kernels, one launch for each dtype and alignment.
 
-None synchronizes with the device. The specification is the exchange through a buffer: `sparta.method.Sparta._send`,
-`quantized.method.Quantized.send` and `quantized_update.columns.Columns`.
+None synchronizes with the device. The specification is the exchange through a buffer in `methods.coded_exchange`, and
+`quantized_update.columns.Columns`.
 """
 
 from collections.abc import Sequence

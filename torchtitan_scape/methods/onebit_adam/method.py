@@ -5,7 +5,7 @@ arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency f
 (ICLR 2023), arXiv:2202.06009, for the schedule of variance updates.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, local
-from torchtitan_scape.core.tensors import flat, indices_by_key
+from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.methods.chunked import ChunkInFlight
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
@@ -68,7 +69,7 @@ class OnebitAdam(Quantized):
             with _corrected_by(self.context.optimizer, updates, info.number) if rescaled else nullcontext():
                 super().step(gradients, info)
             return
-        context, phase, gradients = self.context, self.context.timer.phase, flat(gradients)
+        context, phase = self.context, self.context.timer.phase
         with phase("clip"):
             norms = self.norms(gradients)
             norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
@@ -130,11 +131,13 @@ class OnebitAdam(Quantized):
         self._keeps_errors = self._updates_variance and self.options.variance_updates > 0 and not full
         self._uncompressed = self._updates_variance or full or self.collectives.replicas == 1
 
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
+        start = super(Quantized, self).start_chunk if self._keeps_errors else super().start_chunk
+        return start(number, gradients, applied)
+
     def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
-        if self._keeps_errors:
-            self.scale_to_mean([values])
-            return self.collectives.all_reduce(values), lambda info: None
-        return super().send(chunk, values)
+        self.scale_to_mean([values])
+        return self.collectives.all_reduce(values), lambda info: None
 
     def check_second_moments(self, loaded: bool, step: int) -> None:
         remaining = range(step + 1, self._last_update + 1)
@@ -150,7 +153,9 @@ class OnebitAdam(Quantized):
         """Add factor * beta1 / (1 - beta1) * m to the gradients, in place, in one pass over both."""
         shards, groups = self.context.shards, self.context.optimizer.param_groups
         for beta1, numbers in indices_by_key(float(groups[shard.group]["betas"][0]) for shard in shards).items():
-            moments = [local(self._state(shards[i])["exp_avg"]).reshape(-1) for i in numbers]
+            moments = [local(self._state(shards[i])["exp_avg"]) for i in numbers]
+            if any(moment.shape != gradients[i].shape for moment, i in zip(moments, numbers, strict=True)):
+                moments = [moment.reshape(gradients[i].shape) for moment, i in zip(moments, numbers, strict=True)]
             torch._foreach_add_([gradients[i] for i in numbers], moments, alpha=factor * beta1 / (1.0 - beta1))
 
     def _gradient_of(self, momenta: list[Tensor], name: str) -> Tensor:
@@ -159,7 +164,7 @@ class OnebitAdam(Quantized):
         shard = self.context.shards[i]
         beta1 = float(self.context.optimizer.param_groups[shard.group]["betas"][0])
         moment = local(self._state(shard)["exp_avg"]).reshape(-1)
-        return torch.sub(momenta[i], moment, alpha=beta1 / (1.0 - beta1))
+        return torch.sub(momenta[i].view(-1), moment, alpha=beta1 / (1.0 - beta1))
 
     def _update(self, momenta: list[Tensor], info: StepInfo) -> None:
         """Step 3 of the class's docstring."""
@@ -169,7 +174,7 @@ class OnebitAdam(Quantized):
             for group in self.context.optimizer.param_groups
         ]
         self._adam.step(
-            [local(shard.parameter).detach() for shard in shards],
+            [local(shard.parameter) for shard in shards],
             momenta,
             [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")],
             [rates[shard.group] for shard in shards],

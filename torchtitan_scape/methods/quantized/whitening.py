@@ -153,7 +153,7 @@ class WhiteningBases:
         """Replace the gradients of step `number` by their values in the bases, after an update if one is due.
 
         Args:
-            gradients: FP32 (n,) per shard, changed in place.
+            gradients: FP32, (n,) or (a, b) per shard, changed in place.
             pending: Errors by name, in the bases; changed in place.
         """
         if number > 1 and (number - 1) % self.interval == 0:
@@ -162,16 +162,16 @@ class WhiteningBases:
         self.encode(gradients)
 
     def encode(self, gradients: Sequence[Tensor]) -> None:
-        """Replace the gradients of these parameters, FP32 (n,), by their values in the bases."""
+        """Replace the gradients of these parameters, FP32, (n,) or (a, b), by their values in the bases."""
         for i, basis in zip(self.numbers, self.bases.values(), strict=True):
-            gradients[i].copy_(basis.encode(gradients[i]).view(-1))
+            gradients[i].copy_(basis.encode(gradients[i]).view_as(gradients[i]))
 
     def finish(self, gradients: Sequence[Tensor], applied: Tensor) -> None:
         """Replace the synchronized gradients by their values in the model's own basis."""
         for i, basis in zip(self.numbers, self.bases.values(), strict=True):
             gradient = basis.decode(gradients[i])
             basis.observe(gradient, applied)
-            gradients[i].copy_(gradient.view(-1))
+            gradients[i].copy_(gradient.view_as(gradients[i]))
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""

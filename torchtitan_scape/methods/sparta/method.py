@@ -6,50 +6,23 @@ cycles through fixed parts, so that the interval between two averages of an entr
 entry; the quantization error stays in the parameters of the replica (error feedback).
 """
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import StoredTensors, stored
-from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
-from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, OWNER_ERROR, SECOND, STEP, BlockSlice
+from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, STEP, BlockSlice
 from torchtitan_scape.methods.base import LocalMethod
-from torchtitan_scape.methods.chunked import fill_last_block
+from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
-from torchtitan_scape.methods.sparta.options import (
-    BLOCK,
-    SpartaOptions,
-    count_blocks,
-    slices_of_group,
-)
+from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions, count_blocks, slices_of_group
 from torchtitan_scape.methods.sparta.round_steps import RoundSteps
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.topology.chunks import Exchange, double_buffered
-from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.partition import Slice, chunks_of
-
-
-class _GroupChunk(NamedTuple):
-    """One chunk of a block group.
-
-    Attributes:
-        group: The block group.
-        entries: Entries, without padding at the end.
-        slices: The blocks of each shard.
-        exchange: Kernels that need no buffer; None where they do not run.
-    """
-
-    group: int
-    entries: int
-    slices: list[BlockSlice]
-    exchange: Any
+from torchtitan_scape.topology.partition import chunks_of
 
 
 class Sparta(LocalMethod):
@@ -79,17 +52,17 @@ class Sparta(LocalMethod):
 
     def __init__(self, context: MethodContext, options: SpartaOptions) -> None:
         super().__init__(context, options)
-        self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in context.shards}
-        self._codec: BlockCode | None = None
+        shards, replicas = context.shards, self.collectives.replicas
+        self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in shards}
         self._owner_error: dict[str, Tensor] = {}
-        passes: Any = None  # kernels for an encoded exchange on one level
-        if options.code != "float32" and self.collectives.replicas > 1:
-            backend = choose_backend(context.kernels, context.shards[0].device)
-            self._codec = block_code(backend, options.encoding(self.collectives.replicas), BLOCK)
-            if len(self.collectives.levels) == 1:
-                passes = exchange_passes(backend, (stored(s.parameter).dtype for s in context.shards))
-            if options.keeps_owner_error(self.collectives.replicas):
+        code, backend = None, choose_backend(context.kernels, shards[0].device)
+        if options.code != "float32" and replicas > 1:
+            code = block_code(backend, options.encoding(replicas), BLOCK)
+            if options.keeps_owner_error(replicas):
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        passes = exchange_passes(backend, (stored(s.parameter).dtype for s in shards))
+        of_tensors = shards[0].device, len(shards)
+        self._exchange = CodedExchange(self.collectives, code, BLOCK, *of_tensors, passes, repeats=True, subtracts=True)
         self._round: RoundSteps | None = None
         if options.orthogonalizes(self.collectives.replicas) and isinstance(context.optimizer, Muon):
             self._round = RoundSteps(context.optimizer, context.shards, self._anchors)
@@ -100,38 +73,29 @@ class Sparta(LocalMethod):
         # Blocks have the numbers that they have without a pipeline.
         blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
         self._first_block = sum(blocks[:stage])
-        self._chunks = [self._build_chunks(group, passes) for group in range(options.interval)]
-        self._stored_tensors = StoredTensors(context.shards)
+        limit = self.collectives.chunk_limit(sum(s.size for s in shards), code)
+        self._chunks = [self._chunks_of(group, limit) for group in range(options.interval)]
+        self._stored_tensors = StoredTensors(shards)
         steps = self._round.steps if self._round else {}
-        kinds = {FIRST: self._anchors, OWNER_ERROR: self._owner_error, STEP: steps}
-        # The lists of `kernels.exchange.layout`, with one entry per shard.
-        self._lists = {kind: [each.get(s.name) for s in context.shards] for kind, each in kinds.items() if each}
-        self._tensors = AddressTable(LISTS, len(context.shards), context.shards[0].device)
-        for kind, tensors in self._lists.items():
-            self._tensors.set(kind, tensors)
+        for kind, tensors in ((FIRST, self._anchors), (OWNER_ERROR, self._owner_error), (STEP, steps)):
+            if tensors:
+                self._exchange.set(kind, [tensors.get(s.name) for s in shards])
         # Groups of which another layout may have had other owners, after a load, and those of the last step.
         self._loaded_groups: set[int] = set()
         self._sent_groups: set[int] = set()
 
-    def _build_chunks(self, group: int, passes: Any) -> list[_GroupChunk]:
+    def _chunks_of(self, group: int, limit: int) -> list[CodedChunk]:
         """Return the chunks of a block group."""
-        sizes, interval, built = [shard.size for shard in self.context.shards], self.options.interval, []
-        parts = slices_of_group(sizes, interval, group, self._first_block)
-        limit = self.collectives.chunk_limit(sum(sizes), self._codec)
+        interval, found = self.options.interval, []
+        parts = slices_of_group([s.size for s in self.context.shards], interval, group, self._first_block)
         for chunk in chunks_of([part.entries for part in parts], limit, BLOCK):
             slices = []
             for s in chunk.slices:
-                first = parts[s.tensor].first + s.first // BLOCK * interval
-                slices.append(
-                    BlockSlice(parts[s.tensor].shard, first * BLOCK, s.length, interval * BLOCK, s.at // BLOCK)
-                )
-            exchange = None
-            if passes is not None:
-                size, ranks = self.collectives.padded_size(chunk.entries, self._codec), self.collectives
-                device = self.context.shards[0].device
-                exchange = passes.BlockExchange(slices, self._codec, size, ranks.replicas, ranks.replica, True, device)
-            built.append(_GroupChunk(group, chunk.entries, slices, exchange))
-        return built
+                part, blocks = parts[s.tensor], s.first // BLOCK * interval
+                first, stride = (part.first + blocks) * BLOCK, interval * BLOCK
+                slices.append(BlockSlice(part.shard, first, s.length, stride, s.at // BLOCK))
+            found.append(self._exchange.chunk(slices, chunk.entries))
+        return found
 
     def block_groups(self, number: int) -> range:
         """Return the groups of a step, as numbers that increase from round to round, to be taken modulo `interval`."""
@@ -142,19 +106,25 @@ class Sparta(LocalMethod):
     def exchange(self, info: StepInfo) -> None:
         """Exchange the chunks with two buffers: one is filled while the other is in flight."""
         flush = self.take_full_exchange_request()
-        self._lists[SECOND] = self._stored_tensors()
-        self._tensors.set(SECOND, self._lists[SECOND])
-        groups = range(self.options.interval) if flush else self.block_groups(info.number)
-        chunks = [chunk for group in groups for chunk in self._chunks[group % self.options.interval]]
-        send = partial(self._send, codec=None if flush else self._codec, applied=info.applied)
-        double_buffered(map(send, chunks))
-        self._sent_groups = {chunk.group for chunk in chunks}
+        self._exchange.set(SECOND, self._stored_tensors())
+        numbers = range(self.options.interval) if flush else self.block_groups(info.number)
+        groups = [number % self.options.interval for number in numbers]
+        double_buffered(
+            self._start(chunk, not flush, info.applied, group in self._loaded_groups)
+            for group in groups
+            for chunk in self._chunks[group]
+        )
+        self._sent_groups = set(groups)
         if self._round is not None:
             self._round.count_step(info.applied)
             if flush:  # it contains steps of earlier rounds, whose learning rates are not known
                 self._round.reset(info.applied)
-            elif self._ends_round(groups):
+            elif self._ends_round(numbers):
                 self._round.finish_round(info.applied)
+
+    def _start(self, chunk: CodedChunk, encodes: bool, applied: Tensor, errors_elsewhere: bool) -> Exchange:
+        handle, store = self._exchange.start(chunk, encodes, errors_elsewhere=errors_elsewhere)
+        return handle, partial(store, applied)
 
     def finish_previous_step(self, applied: bool) -> None:
         if applied:
@@ -185,99 +155,3 @@ class Sparta(LocalMethod):
 
     def density(self) -> float:
         return 1.0 / self.options.interval
-
-    def _send(self, chunk: _GroupChunk, codec: Codec | None, applied: Tensor) -> Exchange:
-        """Start the exchange of a chunk. The returned function updates anchor and parameters with the result."""
-        if codec is not None and chunk.exchange is not None:
-            return self._send_in_place(chunk, applied)
-        size, replicas = self.collectives.padded_size(chunk.entries, codec), self.collectives.replicas
-        gather, store = partial(_gather, chunk.slices, size), partial(_store, chunk.slices)
-        anchors, thetas, owner_errors = self._lists[FIRST], self._lists[SECOND], self._lists.get(OWNER_ERROR)
-        values = gather(anchors).sub_(gather(thetas))
-        quantization_error = torch.zeros_like(values) if codec else None
-        # With several levels the error is that of a node's sum, and is returned on one rank of the node.
-        node_error = quantization_error if owner_errors and len(self.collectives.levels) > 1 else None
-        carried_error = None
-        if owner_errors:
-            owner_error = gather(owner_errors)
-            if codec is not None:
-                owned = owner_error.view(replicas, -1)[self.collectives.replica]
-                previous = owned.clone()
-                carried_error = previous / previous.new_full((), replicas)  # as kernels divide
-                owned.zero_()
-            values += owner_error  # errors of a node's sum, and of entries that were owned in another layout
-        handle = self.collectives.all_reduce(values, codec=codec, error=quantization_error, carried_error=carried_error)
-
-        def finish() -> None:
-            anchor, theta = gather(anchors), gather(thetas)
-            shared = anchor - values
-            if steps := self._lists.get(STEP):
-                step = gather(steps)
-                masked_copy_(step, step + values, applied)
-                store(step, steps)
-            masked_copy_(anchor, shared, applied)
-            masked_copy_(
-                theta, shared if quantization_error is node_error else shared.sub_(quantization_error), applied
-            )
-            store(anchor, anchors)
-            store(theta, thetas)
-            if owner_errors:
-                masked_copy_(owner_error, 0.0 if node_error is None else node_error, applied)
-                if carried_error is not None:
-                    masked_copy_(previous, carried_error.mul_(replicas), applied)
-                    owned.add_(previous)
-                store(owner_error, owner_errors)
-
-        return handle, finish
-
-    def _send_in_place(self, chunk: _GroupChunk, applied: Tensor) -> Exchange:
-        """Exchange a chunk as `_send`, bitwise, with kernels that encode and update the tensors without a buffer."""
-        exchange, elsewhere = chunk.exchange, chunk.group in self._loaded_groups
-        sent = exchange.encode(self._tensors, subtracts=True, errors_elsewhere=elsewhere)
-        handle = self.collectives.all_reduce_messages(
-            sent.messages, sent.means, exchange.count, exchange.code, sent.error, sent.adds_error
-        )
-        return handle, partial(exchange.apply, self._tensors, sent, applied, subtracts=True)
-
-
-def _gather(slices: Sequence[BlockSlice], size: int, tensors: Sequence[Tensor | None]) -> Tensor:
-    """Copy slices of tensors into one buffer, FP32 (size,), with zeros after the last block and for absent tensors.
-
-    The entries of a shorter block are repeated in it. Zeros would change the means that the one-bit and two-bit codes
-    send.
-    """
-    present = next(tensor for tensor in tensors if tensor is not None)
-    buffer = torch.zeros(size, dtype=torch.float32, device=present.device)
-    pairs = _pairs_of_views(slices, buffer, tensors)
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-    for s in slices:
-        fill_last_block(buffer, Slice(s.tensor, 0, s.length, s.start * BLOCK), BLOCK)
-    return buffer
-
-
-def _store(slices: Sequence[BlockSlice], buffer: Tensor, tensors: Sequence[Tensor | None]) -> None:
-    """Copy a buffer of `_gather` back to the tensors."""
-    pairs = _pairs_of_views(slices, buffer, tensors)
-    if pairs:
-        parts, targets = map(list, zip(*pairs, strict=True))
-        torch._foreach_copy_(targets, parts)
-
-
-def _pairs_of_views(
-    slices: Sequence[BlockSlice], buffer: Tensor, tensors: Sequence[Tensor | None]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return views of the buffer and of the tensors: of full blocks, (blocks, BLOCK), and of a shorter last one."""
-    pairs = []
-    for s in slices:
-        if (tensor := tensors[s.tensor]) is not None:
-            rows, rest = divmod(s.length, BLOCK)
-            begin, end = s.start * BLOCK, s.first + rows * s.stride
-            if rows:
-                strides, offset = (s.stride, 1), tensor.storage_offset() + s.first
-                full = buffer[begin : begin + rows * BLOCK].view(rows, BLOCK)
-                pairs.append((full, tensor.as_strided((rows, BLOCK), strides, offset)))
-            if rest:
-                begin += rows * BLOCK
-                pairs.append((buffer[begin : begin + rest], tensor.view(-1)[end : end + rest]))
-    return pairs
