@@ -37,7 +37,7 @@ BARRIER_LIMITS = {
     "codec.decode_and_sum_kernel": 0,
     "exchange.decode_kernel": 0,
     "exchange.apply_kernel": 20,  # 0 with FP32 parameters
-    "scape.pack_kernel": 2,
+    "scape.pack_kernel": 3,  # 2 with offsets
     "scape.update_kernel": 1,
     "scape.gradient_kernel": 2,
     "scape.owned_update_kernel": 1,
@@ -46,7 +46,7 @@ BARRIER_LIMITS = {
 }
 # Registers of a thread on "cuda:90" in the same configurations, and of kernels without blocks: of the hot path only.
 REGISTER_LIMITS: dict[str, dict[str, Any]] = {
-    "scape.pack_kernel": {"SELECT": "none", "limit": 48},
+    "scape.pack_kernel": {"SELECT": "none", "limit": 56},
     "scape.decode_offsets_kernel": {"limit": 64},
     "scape.entering_kernel": {"ALIGNED": True, "limit": 64},
 }

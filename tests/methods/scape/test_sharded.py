@@ -69,9 +69,9 @@ def test_owners_keep_exact_masters_of_quantized_values(update_code: str) -> None
     def work(collectives: ThreadCollectives) -> list[Tensor]:
         def take(optimizer: Scape, step: int) -> None:
             passes: Any = optimizer.method.passes
-            for (tensor, piece), master in zip(optimizer.method.slices, passes.kept("master"), strict=True):
-                if piece.owner == collectives.replica:
-                    found[tensor][piece.start : piece.end] = master
+            for i, (tensor, start, end) in enumerate(passes.updater.slices):
+                if passes.updater.owns(i):
+                    found[tensor][start:end] = passes.kept("master")[i]
 
         return train(collectives, 12, probe=take, update_code=update_code, **options)[-1]
 

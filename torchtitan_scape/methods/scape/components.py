@@ -28,7 +28,6 @@ class ScapeComponents(Method):
 
     Attributes:
         ordered: the shards in the order of the state and of the payload, sparsified ones first.
-        slices: the tensors of the passes: (index in `ordered`, the slice of that shard or None for all of it).
         stored_tensors: returns the parameters' stored tensors, in the order of `ordered`.
         attempted_steps: number of attempted steps of the run.
         applied_steps: number of applied steps, float64 (), on the device.
@@ -54,12 +53,10 @@ class ScapeComponents(Method):
         device = local(shards[0].parameter).device
         backend = choose_backend(context.kernels, device, {s.parameter.dtype for s in shards})
         passes_backend = backend_for(options.selection, context.kernels, backend, logs)
-        self.passes, self.payload_exchange, self.slices = build_passes(
-            sparse, dense, options, replicas, device, passes_backend
-        )
+        self.passes, self.payload_exchange = build_passes(sparse, dense, options, replicas, device, passes_backend)
         self.stored_tensors = StoredTensors(self.ordered)
         # Most tensors of the passes share their rates: one shard for each kind of rates, and the kind of each tensor.
-        shards_of_passes = [self.shard_of(i) for i in range(len(self.slices))]
+        shards_of_passes = [self.shard_of(i) for i in range(len(self.passes.sizes))]
         self._rate_kinds = [(shard.group, shard.counted) for shard in shards_of_passes]
         self._shards_by_kind = dict(zip(self._rate_kinds, shards_of_passes, strict=True))
         self._latest_rates = LatestResult[list[Rates]]()
@@ -80,7 +77,7 @@ class ScapeComponents(Method):
 
     def shard_of(self, tensor: int) -> Shard:
         """Return the shard that contains a tensor of the passes."""
-        return self.ordered[self.slices[tensor][0]]
+        return self.ordered[self.passes.updater.slices[tensor][0]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

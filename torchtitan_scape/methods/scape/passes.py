@@ -9,7 +9,7 @@ from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.kernels.backends import block_code, scape_passes
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
-from torchtitan_scape.kernels.scape.ownership import OwnedSlice, Ownership
+from torchtitan_scape.kernels.scape.ownership import Ownership
 from torchtitan_scape.kernels.scape.passes import ScapePasses
 from torchtitan_scape.kernels.scape.step import PayloadPlan
 from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
@@ -23,8 +23,6 @@ from torchtitan_scape.topology.partition import chunk_limit
 
 # About as many chunks of a large payload, unless the cost model chooses their size.
 CHUNKS = 8
-# The tensors of the passes: (index of the shard, the slice of it or None for all of it).
-PassSlices = list[tuple[int, OwnedSlice | None]]
 Exchange = ReplicatedExchange | ShardedExchange
 
 
@@ -35,8 +33,8 @@ def build_passes(
     replicas: ReplicaCollectives,
     device: torch.device,
     backend: str,
-) -> tuple[ScapePasses, Exchange, PassSlices]:
-    """Return the passes, the exchange of their payload, and the tensors of the passes.
+) -> tuple[ScapePasses, Exchange]:
+    """Return the passes, and the exchange of their payload.
 
     Args:
         sparse: the sparsified shards; they come first in the order of the passes.
@@ -70,12 +68,12 @@ def build_passes(
         return scape_passes(backend, updater, plan, device, offload=options.offload, staleness=staleness)
 
     if options.update == "sharded":
-        owner, slices = sharded_update(sparse, dense, layout, options, replicas, device)
+        owner = sharded_update(sparse, dense, layout, options, replicas, device)
         passes = passes_of(owner)
-        return passes, ShardedExchange(passes, owner, replicas, codecs), slices
-    updater, slices = replicated_update(sparse, dense, layout, options, replicas.is_writer)
-    passes = passes_of(updater)
-    return passes, ReplicatedExchange(passes, replicas, codecs), slices
+        return passes, ShardedExchange(passes, owner, replicas, codecs)
+    has_master = options.weights_dtype == "bfloat16"
+    passes = passes_of(ReplicatedUpdate(layout, [s.size for s in dense], has_master, replicas.is_writer))
+    return passes, ReplicatedExchange(passes, replicas, codecs)
 
 
 def codecs_of(options: ScapeOptions, backend: str) -> Codecs:
@@ -89,19 +87,6 @@ def codecs_of(options: ScapeOptions, backend: str) -> Codecs:
     return Codecs(codec, warmup, *both(options.update_code))
 
 
-def replicated_update(
-    sparse: Sequence[Shard], dense: Sequence[Shard], layout: BlockLayout, options: ScapeOptions, is_writer: bool
-) -> tuple[ReplicatedUpdate, PassSlices]:
-    """Return the update in which every replica updates all entries.
-
-    Args:
-        layout: blocks of the sparsified shards.
-    """
-    has_master = options.weights_dtype == "bfloat16"
-    updater = ReplicatedUpdate(layout, [s.size for s in dense], has_master, is_writer)
-    return updater, [(i, None) for i in range(len(sparse) + len(dense))]
-
-
 def sharded_update(
     sparse: Sequence[Shard],
     dense: Sequence[Shard],
@@ -109,25 +94,21 @@ def sharded_update(
     options: ScapeOptions,
     replicas: ReplicaCollectives,
     device: torch.device,
-) -> tuple[ShardedUpdate, PassSlices]:
+) -> ShardedUpdate:
     """Return the update in which the owner of an entry updates it.
 
     Raises:
         ValueError: A parameter is not contiguous.
     """
-    ownership = Ownership.of(layout, [s.size for s in dense])
     shards = [*sparse, *dense]
-    slices: PassSlices = [(p.tensor, p) for p in ownership.sparse]
-    slices += [(len(sparse) + p.tensor, p) for p in ownership.whole]
-    for number, _ in slices:
-        if not stored(shards[number].parameter).is_contiguous():
+    for shard in shards:
+        if not stored(shard.parameter).is_contiguous():
             raise ValueError(
-                f"{shards[number].name!r} is not contiguous; update = 'sharded' divides tensors into slices: make it "
-                "contiguous"
+                f"{shard.name!r} is not contiguous; update = 'sharded' divides tensors into slices: make it contiguous"
             )
     compressed = replicas.replicas > 1 and options.density < 1.0
     owner = ShardedUpdate(
-        ownership,
+        Ownership.of(layout, [s.size for s in dense]),
         replicas.replica,
         device,
         rounds_values=options.update_code == "bfloat16" and compressed,
@@ -136,7 +117,7 @@ def sharded_update(
         writes=replicas.is_writer,
     )
     # There is one scale per slice, or none. All slices of a tensor have the same scale, so the last one is used.
-    for (number, _), scale in zip(slices, owner.scales, strict=False):
+    for (number, _, _), scale in zip(owner.slices, owner.scales, strict=False):
         share_scale(shards[number].parameter, scale, owner.writes)
     owner.load_scales(owner.scales)
-    return owner, slices
+    return owner

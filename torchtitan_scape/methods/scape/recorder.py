@@ -23,7 +23,7 @@ class GradientRecorder:
         """Collect the gradients of a chunk. Call it after the mean was received, before the norm is computed."""
         scape, updater = self._scape, self._scape.passes.updater
         for tensor in range(chunk.first, chunk.end):
-            number, owned = scape.slices[tensor]
+            number, start, end = updater.slices[tensor]
             shard = scape.ordered[number]
             if shard.name not in self._observer.names:
                 continue
@@ -31,7 +31,6 @@ class GradientRecorder:
             zeros = torch.zeros(shard.size, dtype=torch.float32, device=shard.device)
             found = self._found.setdefault(shard.name, zeros)
             if not isinstance(updater, ShardedUpdate) or updater.owns(tensor):
-                start, end = (owned.start, owned.end) if owned else (0, shard.size)
                 found[start:end] = gradient_on_mask(scape.passes, tensor)
 
     def finish(self) -> None:

@@ -60,9 +60,8 @@ class StateByParameter:
         self.sparsified = len(self.blocks.sizes)
         # The tensors of the passes that contain a parameter: (number, first entry, end).
         self.slices: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
-        for i, (parameter, owned) in enumerate(scape.slices):
-            whole = (0, scape.ordered[parameter].size)
-            self.slices[parameter].append((i, *((owned.start, owned.end) if owned else whole)))
+        for i, (parameter, start, end) in enumerate(self.passes.updater.slices):
+            self.slices[parameter].append((i, start, end))
 
     # ------------------------------------------------------------------------------------------- saving
 
