@@ -72,7 +72,7 @@ def test_tables_of_tensors_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kinds == {(torch.float32,) * 2, tuple(pair[1].dtype for pair in columns[:2])}
         columns[number][1] = kept
     tables.lists(columns[:3], columns[:2])
-    assert tables.addresses.values[:, FIRST_BLOCK.value].tolist() == [0, 1]  # the first tiles
+    assert tables.addresses.values[:, FIRST_BLOCK.value].tolist() == [0, 2]  # the first tiles
 
 
 def test_rates_of_tensors_are_set_again_after_a_change() -> None:

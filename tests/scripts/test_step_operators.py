@@ -32,7 +32,8 @@ def test_selection_and_decoding_do_not_depend_on_the_replicas(name: str) -> None
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_takes_a_step_on_meta_tensors(name: str) -> None:
     count = count_step(name, MODEL, 4)
-    assert count.operators and count.collectives and count.peak and 0 < per_parameter(count) < 300
+    assert count.collectives and (name == "dense" or count.operators and count.peak and per_parameter(count) > 0)
+    assert per_parameter(count) < 300
 
 
 def test_the_backends_take_the_same_collectives() -> None:
@@ -46,11 +47,10 @@ def test_sparta_moves_at_most_1_3_times_the_minimum(replicas: int) -> None:
     assert per_parameter(count_step("sparta", MODEL, replicas)) <= 1.3 * (24 + 16 / replicas) / 3
 
 
-def test_dense_exchanges_large_tensors_in_place() -> None:
-    """A copy into and out of a buffer is 16 bytes. The sum over replicas is not divided."""
-    model = get_workload("llama_1_8b").local(1)
-    counted = count_step("dense", model, 4)
-    assert counted.bytes <= 6 * model.entries and counted.operators <= 3 * counted.collectives
+def test_dense_exchanges_in_place() -> None:
+    """No copy into a buffer; the sum over replicas is not divided."""
+    counted = count_step("dense", get_workload("llama_1_8b").local(1), 4)
+    assert not counted.bytes and not counted.operators and counted.collectives < 30
 
 
 @pytest.mark.parametrize("density", [0.4, 0.1])
