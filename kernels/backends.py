@@ -14,6 +14,7 @@ from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import BLOCK
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.topk.layout import MessageLayout
 
 BACKENDS = ("auto", "triton", "torch")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,14 +146,28 @@ def outer_step(backend: str) -> Any:
     return importlib.import_module(".exchange.triton_outer", __package__).step if backend == "triton" else None
 
 
-def topk_passes(backend: str) -> Any:
-    """Return the module with the functions of `kernels.topk.reference` on "torch" or "triton"."""
-    return importlib.import_module(f".topk.{'triton_passes' if backend == 'triton' else 'reference'}", __package__)
+def topk_passes(backend: str, layout: MessageLayout) -> Any:
+    """Return the passes of top-k, `TorchTopk` or the same on "triton". Triton has none for tiles that are too large."""
+    if backend == "triton":
+        from torchtitan_scape.kernels.topk.triton_passes import TritonTopk, fits
+
+        if all(map(fits, layout.grids)):
+            return TritonTopk(layout)
+    from torchtitan_scape.kernels.topk.reference import TorchTopk
+
+    return TorchTopk(layout)
 
 
-def cosine_passes(backend: str) -> Any:
-    """Return the module with the functions of `kernels.topk.cosine` on "torch" or "triton"."""
-    return importlib.import_module(f".topk.{'triton_cosine' if backend == 'triton' else 'cosine'}", __package__)
+def cosine_passes(backend: str, layout: MessageLayout, device: torch.device) -> Any:
+    """Return DeMo's passes, `TorchCosine` or the same on "triton". Triton has none for tiles that are too large."""
+    if backend == "triton":
+        from torchtitan_scape.kernels.topk.triton_cosine import TritonCosine, fits
+
+        if all(map(fits, layout.grids)):
+            return TritonCosine(layout, device)
+    from torchtitan_scape.kernels.topk.cosine import TorchCosine
+
+    return TorchCosine(layout, device)
 
 
 def tagc_passes(backend: str) -> Any:

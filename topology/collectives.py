@@ -78,9 +78,9 @@ class ReplicaCollectives(OwnerExchange):
         """Evaluate a function of replicated data once per process. The result is read-only."""
         return function()
 
-    def write_once(self, out: Tensor, function: Callable[[Tensor], None]) -> None:
-        """Write a function of replicated data to `out`; the function is evaluated once per process."""
-        function(out)
+    def write_once(self, outputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], None]) -> None:
+        """Write a function of replicated data to tensors; the function is evaluated once per process."""
+        function(outputs)
 
     # ------------------------------------------------------------------------------ the replicate axis
 

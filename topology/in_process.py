@@ -49,13 +49,14 @@ class InProcessCollectives(ReplicaCollectives):
     def run_once(self, function: Callable[[], Tensor]) -> Tensor:
         return self._exchange(function, lambda functions: functions[0]())
 
-    def write_once(self, out: Tensor, function: Callable[[Tensor], None]) -> None:
-        def write() -> Tensor:
-            written = torch.empty_like(out)  # a replica may change its result before others have copied it
-            function(written)
-            return written
+    def write_once(self, outputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], None]) -> None:
+        def combine(each: list[tuple[Sequence[Tensor], Callable[[Sequence[Tensor]], None]]]) -> None:
+            (first, write), *others = each
+            write(first)
+            for copies, _ in others:
+                torch._foreach_copy_(copies, first)
 
-        out.copy_(self.run_once(write))
+        self._exchange((outputs, function), combine)
 
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None

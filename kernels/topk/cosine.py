@@ -1,14 +1,15 @@
 """DeMo's passes in plain PyTorch: the specification, and the CPU implementation."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.scape.reference import select_rows
-from torchtitan_scape.kernels.topk.layout import TileGrid
-from torchtitan_scape.kernels.topk.reference import from_blocks, to_blocks
+from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
+from torchtitan_scape.kernels.topk.reference import from_blocks, to_blocks, write_offsets
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Basis:
     columns: Tensor
 
     @classmethod
-    def of(cls, grid: TileGrid, device: torch.device) -> "Basis":
+    def of(cls, grid: BlockGrid, device: torch.device) -> "Basis":
         return cls(_cosines(grid.height).to(device), _cosines(grid.width).to(device))
 
     def transform(self, tiles: Tensor) -> Tensor:
@@ -32,32 +33,62 @@ class Basis:
         return (self.rows.T @ tiles @ self.columns).view(components.shape)
 
 
-def largest_components(
-    momentum: Tensor, x: Tensor, grid: TileGrid, basis: Basis, k: int, applied: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the k largest components of every tile of x, and set momentum = x without them, if `applied`, bool ().
+class TorchCosine:
+    """The passes over all tensors of a message, one tensor after the other. Tensors are contiguous, of any shape."""
 
-    Args:
-        momentum: FP32 (n,).
-        x: FP32 (n,). The grid has no padding.
+    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
+        """Compute the bases. No tile is shorter than others."""
+        self.layout, self.bases = layout, bases(layout.grids, device)
 
-    Returns:
-        Values, FP32 (tiles, k), and ascending offsets, int64 (tiles, k). Ties go to the lower index.
-    """
-    components = basis.transform(to_blocks(x, grid))
-    offsets = select_rows(components, k)
-    values = components.gather(1, offsets)
-    rest = x - from_blocks(basis.inverse(torch.zeros_like(components).scatter_(1, offsets, values)), grid)
-    if not applied.is_cpu:
-        torch.where(applied, rest, momentum, out=momentum)
-    elif applied:
-        momentum.copy_(rest)
-    return values, offsets
+    def select(
+        self,
+        momenta: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        beta: float,
+        factor: float,
+        applied: Tensor,
+        message: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Select the k largest components of every tile of x = factor * gradient + beta * momentum.
+
+        If `applied`, the momentum becomes x without them.
+
+        Args:
+            momenta, gradients: FP32, of every tensor; the gradients are overwritten.
+            applied: bool ().
+            message: uint8 (bytes,), zeros; receives the encoded offsets.
+            values: FP32 (values,), receives the components.
+        """
+        layout = self.layout
+        for i, (grid, k) in enumerate(zip(layout.grids, layout.selected, strict=True)):
+            momentum, x, basis = momenta[i].view(-1), gradients[i].view(-1), self.bases[grid.height, grid.width]
+            if factor != 1.0:
+                x.mul_(factor)
+            x.add_(momentum, alpha=beta)
+            components = basis.transform(to_blocks(x, grid))
+            offsets = select_rows(components, k)
+            selected = components.gather(1, offsets)
+            values[layout.first_values[i] : layout.first_values[i + 1]] = selected.view(-1)
+            write_offsets(message, layout, i, offsets)
+            represented = basis.inverse(torch.zeros_like(components).scatter_(1, offsets, selected))
+            rest = x - from_blocks(represented, grid)
+            if not applied.is_cpu:
+                torch.where(applied, rest, momentum, out=momentum)
+            elif applied:
+                momentum.copy_(rest)
+
+    def inverse_(self, outputs: Sequence[Tensor]) -> None:
+        """Replace the components in the tiles of FP32 tensors by their inverse transform."""
+        for output, grid in zip(outputs, self.layout.grids, strict=True):
+            x = output.view(-1)
+            x.copy_(from_blocks(self.bases[grid.height, grid.width].inverse(to_blocks(x, grid)), grid))
 
 
-def inverse_(x: Tensor, grid: TileGrid, basis: Basis) -> None:
-    """Replace the components in the tiles of x, FP32 (n,), by their inverse transform."""
-    x.copy_(from_blocks(basis.inverse(to_blocks(x, grid)), grid))
+def bases(grids: Sequence[BlockGrid], device: torch.device) -> dict[tuple[int, int], Basis]:
+    """Return the basis of every height and width of a tile."""
+    sides = {(grid.height, grid.width): grid for grid in grids}
+    return {side: Basis.of(grid, device) for side, grid in sides.items()}
 
 
 def _cosines(size: int) -> Tensor:

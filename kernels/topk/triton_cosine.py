@@ -1,11 +1,13 @@
-"""DeMo's passes as Triton kernels; specified by `cosine.py`. One program transforms one tile.
+"""DeMo's passes as Triton kernels; specified by `cosine.TorchCosine`. One program transforms one tile.
 
 The products are FP32 in another order than PyTorch's, so that results are close but not bitwise equal: of two
 components that are equal up to rounding, either may be selected. A matrix product adds one outer product after the
 other, whose vectors come from memory: `tl.dot` in FP32 keeps whole operands in registers, and they do not fit. Memory
-traffic per entry: `components_kernel` reads 8 bytes and writes 4, `inverse_kernel` reads and writes 4; intermediate
-tiles of 16 KiB stay in the cache.
+traffic per entry: `components_kernel` reads gradient and momentum and writes both, `inverse_kernel` reads and writes 4
+bytes. The gradient's memory holds the intermediate tiles of 16 KiB, which stay in the cache.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,10 +16,21 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import as_flag
+from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
-from torchtitan_scape.kernels.topk import cosine
-from torchtitan_scape.kernels.topk.cosine import Basis
-from torchtitan_scape.kernels.topk.layout import TileGrid
+from torchtitan_scape.kernels.topk.cosine import Basis, bases
+from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
+from torchtitan_scape.kernels.topk.triton_kernels import store_code
+from torchtitan_scape.kernels.topk.triton_tiles import (
+    VALUE,
+    Form,
+    TiledTensors,
+    column,
+    power,
+    tensor_at,
+    tile_starts,
+    tiles_of,
+)
 
 _LARGEST = 64  # side of a tile; larger ones use PyTorch
 
@@ -46,89 +59,138 @@ def inverse_of(
     return product(tile, stride, 1, columns, width, 1, width, height, width, HEIGHT, WIDTH)
 
 
-@triton.jit(do_not_specialize=["k", "stride", "across", "height", "width"])
+@triton.jit
+def tile_at(programs, table, height, width):
+    """Return the number of the tensor of a program, its tile, int64 [1, 1], its first entry, and the stride of rows."""
+    tensor, tile, _ = tiles_of(programs, tl.program_id(0), table, 1)
+    start, stride, _, _ = tile_starts(table, tensor, tile, height, width, False)
+    return tensor, tile, tl.sum(tl.sum(start, 1), 0), stride
+
+
+@triton.jit(do_not_specialize=["beta", "factor", "k", "code_bytes", "unary", "low", "height", "width"])
 def components_kernel(
-    momentum,
-    x,
-    scratch,
+    programs,
+    table,
+    momenta,
+    gradients,
     rows,
     columns,
+    message,
     values,
-    offsets,
     applied,
+    beta,
+    factor,
     k,
-    stride,
-    across,
+    code_bytes,
+    unary,
+    low,
     height,
     width,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Store the k largest components of a tile, and the tile without them as the momentum, if `applied`.
+    """Store the k largest components of a tile of x = factor * gradient + beta * momentum.
 
-    rows, columns: the DCT matrices. stride: entries of a row of x. scratch: as many entries as x.
+    The momentum becomes x without them if `applied`; the gradient is overwritten. rows, columns: the DCT matrices.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    first = (tile // across) * height * stride + (tile % across) * width
-    row, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside, at = (row < height) & (column < width), first + row * stride + column
-    half = product(rows, height, 1, x + first, stride, 1, height, height, width, HEIGHT, WIDTH)
+    tensor, tile, first, stride = tile_at(programs, table, height, width)
+    scratch, momentum = tensor_at(gradients, tensor, False) + first, tensor_at(momenta, tensor, False) + first
+    row, column_in_tile = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside, at = (row < height) & (column_in_tile < width), row * stride + column_in_tile
+    before = tl.load(momentum + at, mask=inside, other=0.0)
+    x = tl.fma(before, tl.zeros_like(before) + beta, tl.load(scratch + at, mask=inside, other=0.0) * factor)
+    tl.debug_barrier()
+    tl.store(scratch + at, x, mask=inside)
+    is_applied = tl.load(applied) != 0
+    if is_applied:
+        tl.store(momentum + at, x, mask=inside)
+    tl.debug_barrier()
+    half = product(rows, height, 1, scratch, stride, 1, height, height, width, HEIGHT, WIDTH)
+    tl.debug_barrier()
     tl.store(scratch + at, half, mask=inside)
     tl.debug_barrier()
-    components = product(scratch + first, stride, 1, columns, 1, width, width, height, width, HEIGHT, WIDTH)
+    components = product(scratch, stride, 1, columns, 1, width, width, height, width, HEIGHT, WIDTH)
     bits = tl.minimum(components.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
     chosen = select_in_blocks(tl.reshape(tl.where(inside, bits, -1), (1, HEIGHT * WIDTH)), k)
-    slot = tile * k + tl.cumsum(chosen.to(tl.int32), 1) - 1
+    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
     number = tl.arange(0, HEIGHT * WIDTH)[None, :]
-    tl.store(offsets + slot, ((number // WIDTH) * width + number % WIDTH).to(tl.int64), mask=chosen)
+    offset = (number // WIDTH) * width + number % WIDTH
+    store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, unary, low)
+    slot = column(table, tensor, VALUE) + tile * k + rank
     tl.store(values + slot, tl.reshape(components, (1, HEIGHT * WIDTH)), mask=chosen)
     sent = tl.where(tl.reshape(chosen.to(tl.int32), (HEIGHT, WIDTH)) != 0, components, 0.0)
     tl.debug_barrier()
     tl.store(scratch + at, sent, mask=inside)
     tl.debug_barrier()
-    represented = inverse_of(scratch + first, rows, columns, stride, height, width, row, column, inside, HEIGHT, WIDTH)
-    if tl.load(applied) != 0:
-        tl.store(momentum + at, tl.load(x + at, mask=inside, other=0.0) - represented, mask=inside)
+    represented = inverse_of(scratch, rows, columns, stride, height, width, row, column_in_tile, inside, HEIGHT, WIDTH)
+    if is_applied:
+        tl.store(momentum + at, tl.load(momentum + at, mask=inside, other=0.0) - represented, mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride", "across", "height", "width"])
-def inverse_kernel(x, rows, columns, stride, across, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["height", "width"])
+def inverse_kernel(programs, table, outputs, rows, columns, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Replace the components in a tile by their inverse transform."""
-    tile = tl.program_id(0).to(tl.int64)
-    here = x + (tile // across) * height * stride + (tile % across) * width
-    row, column = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = (row < height) & (column < width)
-    values = inverse_of(here, rows, columns, stride, height, width, row, column, inside, HEIGHT, WIDTH)
+    tensor, _, first, stride = tile_at(programs, table, height, width)
+    here = tensor_at(outputs, tensor, False) + first
+    row, column_in_tile = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (row < height) & (column_in_tile < width)
+    values = inverse_of(here, rows, columns, stride, height, width, row, column_in_tile, inside, HEIGHT, WIDTH)
     tl.debug_barrier()
-    tl.store(here + row * stride + column, values, mask=inside)
+    tl.store(here + row * stride + column_in_tile, values, mask=inside)
 
 
-def largest_components(
-    momentum: Tensor, x: Tensor, grid: TileGrid, basis: Basis, k: int, applied: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Select as `cosine.largest_components`; tensors are contiguous."""
-    if max(grid.height, grid.width) > _LARGEST:
-        return cosine.largest_components(momentum, x, grid, basis, k, applied)
-    values = torch.empty(grid.tiles, k, dtype=torch.float32, device=x.device)
-    offsets = torch.empty(grid.tiles, k, dtype=torch.int64, device=x.device)
-    tensors = momentum, x, torch.empty_like(x), basis.rows, basis.columns, values, offsets, as_flag(applied)
-    launching.launch(components_kernel, (grid.tiles,), *tensors, k, *_sizes(grid), warps=8, **_constants(grid))
-    return values, offsets
+def fits(grid: BlockGrid) -> bool:
+    """Return whether the kernels can process the tiles of a grid."""
+    return max(grid.height, grid.width) <= _LARGEST and grid.height * grid.columns < 1 << 31
 
 
-def inverse_(x: Tensor, grid: TileGrid, basis: Basis) -> None:
-    """Transform as `cosine.inverse_`; x is contiguous."""
-    if max(grid.height, grid.width) > _LARGEST:
-        cosine.inverse_(x, grid, basis)
-        return
-    tensors = x, basis.rows, basis.columns
-    launching.launch(inverse_kernel, (grid.tiles,), *tensors, *_sizes(grid), warps=8, **_constants(grid))
+class TritonCosine:
+    """The passes of `cosine.TorchCosine`, one launch for each form of tiles."""
 
+    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
+        self._tiled, self._bases = TiledTensors(layout), bases(layout.grids, device)
 
-def _sizes(grid: TileGrid) -> tuple[int, int, int, int]:
-    return grid.columns, grid.across, grid.height, grid.width
+    def select(
+        self,
+        momenta: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        beta: float,
+        factor: float,
+        applied: Tensor,
+        message: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Select as `TorchCosine.select`."""
+        given, _ = self._tiled.addresses(momenta=momenta, gradients=gradients)
+        table = self._tiled.table(message.device)
+        for form in self._tiled.forms(1, False, message.device):
+            code, (basis, sides, constants) = offset_code(form.k, form.size), self._constants(form)
+            tensors = *given, basis.rows, basis.columns, message, values, as_flag(applied)
+            launching.launch(
+                components_kernel,
+                (len(form.programs),),
+                *(form.programs, table, *tensors, beta, factor, form.k, code.nbytes, code.unary, code.low, *sides),
+                warps=8,
+                moved=16 * form.entries - (1 - form.share) * (message.nbytes + values.nbytes),
+                **constants,
+            )
 
+    def inverse_(self, outputs: Sequence[Tensor]) -> None:
+        """Transform as `TorchCosine.inverse_`."""
+        given, _ = self._tiled.addresses(gradients=outputs)
+        table = self._tiled.table(outputs[0].device)
+        for form in self._tiled.forms(1, False, outputs[0].device):
+            basis, sides, constants = self._constants(form)
+            launching.launch(
+                inverse_kernel,
+                (len(form.programs),),
+                *(form.programs, table, *given, basis.rows, basis.columns, *sides),
+                warps=8,
+                moved=8 * form.entries,
+                **constants,
+            )
 
-def _constants(grid: TileGrid) -> dict[str, int]:
-    """Return the sides rounded up to a power of two."""
-    return {name: 1 << (side - 1).bit_length() for name, side in (("HEIGHT", grid.height), ("WIDTH", grid.width))}
+    def _constants(self, form: Form) -> tuple[Basis, tuple[int, int], dict[str, int]]:
+        """Return the basis, the sides of a tile, and those rounded up to a power of two."""
+        height, width = sides = form.constants["HEIGHT"], form.constants["WIDTH"]
+        return self._bases[sides], sides, dict(HEIGHT=power(height), WIDTH=power(width))

@@ -1,124 +1,168 @@
 """Top-k's passes as Triton kernels, bitwise equal to `reference.py`.
 
-A program processes ROWS tiles of a tensor as [ROWS, COLUMNS]; COLUMNS is the number of entries of a tile, rounded up to
-a power of two. Values are added in the order of the replicas, one message after the other, with a barrier in between:
-the entries of one message are distinct, so that no atomics are needed.
+A launch covers the tiles of many tensors, see `triton_tiles`. Values are added in the order of the replicas, one
+message after the other, with a barrier in between: the entries of one message are distinct, so that no atomics are
+needed.
 
-Memory traffic per entry: adding x to the residual reads 8 bytes and writes 4, selection reads 4, error feedback writes
-the selected entries, and the mean writes and reads what stays in the cache of a program, 4 bytes and 2 for the number
-of senders.
+Memory traffic per entry: selection reads the gradient and reads and writes the residual, 12 bytes. If values are
+encoded, error feedback writes the selected entries once more. The mean writes 4 bytes and reads them from the cache.
 """
 
 import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
+from torchtitan_scape.kernels.topk.triton_tiles import (
+    MEAN,
+    OFFSETS,
+    PACKED,
+    VALUE,
+    column,
+    entry_of,
+    tensor_at,
+    tile_starts,
+    tiles_of,
+)
 
 FLOAT, TWO_BITS, ONE_BIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def tiles_of(tiles, ROWS: tl.constexpr):
-    """Return the tiles of this program, int64 [ROWS, 1], and whether they exist."""
-    tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    return tile, tile < tiles
+def store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, unary, low):
+    """Set the bits of chosen offsets within tiles in a message of zeros; see `kernels.scape.blocks.OffsetCode`.
+
+    Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for gfx90a to a loop.
+
+    Args:
+        offset, rank: int32 [ROWS, n], of the chosen entries of each tile. tile: int64 [ROWS, 1].
+    """
+    byte = column(table, tensor, OFFSETS) + tile * code_bytes
+    words = message.to(tl.pointer_type(tl.int32)) + (byte >> 2)
+    start = ((byte & 3) * 8).to(tl.int32)
+    at = start + (offset >> low) + rank
+    tl.atomic_add(words + (at >> 5), 1 << (at & 31), mask=chosen & (rank < unary), sem="relaxed")
+    at = start + unary + rank * low
+    end = at + low
+    # The low bits may extend over two words.
+    bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
+    tl.atomic_add(words + (at >> 5), bits.to(tl.int32), mask=chosen & (at < end), sem="relaxed")
+    tl.atomic_add(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=chosen & (end > (at | 31) + 1), sem="relaxed")
 
 
 @triton.jit
-def address_of(tile, offset, rows, columns, across, height, width, ONE_ROW: tl.constexpr):
-    """Return the entries of a tensor at offsets within tiles, int64, and whether they are not padding.
+def decode_offsets(code, exists, k, LOW: tl.constexpr, UNARY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Return the ranks of the offsets in the codes of tiles, the offsets, and which exist, [ROWS, LANES].
 
-    ONE_ROW: tensor and tiles have one row. There are no divisions then, and accesses are wide if width and columns are
-    multiples of 16, for which Triton compiles a variant.
+    Args:
+        code: Address of the code of every tile, [ROWS, 1].
     """
-    if ONE_ROW:
-        at = tile * width + offset
-        return at, (offset < width) & (at < columns)
-    row = (tile // across) * height + offset // width
-    column = (tile % across) * width + offset % width
-    return row * columns + column, (offset < height * width) & (row < rows) & (column < columns)
+    lane = tl.arange(0, LANES)[None, :]
+    if UNARY > 0:
+        used = exists & (lane < UNARY)
+        bit = (tl.load(code + (lane >> 3), mask=used, other=0).to(tl.int32) >> (lane & 7)) & 1
+        rank = tl.cumsum(bit, 1) - bit
+        active = used & (bit != 0)
+        offset = (lane - rank) << LOW
+    else:
+        active = exists & (lane < k)
+        rank = lane + tl.zeros((ROWS, LANES), tl.int32)
+        offset = tl.zeros((ROWS, LANES), tl.int32)
+    for i in tl.static_range(LOW):
+        at = UNARY + rank * LOW + i
+        low = (tl.load(code + (at >> 3), mask=active, other=0).to(tl.int32) >> (at & 7)) & 1
+        offset = offset | (low << i)
+    return rank, offset, active
 
 
-@triton.jit(do_not_specialize=["tiles", "k", "rows", "across", "height"])
+@triton.jit(do_not_specialize=["decay", "factor", "k", "code_bytes", "unary", "low"])
 def select_kernel(
-    x,
+    programs,
+    table,
+    residuals,
+    gradients,
+    message,
     values,
-    offsets,
-    tiles,
+    applied,
+    decay,
+    factor,
     k,
-    rows,
-    columns,
-    across,
-    height,
-    width,
+    code_bytes,
+    unary,
+    low,
+    CLEARS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
 ):
-    """Store values and offsets of the k largest |x| of each tile, in ascending order of the offsets."""
-    tile, exists = tiles_of(tiles, ROWS)
-    offset = tl.arange(0, COLUMNS)[None, :]
-    at, valid = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
-    valid = valid & exists
-    loaded = tl.load(x + at, mask=valid, other=0.0)
+    """Add the gradient to the residual if `applied`, and store the k largest entries of each tile, by ascending offset.
+
+    The sum is rounded once, as PyTorch does on a GPU. CLEARS: the stored entries of the residual become zero.
+    """
+    tensor, tile, exists = tiles_of(programs, tl.program_id(0), table, ROWS)
+    start, stride, rows_left, columns_left = tile_starts(table, tensor, tile, HEIGHT, WIDTH, ALIGNED)
+    # An exclusive or with zero at run time prevents loads of several entries in one thread: their layout would be
+    # converted, through shared memory, in every one of the scattered accesses below.
+    offset = tl.arange(0, COLUMNS)[None, :] ^ tl.minimum(k, 0)
+    entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
+    residual = tensor_at(residuals, tensor, ALIGNED) + start
+    before = tl.load(residual + entry, mask=valid, other=0.0)
+    added = tl.load(tensor_at(gradients, tensor, ALIGNED) + start + entry, mask=valid, other=0.0) * factor
+    is_applied = tl.load(applied).to(tl.int32) + tl.zeros_like(entry) != 0
+    x = tl.where(is_applied, tl.fma(before, tl.zeros_like(before) + decay, added), before)
     # The bits of magnitudes are ordered as the numbers. The largest key is excluded, as the search needs one above all.
-    keys = tl.minimum(loaded.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
+    keys = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
     chosen = select_in_blocks(tl.where(valid, keys, -1), k)
-    padding = exists & (offset < height * width) & ~valid
-    missing = k - tl.sum(chosen.to(tl.int32), 1)[:, None]
-    chosen = chosen | (padding & (tl.cumsum(padding.to(tl.int32), 1) <= missing))
-    slot = tile * k + tl.cumsum(chosen.to(tl.int32), 1) - 1
-    tl.store(offsets + slot, (offset + tl.zeros_like(slot)).to(tl.int64), mask=chosen)
-    tl.store(values + slot, loaded, mask=chosen)
+    tl.store(residual + entry, tl.where(chosen, 0.0, x) if CLEARS else x, mask=valid & is_applied)
+    if PADDED:
+        padding = exists & (offset < HEIGHT * WIDTH) & ~valid
+        missing = k - tl.sum(chosen.to(tl.int32), 1)[:, None]
+        chosen = chosen | (padding & (tl.cumsum(padding.to(tl.int32), 1) <= missing))
+    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    tl.store(values + column(table, tensor, VALUE) + tile * k + rank, x, mask=chosen)
+    store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, unary, low)
 
 
-@triton.jit(do_not_specialize=["decay", "factor"])
-def accumulate_kernel(residual, x, applied, n, decay, factor, TILE: tl.constexpr):
-    """Set residual = factor * x + decay * residual if `applied`; the sum is rounded once, as PyTorch does on a GPU."""
-    if tl.load(applied) != 0:
-        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        inside = at < n
-        before = tl.load(residual + at, mask=inside, other=0.0)
-        added = tl.load(x + at, mask=inside, other=0.0) * factor
-        after = tl.fma(before, tl.zeros_like(before) + decay, added)
-        tl.store(residual + at, after, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tiles", "k", "rows", "across", "height"])
+@triton.jit(do_not_specialize=["k"])
 def keep_kernel(
-    residual,
-    offsets,
+    programs,
+    table,
+    residuals,
+    message,
     errors,
     applied,
-    tiles,
     k,
-    rows,
-    columns,
-    across,
-    height,
-    width,
+    LOW: tl.constexpr,
+    UNARY: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    ENTRIES: tl.constexpr,
 ):
     """Store the errors of the selected entries in the residual, if `applied`."""
     if tl.load(applied) != 0:
-        tile, exists = tiles_of(tiles, ROWS)
-        number = tl.arange(0, ENTRIES)[None, :]
-        selected = exists & (number < k)
-        offset = tl.load(offsets + tile * k + number, mask=selected, other=0)
-        error = tl.load(errors + tile * k + number, mask=selected, other=0.0)
-        at, valid = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
-        tl.store(residual + at, error, mask=selected & valid)
+        tensor, tile, exists = tiles_of(programs, tl.program_id(0), table, ROWS)
+        start, stride, rows_left, columns_left = tile_starts(table, tensor, tile, HEIGHT, WIDTH, ALIGNED)
+        code = message + column(table, tensor, OFFSETS) + tile * CODE_BYTES
+        rank, offset, active = decode_offsets(code, exists, k, LOW, UNARY, ROWS, LANES)
+        entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
+        error = tl.load(errors + column(table, tensor, VALUE) + tile * k + rank, mask=active, other=0.0)
+        tl.store(tensor_at(residuals, tensor, ALIGNED) + start + entry, error, mask=active & valid)
 
 
 @triton.jit
-def value_of(values, means, index, active, FORM: tl.constexpr):
-    """Return the values with these indices in one message, FP32."""
+def value_of(values, means, first, index, active, FORM: tl.constexpr):
+    """Return the values with these indices in one message, FP32. first: index of the first one, int64 [ROWS, 1]."""
     if FORM == FLOAT:
-        return tl.load(values + index, mask=active, other=0.0)
-    elif FORM == TWO_BITS:
+        return tl.load(values + first + index, mask=active, other=0.0)
+    index = first + index
+    if FORM == TWO_BITS:
         byte = tl.load(values + (index >> 2), mask=active, other=0).to(tl.int32)
         code = (byte >> ((index & 3) * 2).to(tl.int32)) & 3
         return tl.load(means + code, mask=active, other=0.0)
@@ -128,98 +172,81 @@ def value_of(values, means, index, active, FORM: tl.constexpr):
         return tl.load(means) * sign.to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "value_stride",
-        "mean_stride",
-        "offset_stride",
-        "replicas",
-        "divisor",
-        "tiles",
-        "k",
-        "rows",
-        "across",
-        "height",
-    ]
-)
+@triton.jit(do_not_specialize=["value_stride", "mean_stride", "code_stride", "replicas", "divisor", "count", "k"])
 def mean_kernel(
-    x,
+    programs,
+    table,
+    outputs,
     counts,
     values,
     means,
-    codes,
+    messages,
     value_stride,
     mean_stride,
-    offset_stride,
+    code_stride,
     replicas,
     divisor,
-    tiles,
+    count,
     k,
-    rows,
-    columns,
-    across,
-    height,
-    width,
     FORM: tl.constexpr,
     OVER_SENDERS: tl.constexpr,
     LOW: tl.constexpr,
     UNARY: tl.constexpr,
     CODE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    LANES: tl.constexpr,
 ):
-    """Store the mean of all messages. `counts`: number of senders of each entry, int16, used inside the kernel.
+    """Store the mean of all messages.
 
+    A program of the grid takes every n-th of the `count` programs of the list, one after the other.
+
+    counts: int16, number of senders of each entry, used inside the kernel: ROWS * COLUMNS of each program of the grid.
     LOW, UNARY, CODE_BYTES: the code of the offsets, `kernels.scape.blocks.OffsetCode`.
     """
-    tile, exists = tiles_of(tiles, ROWS)
     # Few entries at a time need few registers, so that many programs run at once and wait for memory together.
     PIECE: tl.constexpr = min(COLUMNS, 128)
-    for first in range(0, COLUMNS, PIECE):
-        offset = first + tl.arange(0, PIECE)[None, :]
-        entry, inside = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
-        inside = inside & exists
-        tl.store(x + entry, tl.zeros((ROWS, PIECE), tl.float32), mask=inside)
-        if OVER_SENDERS:
-            tl.store(counts + entry, tl.zeros((ROWS, PIECE), tl.int16), mask=inside)
-    tl.debug_barrier()
-    lane = tl.arange(0, LANES)[None, :]
-    code = codes + tile * CODE_BYTES
-    for _ in range(replicas):
-        if UNARY > 0:
-            used = exists & (lane < UNARY)
-            bit = (tl.load(code + (lane >> 3), mask=used, other=0).to(tl.int32) >> (lane & 7)) & 1
-            number = tl.cumsum(bit, 1) - bit
-            active = used & (bit != 0)
-            offset = (lane - number) << LOW
-        else:
-            active = exists & (lane < k)
-            number = lane + tl.zeros((ROWS, LANES), tl.int32)
-            offset = tl.zeros((ROWS, LANES), tl.int32)
-        for i in tl.static_range(LOW):
-            at = UNARY + number * LOW + i
-            low = (tl.load(code + (at >> 3), mask=active, other=0).to(tl.int32) >> (at & 7)) & 1
-            offset = offset | (low << i)
-        to, valid = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
-        valid = valid & active
-        value = value_of(values, means, tile * k + number, valid, FORM)
-        tl.store(x + to, tl.load(x + to, mask=valid, other=0.0) + value, mask=valid)
-        if OVER_SENDERS:
-            tl.store(counts + to, tl.load(counts + to, mask=valid, other=0) + 1, mask=valid)
+    row = tl.arange(0, ROWS)[:, None] * COLUMNS
+    counts += tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    for program in range(tl.program_id(0), count, tl.num_programs(0)):
+        tensor, tile, exists = tiles_of(programs, program, table, ROWS)
+        start, stride, rows_left, columns_left = tile_starts(table, tensor, tile, HEIGHT, WIDTH, ALIGNED)
+        x = tensor_at(outputs, tensor, ALIGNED) + start
+        for first in range(0, COLUMNS, PIECE):
+            offset = first + tl.arange(0, PIECE)[None, :]
+            entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
+            tl.store(x + entry, tl.zeros((ROWS, PIECE), tl.float32), mask=valid & exists)
+            if OVER_SENDERS:
+                tl.store(counts + row + offset, tl.zeros((ROWS, PIECE), tl.int16))
         tl.debug_barrier()
-        code += offset_stride
-        values += value_stride
-        means += mean_stride
-    for first in range(0, COLUMNS, PIECE):
-        offset = first + tl.arange(0, PIECE)[None, :]
-        entry, inside = address_of(tile, offset, rows, columns, across, height, width, ONE_ROW)
-        inside = inside & exists
-        total = tl.load(x + entry, mask=inside, other=0.0)
-        if OVER_SENDERS:
-            count = tl.load(counts + entry, mask=inside, other=1).to(tl.float32)
-            total = tl.math.div_rn(total, tl.maximum(count, 1.0))
-        else:
-            total = tl.math.div_rn(total, tl.zeros_like(total) + divisor)
-        tl.store(x + entry, total, mask=inside)
+        first_value = column(table, tensor, VALUE if FORM == FLOAT else PACKED) + tile * k
+        code = messages + column(table, tensor, OFFSETS) + tile * CODE_BYTES
+        own_values, own_means = values, means + column(table, tensor, MEAN)
+        for _ in range(replicas):
+            rank, offset, active = decode_offsets(code, exists, k, LOW, UNARY, ROWS, LANES)
+            entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
+            valid = valid & active
+            value = value_of(own_values, own_means, first_value, rank, valid, FORM)
+            tl.store(x + entry, tl.load(x + entry, mask=valid, other=0.0) + value, mask=valid)
+            if OVER_SENDERS:
+                sent = tl.load(counts + row + offset, mask=valid, other=0)
+                tl.store(counts + row + offset, sent + 1, mask=valid)
+            tl.debug_barrier()
+            code += code_stride
+            own_values += value_stride
+            own_means += mean_stride
+        for first in range(0, COLUMNS, PIECE):
+            offset = first + tl.arange(0, PIECE)[None, :]
+            entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
+            total = tl.load(x + entry, mask=valid & exists, other=0.0)
+            if OVER_SENDERS:
+                senders = tl.load(counts + row + offset).to(tl.float32)
+                total = tl.math.div_rn(total, tl.maximum(senders, 1.0))
+            else:
+                total = tl.math.div_rn(total, tl.zeros_like(total) + divisor)
+            tl.store(x + entry, total, mask=valid & exists)
+        tl.debug_barrier()

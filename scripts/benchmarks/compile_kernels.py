@@ -49,8 +49,7 @@ from torchtitan_scape.kernels.scape.triton_updates import triton_passes
 from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from torchtitan_scape.kernels.scape.visits import Staleness
 from torchtitan_scape.kernels.tagc.sketch import Sketch
-from torchtitan_scape.kernels.topk.cosine import Basis
-from torchtitan_scape.methods.topk.blocks import BlockGrid
+from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.methods.topk.messages import TopkMessages
 
 PACKAGES = ("codec", "dense", "exchange", "scape", "tagc", "topk")
@@ -170,27 +169,28 @@ def _take_steps(quick: bool) -> None:
             outer_step("triton")(*(torch.zeros(4100) for _ in range(2)), velocity, torch.zeros(4100), 0.7, 0.9, mix)
     _tagc_step()
     for form in ("float32",) if quick else ("float32", "2bit", "1bit"):
-        _topk_step(BlockGrid(1, 4096, 1, 1024), 10, form)
+        for entries in (4096, 5000):
+            _topk_step(BlockGrid(1, entries, 1, 1024), 10, form)
         _topk_step(BlockGrid(128, 128, 64, 64), 64, form)
     _cosine_step()
 
 
-def _topk_step(grid: BlockGrid, k: int, form: str) -> None:
-    passes, x = topk_passes("triton"), torch.zeros(grid.rows * grid.columns)
-    messages = TopkMessages([grid], [k], form)
-    values, offsets = passes.select(x, grid, k)
-    passes.accumulate_(x, x, 0.95, 2.0, torch.tensor(True))
-    passes.keep_(x, grid, offsets, values, torch.tensor(True))
-    received = torch.zeros(2, messages.nbytes, dtype=torch.uint8)
+def _topk_step(grid: BlockGrid, k: int, code: str) -> None:
+    layout, flag = MessageLayout([grid], [k], code), torch.tensor(True)
+    messages, passes, x = TopkMessages(layout), topk_passes("triton", layout), [torch.zeros(grid.rows, grid.columns)]
+    message, values = messages.allocate(flag.device)
+    passes.select(x, x, 0.95, 2.0, flag, message, values)
+    if code != "float32":
+        passes.keep_(x, message, values, flag)
     for over_senders in (False, True):
-        passes.mean_(x, grid, messages.received(received, 0, None), over_senders)
+        passes.mean_(x, message.repeat(2, 1), None, over_senders)
 
 
 def _cosine_step() -> None:
-    grid, passes, x = BlockGrid(128, 128, 64, 64), cosine_passes("triton"), torch.zeros(128 * 128)
-    basis = Basis.of(grid, x.device)
-    passes.largest_components(x, x, grid, basis, 32, torch.tensor(True))
-    passes.inverse_(x, grid, basis)
+    layout, flag = MessageLayout([BlockGrid(128, 128, 64, 64)], [32]), torch.tensor(True)
+    passes, x = cosine_passes("triton", layout, flag.device), [torch.zeros(128, 128)]
+    passes.select(x, x, 0.999, 2.0, flag, *TopkMessages(layout).allocate(flag.device))
+    passes.inverse_(x)
 
 
 def _scape_step(

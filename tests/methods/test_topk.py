@@ -14,9 +14,17 @@ from tests.replicas import run_replicas
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.scape.blocks import offset_code
-from torchtitan_scape.kernels.topk.reference import from_blocks, to_blocks, valid_mask
+from torchtitan_scape.kernels.topk.layout import MessageLayout
+from torchtitan_scape.kernels.topk.reference import (
+    from_blocks,
+    offsets_of,
+    to_blocks,
+    valid_mask,
+    values_of,
+    write_offsets,
+)
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block
 from torchtitan_scape.methods.topk.messages import TopkMessages, encode_two_bits
 from torchtitan_scape.methods.topk.method import Topk
 from torchtitan_scape.methods.topk.options import TopkOptions
@@ -141,7 +149,7 @@ def test_tiles_of_sides_that_are_not_multiples_of_64(code: str, divisor: str) ->
         # 6 tiles of 44 x 35, two slices of 2500 entries.
         sent = sum(collectives.ledger.sent_by_level().values()) / 3
         cuts = [block_grid(shape, "tile", 0) for shape in LARGE]
-        assert sent == method.planned_bytes() == topk_message_bytes(cuts, selected_per_block(cuts, 1 / 64), code)
+        assert sent == method.planned_bytes() == MessageLayout(cuts, selected_per_block(cuts, 1 / 64), code).nbytes
         return found
 
     literal = Literal(2, LARGE, **options)
@@ -171,9 +179,8 @@ def test_message_bytes_of_64_of_4096_in_two_bits() -> None:
     """Per tile 16 bytes of codes and 64 of offsets (96 with 12 bits per offset); four means per tensor."""
     assert offset_code(64, 4096).nbytes == 64
     tiles = 3 * 2 + 1
-    assert topk_message_bytes(
-        [block_grid((192, 128), "tile", 0), block_grid((4096,), "tile", 0)], [64, 64], "2bit"
-    ) == (tiles * (16 + 64) + 2 * 16)
+    grids = [block_grid((192, 128), "tile", 0), block_grid((4096,), "tile", 0)]
+    assert MessageLayout(grids, [64, 64], "2bit").nbytes == tiles * (16 + 64) + 2 * 16
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [2.0, 2.0], [-1.0, -1.0, 5.0]])
@@ -189,30 +196,32 @@ def test_two_bits_represent_up_to_four_values_exactly(values: list[float]) -> No
 def test_fp32_values_are_decoded_without_a_copy() -> None:
     """All replicas' messages are in memory at once, so that a copy would double the peak."""
     cut = block_grid((24,), "block", 8)
-    messages = TopkMessages([cut], [2], "float32")
+    layout = MessageLayout([cut], [2], "float32")
+    messages = TopkMessages(layout)
     values, offsets = torch.arange(6.0).view(3, 2), torch.tensor([[0, 7], [1, 2], [5, 6]])
-    message, sent = messages.encode([values], [offsets], [None])
-    assert torch.equal(sent[0], values)
+    message, sent = messages.allocate(values.device)
+    sent.copy_(values.view(-1))
+    write_offsets(message, layout, 0, offsets)
     arrived = message.repeat(3).view(3, -1)
-    found = messages.decode_values(arrived[2], 0)
+    assert messages.decode_blocks(arrived) is None
+    found = values_of(layout, 0, arrived, None)[2]
     assert torch.equal(found, values) and found.data_ptr() == arrived[2].data_ptr()
-    assert torch.equal(messages.decode_offsets(arrived[2], 0), offsets)
+    assert torch.equal(offsets_of(layout, 0, arrived)[2], offsets)
 
 
 def test_values_of_a_block_code_are_decoded_by_tensor() -> None:
     """Bitwise equal to decoding all tensors together; a block may contain entries of several tensors."""
     cuts = [block_grid((n,), "block", 8) for n in (40, 1, 2000, 16)]
-    messages, code = TopkMessages(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
-    values = [torch.randn(cut.tiles, 4, generator=torch.Generator().manual_seed(cut.tiles)) for cut in cuts]
-    offsets = [torch.arange(4).expand(cut.tiles, 4) for cut in cuts]
-    message, sent = messages.encode(values, offsets, [None] * 4)
-    flat = torch.cat([v.view(-1) for v in values])
+    layout, code = MessageLayout(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
+    messages, flat = TopkMessages(layout), torch.randn(sum(layout.counts), generator=torch.Generator().manual_seed(0))
+    message, _ = messages.allocate(flat.device)
+    sent = messages.encode(message, flat)
     whole = torch.nn.functional.pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)
     code.decode(code.encode(whole), whole)
-    expected = whole.view(-1)[: flat.numel()].split([v.numel() for v in values])
-    for i, wanted in enumerate(expected):
-        assert torch.equal(messages.decode_values(message, i).view(-1), wanted)
-        assert torch.equal(sent[i].view(-1), wanted)
+    assert torch.equal(sent, whole.view(-1)[: flat.numel()])
+    decoded = messages.decode_blocks(message[None])
+    for i, wanted in enumerate(sent.split(layout.counts)):
+        assert torch.equal(values_of(layout, i, message[None], decoded).view(-1), wanted)
 
 
 def test_ties_are_selected_in_index_order() -> None:

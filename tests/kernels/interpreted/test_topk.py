@@ -10,26 +10,29 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from tests.kernels.topk.checks import CASES, check_components, check_mean, check_selection
 from tests.marks import covering
-from torchtitan_scape.methods.topk.blocks import BlockGrid
+from torchtitan_scape.kernels.topk.layout import BlockGrid
 
 
 @pytest.mark.parametrize(
-    ("grid", "k", "ties", "applied"),
-    covering((*case, *more) for case, more in product(CASES, [(False, True), (True, False)])),
+    ("grid", "k", "code", "ties", "applied"),
+    covering(
+        (*case, *more)
+        for case, more in product(CASES, [("float32", True, True), ("2bit", False, True), ("e2m1", True, False)])
+    ),
 )
-def test_selection_equals_pytorch(grid: BlockGrid, k: int, ties: bool, applied: bool) -> None:
-    check_selection(grid, k, ties, applied)
+def test_selection_equals_pytorch(grid: BlockGrid, k: int, code: str, ties: bool, applied: bool) -> None:
+    check_selection(grid, k, code, ties, applied)
 
 
 @pytest.mark.parametrize(
-    ("grid", "k", "form", "over_senders"),
+    ("grid", "k", "code", "over_senders"),
     covering(
         (*case, *more)
         for case, more in product(CASES, [("float32", False), ("2bit", True), ("1bit", True), ("e2m1", False)])
     ),
 )
-def test_the_mean_equals_pytorch(grid: BlockGrid, k: int, form: str, over_senders: bool) -> None:
-    check_mean(grid, k, form, over_senders)
+def test_the_mean_equals_pytorch(grid: BlockGrid, k: int, code: str, over_senders: bool) -> None:
+    check_mean(grid, k, code, over_senders)
 
 
 COMPONENTS = [(BlockGrid(32, 48, 16, 16), 5), (BlockGrid(12, 10, 6, 5), 4), (BlockGrid(1, 60, 1, 60), 60)]

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.kernels.backends import cosine_passes, topk_passes
-from torchtitan_scape.kernels.topk.cosine import Basis
-from torchtitan_scape.methods.topk.blocks import BlockGrid
-from torchtitan_scape.methods.topk.messages import TopkMessages, valid_offsets
+from torchtitan_scape.kernels.topk import triton_passes
+from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
+from torchtitan_scape.kernels.topk.reference import TorchTopk
+from torchtitan_scape.methods.topk.messages import TopkMessages
 
 # Grid and k: complete blocks and a short last one, tiles with padding on both sides, a message with offsets of whole
 # low bits, a block with fewer entries than k, and DeMo's tiles.
@@ -17,61 +19,72 @@ CASES = [
     (BlockGrid(1, 70, 1, 64), 20),
     (BlockGrid(16, 24, 16, 8), 1),
 ]
+# Between two other tensors, of which the first has tiles of one form with some cases.
+OTHERS = [(BlockGrid(1, 37, 1, 64), 3), (BlockGrid(3, 5, 3, 5), 4)]
 
 
-def check_selection(grid: BlockGrid, k: int, ties: bool, applied: bool, device: str = "cpu") -> None:
+def layout_of(grid: BlockGrid, k: int, code: str) -> MessageLayout:
+    pairs = OTHERS[0], (grid, k), OTHERS[1]
+    return MessageLayout([each for each, _ in pairs], [each for _, each in pairs], code)
+
+
+def tensors(layout: MessageLayout, seed: int, device: str, ties: bool = False) -> list[Tensor]:
+    return [values(g.entries, 10 * seed + i, ties).to(device).view(g.rows, -1) for i, g in enumerate(layout.grids)]
+
+
+def check_selection(grid: BlockGrid, k: int, code: str, ties: bool, applied: bool, device: str = "cpu") -> None:
     """Compare selection, and error feedback after applied and skipped steps."""
-    twin, kernels = topk_passes("torch"), topk_passes("triton")
-    x = values(grid.rows * grid.columns, 1, ties).to(device)
-    (v, o), (kernel_v, kernel_o) = twin.select(x, grid, k), kernels.select(x, grid, k)
-    assert torch.equal(o, kernel_o) and torch.equal(v, kernel_v)
-    if grid.coded:
-        assert torch.equal(twin.encode_offsets(o, grid.size), kernels.encode_offsets(o, grid.size))
-    residuals = [values(x.numel(), 2, False).to(device) for _ in range(2)]
-    flag = torch.tensor(applied, device=device)
-    for passes, residual in zip((twin, kernels), residuals, strict=True):
-        passes.accumulate_(residual, x, 0.5, 3.0 if ties else 1.0, flag)  # other decays: a CPU may round the product
-        passes.keep_(residual, grid, o, v / 2, flag)
-    assert torch.equal(*residuals)
+    layout, flag, found = layout_of(grid, k, code), torch.tensor(applied, device=device), []
+    factor = 3.0 if ties else 1.0
+    for passes in topk_passes("torch", layout), topk_passes("triton", layout):
+        residuals, gradients = tensors(layout, 2, device), tensors(layout, 1, device, ties)
+        message, selected = TopkMessages(layout).allocate(torch.device(device))
+        # With other decays a CPU may round the product.
+        passes.select(residuals, gradients, 0.5, factor, flag, message, selected)
+        if code != "float32":
+            passes.keep_(residuals, message, selected / 2, flag)
+        found.append([message, selected, *residuals])
+    assert all(map(torch.equal, *found))
+    before = tensors(layout, 2, device)
+    assert all(map(torch.equal, found[0][2:], before)) != applied
 
 
-def check_mean(grid: BlockGrid, k: int, form: str, over_senders: bool, device: str = "cpu") -> None:
-    """Compare the mean of three messages, between two other tensors, over replicas or senders."""
-    grids, selected = [BlockGrid(1, 37, 1, 8), grid, BlockGrid(3, 5, 3, 5)], [2, k, 4]
-    messages = TopkMessages(grids, selected, form)
-    rows = []
+def check_mean(grid: BlockGrid, k: int, code: str, over_senders: bool, device: str = "cpu") -> None:
+    """Compare the mean of three messages, over replicas or senders."""
+    layout, rows = layout_of(grid, k, code), []
+    messages, flag = TopkMessages(layout), torch.tensor(True, device=device)
     for replica in range(3):
-        found = [
-            topk_passes("torch").select(values(g.rows * g.columns, 10 * replica + i, False).to(device), g, n)
-            for i, (g, n) in enumerate(zip(grids, selected, strict=True))
-        ]
-        valid = [valid_offsets(o, g) for (_, o), g in zip(found, grids, strict=True)]
-        rows.append(messages.encode([v for v, _ in found], [o for _, o in found], valid)[0])
-    received = torch.stack(rows)
-    part = messages.received(received, 1, messages.decode_blocks(received))
-    means = [torch.full((grid.rows * grid.columns,), torch.nan, device=device) for _ in range(2)]
-    for backend, x in zip(("torch", "triton"), means, strict=True):
-        topk_passes(backend).mean_(x, grid, part, over_senders)
-    assert torch.equal(*means) and means[0].isfinite().all()
+        message, selected = messages.allocate(torch.device(device))
+        zeros = [torch.zeros_like(x) for x in tensors(layout, 0, device)]
+        TorchTopk(layout).select(zeros, tensors(layout, replica, device), 1.0, 1.0, flag, message, selected)
+        if code != "float32":
+            messages.encode(message, selected)
+        rows.append(message)
+    received, means = torch.stack(rows), []
+    for passes in topk_passes("torch", layout), topk_passes("triton", layout):
+        means.append([torch.full_like(x, torch.nan) for x in tensors(layout, 0, device)])
+        with replaced(triton_passes, "_PROGRAMS", 1):  # a program of the grid takes several of the list
+            passes.mean_(means[-1], received, messages.decode_blocks(received), over_senders)
+    assert all(map(torch.equal, *means)) and all(bool(x.isfinite().all()) for x in means[0])
 
 
 def check_components(grid: BlockGrid, k: int, applied: bool, device: str = "cpu") -> None:
-    """Compare DeMo's selection of components, the momentum, and the inverse transform, up to rounding."""
-    twin, kernels = cosine_passes("torch"), cosine_passes("triton")
-    x, basis = values(grid.rows * grid.columns, 3, False).to(device), Basis.of(grid, torch.device(device))
-    momenta, flag = [torch.full_like(x, 7.0) for _ in range(2)], torch.tensor(applied, device=device)
-    (v, o), (kernel_v, kernel_o) = (
-        passes.largest_components(momentum, x, grid, basis, k, flag)
-        for passes, momentum in zip((twin, kernels), momenta, strict=True)
-    )
-    assert torch.equal(o, kernel_o)
-    torch.testing.assert_close(kernel_v, v, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(momenta[1], momenta[0], rtol=1e-5, atol=1e-5)
-    assert applied or torch.equal(momenta[1], torch.full_like(x, 7.0))
-    inverted = [x.clone(), x.clone()]
-    for passes, one in zip((twin, kernels), inverted, strict=True):
-        passes.inverse_(one, grid, basis)
-    torch.testing.assert_close(inverted[1], inverted[0], rtol=1e-5, atol=1e-5)
+    """Compare DeMo's selection of components, the momenta, and the inverse transform, up to rounding."""
+    other, target = BlockGrid(8, 12, 8, 6), torch.device(device)
+    layout, flag, found = MessageLayout([other, grid, grid], [2, k, k]), torch.tensor(applied, device=device), []
+    for backend in ("torch", "triton"):
+        passes, momenta = cosine_passes(backend, layout, target), tensors(layout, 2, device)
+        message, selected = TopkMessages(layout).allocate(target)
+        passes.select(momenta, tensors(layout, 1, device), 0.5, 2.0, flag, message, selected)
+        inverted = tensors(layout, 3, device)
+        passes.inverse_(inverted)
+        offsets = message[layout.value_bytes :]
+        found.append([offsets, selected, *momenta, *inverted])
+    (offsets, *expected), (kernel_offsets, *computed) = found
+    assert torch.equal(offsets, kernel_offsets)
+    for got, wanted in zip(computed, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, computed[1:4], tensors(layout, 2, device))) != applied
 
 
 def values(n: int, seed: int, ties: bool) -> Tensor:

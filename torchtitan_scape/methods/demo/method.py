@@ -3,13 +3,12 @@
 Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024), arXiv:2411.19870.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
+from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import choose_backend, cosine_passes
-from torchtitan_scape.kernels.topk.cosine import Basis
+from torchtitan_scape.kernels.topk.layout import MessageLayout
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
@@ -35,43 +34,36 @@ class Demo(GradientMethod):
         super().__init__(context, options)
         self._non_empty = [i for i, shard in enumerate(context.shards) if shard.size]
         self._grids = [divisor_grid(tuple(context.shards[i].local_shape), options.chunk) for i in self._non_empty]
-        sides = {(grid.height, grid.width): grid for grid in self._grids}
-        bases = {side: Basis.of(grid, context.shards[0].device) for side, grid in sides.items()}
-        self._bases = [bases[grid.height, grid.width] for grid in self._grids]
         selected = [min(options.k, grid.size) for grid in self._grids]
-        backend = choose_backend(context.kernels, context.shards[0].device)
-        self._passes = cosine_passes(backend)
-        self._messages = TopkMessages(self._grids, selected, options.message_code, backend)
+        self._device = context.shards[0].device
+        layout = MessageLayout(self._grids, selected, options.message_code)
+        backend = choose_backend(context.kernels, self._device)
+        self._passes, self._messages = cosine_passes(backend, layout, self._device), TopkMessages(layout, backend)
         self._pending = ErrorFeedback.of(context.shards)
         self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._non_empty]
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        self.scale_to_mean(gradients)
-        non_empty = [gradients[i] for i in self._non_empty]
-        if non_empty:
-            torch._foreach_add_(non_empty, [momentum.view(-1) for momentum in self._momenta], alpha=self.options.beta)
+        non_empty, beta = [gradients[i] for i in self._non_empty], self.options.beta
         if self.take_full_exchange_request() or not non_empty:
-            self.collectives.all_reduce_chunked(gradients)
+            self.scale_to_mean(gradients)
+            if non_empty:
+                torch._foreach_add_(flat(non_empty), flat(self._momenta), alpha=beta)
+            self.collectives.all_reduce_chunked(flat(gradients))
             self._pending.clear(info.applied)
             return gradients
-        values, offsets = [], []
-        for i, (x, grid, basis) in enumerate(zip(non_empty, self._grids, self._bases, strict=True)):
-            momentum, k = self._momenta[i].view(-1), self._messages.selected[i]
-            largest = self._passes.largest_components(momentum, x, grid, basis, k, info.applied)
-            values.append(largest[0])
-            offsets.append(largest[1])
-        message, _ = self._messages.encode(values, offsets, [None] * len(offsets))
-        received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
+        message, values = self._messages.allocate(self._device)
+        self._passes.select(self._momenta, non_empty, beta, self.context.gradient_scale, info.applied, message, values)
+        if self._messages.layout.code != "float32":
+            self._messages.encode(message, values)
+        received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=self._device)
         self.collectives.all_gather(received, message, kind="payload").wait()
         received = received.view(self.collectives.replicas, -1)
-        for i, (x, grid, basis) in enumerate(zip(non_empty, self._grids, self._bases, strict=True)):
-            mean_ = partial(self._messages.mean_, messages=received, tensor=i, decoded=None, over_senders=True)
-            self.collectives.write_once(x, mean_)
-            self._passes.inverse_(x, grid, basis)
+        self.collectives.write_once(non_empty, lambda means: self._messages.mean_(means, received, over_senders=True))
+        self._passes.inverse_(non_empty)
         return gradients
 
     def states(self) -> list[State]:
         return [self._pending.state()]
 
     def density(self) -> float:
-        return sum(self._messages.counts) / max(1, sum(shard.size for shard in self.context.shards))
+        return sum(self._messages.layout.counts) / max(1, sum(shard.size for shard in self.context.shards))

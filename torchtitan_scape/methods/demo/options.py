@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.kernels.topk.layout import MessageLayout
 from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.topk.blocks import divisor_grid, topk_message_bytes
+from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -65,16 +66,15 @@ class DemoCost(GradientCost):
         if not grids:
             return []
         selected = [min(self.options.k, grid.size) for grid in grids]
-        return [CollectiveCall("all_gather", topk_message_bytes(grids, selected, self.options.message_code))]
+        return [CollectiveCall("all_gather", MessageLayout(grids, selected, self.options.message_code).nbytes)]
 
     def traffic_per_parameter(self) -> float:
         """Return the bytes per parameter, which `scripts.benchmarks.step_operators` counts.
 
-        The gradient is multiplied by the number of replicas, because the trainer divides the loss by all tokens. The
-        kernels read gradient and momentum, transform and select on the chip, write the momentum, and write and
-        transform the mean.
+        The kernels read gradient and momentum, transform and select on the chip, write the momentum and an intermediate
+        result, and write and transform the mean.
         """
-        return 43.0
+        return 28.0
 
     def residual_entries(self, model: LocalModel) -> int:
         return model.entries

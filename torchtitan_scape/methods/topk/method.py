@@ -4,18 +4,19 @@ Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent" (2014). Conver
 Jaggi, "Sparsified SGD with Memory" (2018). The SCAPE and Radius papers use this method as a baseline.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import split
-from torchtitan_scape.kernels.backends import choose_backend, topk_passes
+from torchtitan_scape.core.tensors import flat
+from torchtitan_scape.kernels.backends import choose_backend
+from torchtitan_scape.kernels.common.launching import LatestResult
 from torchtitan_scape.kernels.scape.blocks import density_at
+from torchtitan_scape.kernels.topk.layout import MessageLayout
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
-from torchtitan_scape.methods.topk.messages import TopkMessages, valid_offsets
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block
+from torchtitan_scape.methods.topk.messages import TopkMessages
 from torchtitan_scape.methods.topk.options import TopkOptions
 
 
@@ -45,42 +46,34 @@ class Topk(GradientMethod):
         ]
         self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
-        self._backend = choose_backend(context.kernels, shards[0].device)
-        self._passes = topk_passes(self._backend)
+        self._device = shards[0].device
+        self._backend = choose_backend(context.kernels, self._device)
+        self._messages = LatestResult[TopkMessages]()
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        sparse = [gradients[i] for i in self._sparse]
-        residuals = [residual.view(-1) for residual in self._residuals]
+        sparse, uncompressed = ([gradients[i] for i in each] for each in (self._sparse, self._uncompressed))
         density = self._density(info.number)
         if density >= 1.0 or not sparse:
             self.scale_to_mean(gradients)
             if sparse:
-                torch._foreach_add_(sparse, residuals, alpha=self.options.decay)
-            self.collectives.all_reduce_chunked(gradients)
+                torch._foreach_add_(flat(sparse), flat(self._residuals), alpha=self.options.decay)
+            self.collectives.all_reduce_chunked(flat(gradients))
             self._pending.clear(info.applied)
             return gradients
-        grids = self._grids
-        messages = TopkMessages(grids, selected_per_block(grids, density), self.options.code, self._backend)
-        for x, residual in zip(sparse, residuals, strict=True):
-            self._passes.accumulate_(residual, x, self.options.decay, self.context.gradient_scale, info.applied)
-        self.scale_to_mean([gradients[i] for i in self._uncompressed])
-        # The residuals contain x. In a skipped step they keep their values, and what is sent is not used.
-        chosen = [self._passes.select(*each) for each in zip(residuals, grids, messages.selected, strict=True)]
-        values, offsets = [v for v, _ in chosen], [o for _, o in chosen]
-        valid = [valid_offsets(o, grid) for o, grid in zip(offsets, grids, strict=True)]
-        message, decoded = messages.encode(values, offsets, valid)
+        messages, scale, residuals = self._messages_at(density), self.context.gradient_scale, self._residuals
+        message, values = messages.allocate(self._device)
+        messages.passes.select(residuals, sparse, self.options.decay, scale, info.applied, message, values)
+        decoded = None if self.options.code == "float32" else messages.encode(message, values)
         received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=message.device)
         handle = self.collectives.all_gather(received, message, kind="payload")
-        self.collectives.all_reduce_chunked([gradients[i] for i in self._uncompressed])
-        errors = torch._foreach_sub(values, decoded)
-        for residual, grid, at, error in zip(residuals, grids, offsets, errors, strict=True):
-            self._passes.keep_(residual, grid, at, error, info.applied)
+        self.scale_to_mean(uncompressed)
+        self.collectives.all_reduce_chunked(flat(uncompressed))
+        if decoded is not None:
+            messages.passes.keep_(residuals, message, values.sub_(decoded), info.applied)
         handle.wait()
         received = received.view(self.collectives.replicas, -1)
-        blocks, over_senders = messages.decode_blocks(received), self.options.divisor == "senders"
-        for i, x in enumerate(sparse):
-            mean_ = partial(messages.mean_, messages=received, tensor=i, decoded=blocks, over_senders=over_senders)
-            self.collectives.write_once(x, mean_)
+        over_senders = self.options.divisor == "senders"
+        self.collectives.write_once(sparse, lambda means: messages.mean_(means, received, over_senders))
         return gradients
 
     def states(self) -> list[State]:
@@ -88,8 +81,7 @@ class Topk(GradientMethod):
 
     def density(self) -> float:
         entries = sum(shard.size for shard in self.context.shards)
-        selected = selected_per_block(self._grids, self.options.density)
-        sent = sum(grid.count(k) for grid, k in zip(self._grids, selected, strict=True))
+        sent = sum(self._layout_at(self.options.density).counts)
         return (sent + sum(self.context.shards[i].size for i in self._uncompressed)) / max(1, entries)
 
     def _density(self, number: int) -> float:
@@ -98,7 +90,16 @@ class Topk(GradientMethod):
             return 1.0
         target = self.options.density
         density = density_at(number - self.options.start, target, self.options.density_warmup_steps)
-        entries = sum(residual.numel() for residual in self._residuals)
-        message_bytes = topk_message_bytes(self._grids, selected_per_block(self._grids, density), self.options.code)
+        if density <= target:
+            return density
+        message_bytes = self._layout_at(density).nbytes
+        entries = sum(grid.entries for grid in self._grids)
         larger = self.collectives.gathered_bytes(message_bytes) > self.collectives.reduced_bytes(entries)
-        return 1.0 if density > target and larger else density
+        return 1.0 if larger else density
+
+    def _layout_at(self, density: float) -> MessageLayout:
+        return MessageLayout(self._grids, selected_per_block(self._grids, density), self.options.code)
+
+    def _messages_at(self, density: float) -> TopkMessages:
+        """Return the messages of a density, which are built again when it changes."""
+        return self._messages.get(density, lambda: TopkMessages(self._layout_at(density), self._backend))

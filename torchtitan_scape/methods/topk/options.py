@@ -7,15 +7,16 @@ from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
+from torchtitan_scape.kernels.topk.layout import MessageLayout
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block, topk_message_bytes
+from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
-# Memory traffic in bytes per parameter: add the gradient to the residual 12, select 4, write the mean and the number of
-# senders 6; the means of the codes with one or two bits take several more passes over the selected entries.
-TRAFFIC, MEANS_TRAFFIC = 22.0, 6.0
+# Memory traffic in bytes per parameter: add the gradient to the residual and select 12, write the mean 4, messages
+# about 1; the means of the codes with one or two bits take several more passes over the selected entries.
+TRAFFIC, MEANS_TRAFFIC = 17.0, 6.0
 
 
 @dataclass
@@ -94,7 +95,7 @@ class TopkCost(GradientCost):
         if options.density >= 1.0 or not shapes:
             return [all_reduce_chunked(model.entries, levels, chunk_entries)]
         grids = [block_grid(shape, options.selection, options.block_size) for shape in shapes]
-        nbytes = topk_message_bytes(grids, selected_per_block(grids, options.density), options.code)
+        nbytes = MessageLayout(grids, selected_per_block(grids, options.density), options.code).nbytes
         whole = model.entries - count_entries(shapes)
         return [CollectiveCall("all_gather", nbytes), all_reduce_chunked(whole, levels, chunk_entries)]
 
