@@ -64,7 +64,11 @@ class ConcatSource:
             yield i, slice(max(0, first - begin), first + length - begin)
 
     def _parts(self, first: int, length: int) -> list[Tensor]:
-        return [self._tensors[i][part] for i, part in self.slices(first, length)]
+        found = []
+        for i, part in self.slices(first, length):
+            whole = self._tensors[i]
+            found.append(whole if part.start == 0 and part.stop >= whole.numel() else whole[part])  # no needless view
+        return found
 
 
 class JoinedSource:
@@ -184,7 +188,8 @@ def exchange_chunked(
             buffer = torch.empty(padded, dtype=torch.float32, device=source.device)
             chunk = buffer[:length]
             source.fill(chunk, first)
-            buffer[length:].zero_()
+            if length < padded:
+                buffer[length:].zero_()
             yield start(buffer), partial(source.store, chunk, first)
 
     double_buffered(exchanges())

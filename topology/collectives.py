@@ -168,7 +168,11 @@ class ReplicaCollectives(OwnerExchange):
         return self._all_reduce_messages(sent, means, count, codec, error, adds_error)
 
     def all_reduce_chunked(
-        self, source: "Sequence[Tensor] | Source", mean: bool = True, codec: Codec | None = None
+        self,
+        source: "Sequence[Tensor] | Source",
+        mean: bool = True,
+        codec: Codec | None = None,
+        chunk_entries: int = 0,
     ) -> None:
         """All-reduce FP32 entries over the replicas, in place, through two buffers of `chunk_limit` entries.
 
@@ -178,9 +182,13 @@ class ReplicaCollectives(OwnerExchange):
             source: Flat FP32 tensors, or a `Source`.
             mean: Compute the mean; otherwise the sum.
             codec: As in `all_reduce`.
+            chunk_entries: Entries of a chunk if they are more than `chunk_limit`, unless the user has set their number.
         """
         entries = ConcatSource(source) if isinstance(source, Sequence) else source
-        all_reduce_chunked(self, entries, mean, self.chunk_limit(entries.entries, codec), codec)
+        limit = self.chunk_limit(entries.entries, codec)
+        if not self.chunk_entries:
+            limit = max(limit, chunk_entries)
+        all_reduce_chunked(self, entries, mean, limit, codec)
 
     def pair_mean(self, tensor: Tensor, draw: int, kind: str = "payload") -> Handle:
         """Start the mean over pairs of replicas that are drawn at random, in place.

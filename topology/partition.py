@@ -62,6 +62,14 @@ def chunk_limit(
     return max(CHUNK_ENTRIES, min(wanted, allowed) * _ROUNDING)
 
 
+def chunk_of_payload(entries: int) -> int:
+    """Return the entries of a chunk of a sparse payload that kernels fill and store, with a few launches for each.
+
+    Two chunks are a quarter of the payload, which is a fraction of the model.
+    """
+    return -(-entries // (_CHUNKS * _ROUNDING)) * _ROUNDING
+
+
 def chunk_sizes(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1) -> list[int]:
     """Return the entries of each chunk. All chunks have the same size, apart from a shorter last one.
 

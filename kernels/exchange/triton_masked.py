@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import DeviceTable, TileSchedule, aligned, as_flag
+from torchtitan_scape.kernels.common.launching import DeviceTable, TileSchedule, aligned, as_flag, to_device
 from torchtitan_scape.kernels.common.triton_common import (
     FIRST_BLOCK,
-    GRADIENT,
     PARAMETER,
     PAYLOAD,
     STATE,
-    WIDTH,
     bits_of_units,
     cell,
     count_bits,
@@ -39,30 +37,34 @@ _BLOCK, _WARP = 2048, 256  # entries of a tile and of a warp
 
 
 @triton.jit
-def fill_tile(gradients, residuals, chunk, at, local, used, inside, applied, factor):
+def fill_tile(gradients, residuals, has_residual, chunk, at, local, used, inside, applied, factor):
     """Copy the gradients in the mask to `chunk`, and move those outside it to the residuals if `applied`."""
     gradient = tl.load(gradients + local, mask=inside, other=0.0) * factor
-    residual = tl.load(residuals + local, mask=inside, other=0.0)
+    kept = inside & (has_residual.to(tl.int32) + tl.zeros_like(local) != 0)
+    residual = tl.load(residuals + local, mask=kept, other=0.0)
     tl.store(chunk + at, gradient, mask=inside & used)
     tl.store(gradients + local, tl.where(used, gradient, 0.0), mask=inside)
     is_kept = tl.where(used, 0, applied) != 0
-    tl.store(residuals + local, tl.where(is_kept, gradient + residual, residual), mask=inside)
+    tl.store(residuals + local, tl.where(is_kept, gradient + residual, residual), mask=kept)
 
 
 @triton.jit
-def store_tile(gradients, chunk, at, local, used, inside):
-    """Copy `chunk` to the gradients in the mask; those outside it are zero."""
-    tl.store(gradients + local, tl.load(chunk + at, mask=inside & used, other=0.0), mask=inside)
+def store_tile(gradients, chunk, at, local, used, inside, divisor):
+    """Copy `chunk`, divided, to the gradients in the mask; those outside it are zero."""
+    total = tl.load(chunk + at, mask=inside & used, other=0.0)
+    tl.store(gradients + local, tl.math.div_rn(total, tl.zeros_like(total) + divisor), mask=inside)
 
 
-@triton.jit(do_not_specialize=["factor", "chunk_first", "chunk_entries"])
+@triton.jit(do_not_specialize=["factor", "divisor", "chunk_first", "chunk_entries"])
 def masked_kernel(
     tiles,
     table,
+    addresses,
     positions,
     chunk,
     applied,
     factor,
+    divisor,
     chunk_first,
     chunk_entries,
     ROWS: tl.constexpr,
@@ -75,9 +77,10 @@ def masked_kernel(
     """Process payload entries [chunk_first, chunk_first + chunk_entries), and entries outside the mask before them.
 
     TO_CHUNK: multiply gradients by `factor`, and copy those in the mask to `chunk`; outside it set them to zero, after
-    adding them to the residual if `applied`. Otherwise copy `chunk` to the gradients in the mask. Entries after the
-    last one in the mask of a tensor belong to the chunk of that one. positions: int64, first payload entry of every
-    tile, and the end. ROWS is 1. Only tiles at the ends of a chunk have narrow loads and stores.
+    adding them to the residual if `applied`. Otherwise divide `chunk` by `divisor`, and copy it to the gradients in the
+    mask. A tensor without a residual has no mask: all its entries are in the payload. Entries after the last one in the
+    mask of a tensor belong to the chunk of that one. positions: int64, first payload entry of every tile, and the end.
+    ROWS is 1. Only tiles at the ends of a chunk have narrow loads and stores.
     """
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     at_tile = positions + cell(table, tensor, FIRST_BLOCK) + row
@@ -85,48 +88,65 @@ def masked_kernel(
     base, following = tl.load(at_tile) - chunk_first, tl.load(at_tile + 1) - chunk_first
     if (tl.minimum(base, last) >= chunk_entries) | (tl.minimum(following, last) < 0):
         return
-    bits = bits_of_units(pointer(table, tensor, PARAMETER, tl.uint8, False), row, left, True, ROWS, UNITS, WIDTH, BLOCK)
+    has_residual = cell(table, tensor, STATE) != 0
+    mask = pointer(table, tensor, PARAMETER, tl.uint8, False)
+    bits = bits_of_units(mask, row, left, has_residual, ROWS, UNITS, WIDTH, BLOCK)
     counts = count_bits(bits)
     before = tl.cumsum(counts, 1) - counts
     local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
     used = spread_units(bits, WIDTH)
     lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
     at = base + before[:, :, None] + count_bits(bits[:, :, None] & lower)
-    gradients = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
+    gradients = tl.load(addresses + tensor).to(tl.pointer_type(tl.float32))
+    if ALIGNED_TILE:
+        gradients = tl.multiple_of(gradients, 16)
+    gradients += first
     residuals = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
+    is_applied = tl.load(applied).to(tl.int32)
     complete = (tl.minimum(base, last) >= 0) & (tl.minimum(following, last) < chunk_entries)
     if complete:
         if TO_CHUNK:
-            fill_tile(gradients, residuals, chunk, at, local, used, inside, tl.load(applied).to(tl.int32), factor)
+            fill_tile(gradients, residuals, has_residual, chunk, at, local, used, inside, is_applied, factor)
         else:
-            store_tile(gradients, chunk, at, local, used, inside)
+            store_tile(gradients, chunk, at, local, used, inside, divisor)
     else:
         belongs_at = tl.minimum(at, last)
         inside = inside & (belongs_at >= 0) & (belongs_at < chunk_entries)
         if TO_CHUNK:
-            fill_tile(gradients, residuals, chunk, at, local, used, inside, tl.load(applied).to(tl.int32), factor)
+            fill_tile(gradients, residuals, has_residual, chunk, at, local, used, inside, is_applied, factor)
         else:
-            store_tile(gradients, chunk, at, local, used, inside)
+            store_tile(gradients, chunk, at, local, used, inside, divisor)
 
 
 class MaskedTensors:
-    """Masks of several tensors, prepared for `MaskedPayload`. Valid until a mask changes.
+    """Tables of tensors and their masks for `MaskedPayload`. Valid until a mask changes.
 
     Args:
         masks: Packed bits of every tensor, uint8 (ceil(n / 8),).
-        sizes: Entries of every tensor.
+        residuals: FP32 (n,) of every tensor.
         counts: Entries in the mask of every tensor, one or more.
+        whole: Entries of further tensors, which have neither a mask nor a residual and are sent whole.
     """
 
-    def __init__(self, masks: Sequence[Tensor], sizes: Sequence[int], counts: Sequence[int]) -> None:
+    def __init__(
+        self, masks: Sequence[Tensor], residuals: Sequence[Tensor], counts: Sequence[int], whole: Sequence[int] = ()
+    ) -> None:
+        self.masks = masks  # the table has their addresses
+        self.sizes = [*(residual.numel() for residual in residuals), *whole]
+        self.ends = list(accumulate([*counts, *whole]))
+        self.first_tiles = [0, *accumulate(-(-size // _BLOCK) for size in self.sizes)]
+        self.is_aligned = aligned(*residuals)
         device = masks[0].device
-        self.masks, self.sizes, self.counts = masks, sizes, counts
-        self.tiles = TileSchedule(tuple(sizes), _BLOCK, _BLOCK, _WARP, device)
-        self.table = DeviceTable(len(sizes), WIDTH.value, torch.int64, device)
-        self.ends = list(accumulate(counts))
-        self.first_tiles = [0, *accumulate(-(-size // _BLOCK) for size in sizes)]
-        in_tiles = torch.cat([_bits_of_tiles(mask) for mask in masks])
-        self.positions = pad(in_tiles.cumsum(0), (1, 0))
+        self.tiles = TileSchedule(tuple(self.sizes), _BLOCK, _BLOCK, _WARP, device)
+        self.kinds = {flag: ((flag, None),) * len(self.sizes) for flag in (False, True)}
+        self.addresses = DeviceTable(len(self.sizes), 1, torch.int64, device)
+        pointers = [(mask.data_ptr(), residual.data_ptr()) for mask, residual in zip(masks, residuals, strict=True)]
+        columns = zip([*pointers, *[(0, 0)] * len(whole)], self.sizes, self.first_tiles, self.ends, strict=False)
+        rows = [table_row(0, *both, size, first_tile, end) for both, size, first_tile, end in columns]
+        self.table = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+        full = [(torch.arange(0, size, _BLOCK, device="cpu") - size).neg().clamp(max=_BLOCK) for size in whole]
+        in_tiles = [_bits_of_tiles(mask) for mask in masks] + ([to_device(torch.cat(full), device)] if full else [])
+        self.positions = pad(torch.cat(in_tiles).cumsum(0), (1, 0))
 
 
 def _bits_of_tiles(mask: Tensor) -> Tensor:
@@ -145,29 +165,19 @@ class MaskedPayload:
 
     Args:
         masked: The masks.
-        gradients: FP32 (n,) of every tensor.
-        residuals: FP32 (n,) of every tensor.
+        gradients: FP32, contiguous, of every tensor.
         applied: bool ().
         factor: Multiplies the gradients when they are read.
+        divisor: Divides the payload when it is stored, so that a sum becomes a mean.
     """
 
     def __init__(
-        self,
-        masked: MaskedTensors,
-        gradients: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        applied: Tensor,
-        factor: float = 1.0,
+        self, masked: MaskedTensors, gradients: Sequence[Tensor], applied: Tensor, factor: float, divisor: float
     ) -> None:
-        self._masked, self._applied, self._factor = masked, as_flag(applied), factor
-        self.entries, self.device = masked.ends[-1], gradients[0].device
-        columns = zip(gradients, masked.masks, residuals, masked.sizes, masked.first_tiles, masked.ends, strict=False)
-        rows = [
-            table_row(g.data_ptr(), bits.data_ptr(), r.data_ptr(), size, first_tile, end)
-            for g, bits, r, size, first_tile, end in columns
-        ]
-        self._table = masked.table.set(rows)
-        self._kinds = tuple((aligned(*pair), None) for pair in zip(gradients, residuals, strict=True))
+        self._masked, self._applied, self._rates = masked, as_flag(applied), (factor, divisor)
+        self.entries, self.device = masked.ends[-1], masked.table.device
+        self._addresses = masked.addresses.set(launching.addresses(gradients))
+        self._kinds = masked.kinds[masked.is_aligned and aligned(*gradients)]
         self._moved = (16.125, 4.125)  # without the payload
 
     def fill(self, chunk: Tensor, first: int) -> None:
@@ -187,14 +197,8 @@ class MaskedPayload:
             launching.launch(
                 masked_kernel,
                 (len(listed),),
-                listed,
-                self._table,
-                masked.positions,
-                chunk,
-                self._applied,
-                self._factor,
-                first,
-                chunk.numel(),
+                *(listed, masked.table, self._addresses, masked.positions, chunk, self._applied),
+                *(*self._rates, first, chunk.numel()),
                 warps=masked.tiles.warps,
                 moved=self._moved[0 if to_chunk else 1] * processed / len(lists),
                 **masked.tiles.units(4),

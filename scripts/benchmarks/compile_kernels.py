@@ -310,7 +310,7 @@ def _masked_step() -> None:
     masked, sizes = masked_payload("triton"), (4096, 100)
     masks = [torch.full((-(-n // 8),), 255, dtype=torch.uint8) for n in sizes]
     tensors, residuals = [torch.zeros(n) for n in sizes], [torch.zeros(n) for n in sizes]
-    payload = masked.MaskedPayload(masked.MaskedTensors(masks, sizes, sizes), tensors, residuals, torch.tensor(True))
+    payload = masked.MaskedPayload(masked.MaskedTensors(masks, residuals, sizes), tensors, torch.tensor(True), 2.0, 4.0)
     payload.fill(chunk := torch.zeros(sum(sizes)), 0)
     payload.store(chunk, 0)
 

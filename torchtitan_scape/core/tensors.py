@@ -14,7 +14,7 @@ PART = 1 << 22  # entries that are converted to FP64 at once
 
 def flat(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return contiguous tensors as vectors (n,), which are views."""
-    return [tensor.view(-1) for tensor in tensors]
+    return [tensor if tensor.ndim == 1 else tensor.view(-1) for tensor in tensors]
 
 
 def packed_bits(bits: Tensor) -> Tensor:

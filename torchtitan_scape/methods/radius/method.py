@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local, split
-from torchtitan_scape.core.tensors import masked_copy_, packed_bits
+from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits
 from torchtitan_scape.kernels.backends import choose_backend, masked_payload
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.options import BLOCK, RadiusOptions, mask_counts
-from torchtitan_scape.topology.chunks import AddingSource, ConcatSource, JoinedSource
+from torchtitan_scape.topology.chunks import AddingSource
+from torchtitan_scape.topology.partition import chunk_of_payload
 
 
 class Radius(GradientMethod):
@@ -115,6 +116,7 @@ class Radius(GradientMethod):
 
     def _exchange_all(self, gradients: list[Tensor]) -> None:
         """Replace the gradients by the mean of residual + gradient."""
+        gradients = flat(gradients)
         sparse = [gradients[i] for i in self._sparse]
         if self._is_refresh and self.options.clip_refresh == "fresh":
             self.collectives.all_reduce_chunked(gradients)
@@ -132,18 +134,21 @@ class Radius(GradientMethod):
         counts = self._entries_in_mask()
         sparse = [gradients[i] for i in self._sparse]
         uncompressed = [gradients[i] for i in self._uncompressed]
+        replicas = self.collectives.replicas
         # With one replica nothing is sent, and an unsent payload is never filled.
-        if self._kernels is not None and counts and min(counts) > 0 and self.collectives.replicas > 1:
+        if self._kernels is not None and counts and min(counts) > 0 and replicas > 1:
             versions = [bits._version for bits in self._bits]  # a repair writes into the masks, too
             if versions != self._versions:
-                self._masked = self._kernels.MaskedTensors(self._bits, [x.numel() for x in sparse], counts)
+                whole = [gradient.numel() for gradient in uncompressed]
+                self._masked = self._kernels.MaskedTensors(self._bits, self._residuals, counts, whole)
                 self._versions = versions
             scale = self.context.gradient_scale
-            payload = self._kernels.MaskedPayload(self._masked, sparse, self._residuals, applied, scale)
-            self.scale_to_mean(uncompressed)
-            self.collectives.all_reduce_chunked(JoinedSource([payload, ConcatSource(uncompressed)]))
+            payload = self._kernels.MaskedPayload(self._masked, [*sparse, *uncompressed], applied, scale, replicas)
+            # The payload divides the sums as it stores them.
+            self.collectives.all_reduce_chunked(payload, mean=False, chunk_entries=chunk_of_payload(payload.entries))
             return
         self.scale_to_mean(gradients)
+        sparse, uncompressed = flat(sparse), flat(uncompressed)
         for x, residual, bits, k in zip(sparse, self._residuals, self._bits, counts, strict=True):
             if k == x.numel():
                 continue
@@ -187,8 +192,10 @@ class Radius(GradientMethod):
             second = local(state["exp_avg_sq"]).reshape(-1).float()
         else:
             gradient = contiguous_gradient(shard).float().view(-1)
-            if self.optimizer_step.multiplies:
-                gradient = gradient * self.context.clip_factor
+            # Of the optimizer, which simulated replicas share; only one of them computes the factor.
+            factor = getattr(self.context.optimizer, "gradient_factor", None)
+            if factor is not None:
+                gradient = gradient * factor
             previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
             second = previous.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
         steps = local(state["step"]).double()

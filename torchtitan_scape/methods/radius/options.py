@@ -9,7 +9,8 @@ from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
+from torchtitan_scape.topology.partition import chunk_limit, chunk_of_payload
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 BLOCK = 1024  # entries of a block if the largest of every block are selected
@@ -70,8 +71,10 @@ class RadiusCost(GradientCost):
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        exchanges = self.exchanges(model)
-        return [all_reduce_chunked(entries, levels, chunk_entries, share) for entries, share in exchanges]
+        masked, *others = self.exchanges(model)
+        of_payload = chunk_entries or max(chunk_limit(masked[0], replicas_of(levels)), chunk_of_payload(masked[0]))
+        found = [all_reduce_chunked(masked[0], levels, of_payload, masked[1])]
+        return found + [all_reduce_chunked(entries, levels, chunk_entries, share) for entries, share in others]
 
     def exchanges(self, model: LocalModel) -> list[tuple[int, float]]:
         """Return (entries, share of the steps) of each exchange."""
@@ -89,11 +92,11 @@ class RadiusCost(GradientCost):
         """Return the mean bytes per parameter and step.
 
         The first pass reads gradient and residual, adds the entries outside the mask to the residual and clears them;
-        the last one writes the gradient. Both read the mask. The payload is written, divided and read. A refresh takes
-        52: residual, chunks, and the selection of the next mask.
+        the last one writes the gradient. Both read the mask. The payload is written and read. A refresh takes 52:
+        residual, chunks, and the selection of the next mask.
         """
         density, share = self.options.density, 1.0 / self.options.interval
-        masked = 20.25 + 16.0 * density
+        masked = 20.25 + 8.0 * density
         return masked * (1.0 - share) + 52.0 * share
 
     def residual_entries(self, model: LocalModel) -> int:
