@@ -193,6 +193,7 @@ class MaskedPayload:
         ranges = tuple((i, 0, masked.first_tiles[i + 1] - masked.first_tiles[i]) for i in tensors)
         lists = masked.tiles.lists(ranges, self._kinds)
         processed = chunk.numel() / self.entries * sum(masked.sizes)
+        moved = self._moved[0 if to_chunk else 1] * processed - (len(lists) - 1) * chunk.nbytes
         for listed, full, _ in lists:
             launching.launch(
                 masked_kernel,
@@ -200,7 +201,7 @@ class MaskedPayload:
                 *(listed, masked.table, self._addresses, masked.positions, chunk, self._applied),
                 *(*self._rates, first, chunk.numel()),
                 warps=masked.tiles.warps,
-                moved=self._moved[0 if to_chunk else 1] * processed / len(lists),
+                moved=moved / len(lists),
                 **masked.tiles.units(4),
                 ALIGNED_TILE=full,
                 TO_CHUNK=to_chunk,

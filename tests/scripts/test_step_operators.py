@@ -17,14 +17,14 @@ def per_parameter(count: StepCount) -> float:
     return count.bytes / MODEL.entries
 
 
-@pytest.mark.parametrize("name", ["topk", "demo", "sparseloco", "powersgd"])
-def test_selection_and_decoding_do_not_depend_on_the_replicas(name: str) -> None:
-    """At most 2,000 operators and launches for 24 layers, and 60 bytes a parameter."""
+@pytest.mark.parametrize(("name", "operators"), [("topk", 40), ("demo", 40), ("sparseloco", 2000), ("powersgd", 2000)])
+def test_selection_and_decoding_do_not_depend_on_the_replicas(name: str, operators: int) -> None:
+    """At most this number of operators and launches for 24 layers, and 60 bytes a parameter."""
     few, many = (count_step(name, MODEL, replicas) for replicas in (4, 64))
     assert (few.operators, few.triton) == (many.operators, many.triton)
     deeper = count_step(name, DEEPER, 4)
     four, eight = (count.operators + count.triton for count in (few, deeper))
-    assert four + (24 - 4) / 4 * (eight - four) <= 2000
+    assert four + (24 - 4) / 4 * (eight - four) <= operators
     assert per_parameter(few) <= 60
     assert per_parameter(many) <= per_parameter(few) + 12  # the messages of 60 more replicas
 
@@ -32,7 +32,7 @@ def test_selection_and_decoding_do_not_depend_on_the_replicas(name: str) -> None
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_takes_a_step_on_meta_tensors(name: str) -> None:
     count = count_step(name, MODEL, 4)
-    assert count.collectives and (name == "dense" or count.operators and count.peak and per_parameter(count) > 0)
+    assert count.collectives and (name == "dense" or (count.launches and count.peak and per_parameter(count) > 0))
     assert per_parameter(count) < 300
 
 
@@ -55,9 +55,9 @@ def test_dense_exchanges_in_place() -> None:
 
 @pytest.mark.parametrize("density", [0.4, 0.1])
 def test_radius_moves_at_most_1_3_times_the_minimum(density: float) -> None:
-    """Gradient and residual are read and written; the payload is written, divided and read."""
+    """Gradient and residual are read and written; the payload is written and read."""
     counted = per_parameter(count_step("radius", MODEL, 16, density=density))
-    assert counted <= 1.3 * (16 + 16 * density + 0.25)
+    assert counted <= 1.3 * (16 + 8 * density + 0.25)
 
 
 @pytest.mark.parametrize("replicas", [4, 64])
