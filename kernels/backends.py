@@ -142,8 +142,8 @@ def masked_payload(backend: str) -> Any:
 
 
 def outer_step(backend: str) -> Any:
-    """Return the function `kernels.exchange.triton_outer.step` on "triton", else None."""
-    return importlib.import_module(".exchange.triton_outer", __package__).step if backend == "triton" else None
+    """Return an `OuterStep` of `kernels.exchange.triton_outer` on "triton", else None."""
+    return importlib.import_module(".exchange.triton_outer", __package__).OuterStep() if backend == "triton" else None
 
 
 def topk_passes(backend: str, layout: MessageLayout) -> Any:

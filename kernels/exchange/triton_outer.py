@@ -1,35 +1,56 @@
 """The outer step of local updates as a Triton kernel; its specification is `methods.local_updates.OuterOptimizer`."""
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import AddressTable, LatestResult, TileSchedule, to_device
+from torchtitan_scape.kernels.dense.triton_passes import DTYPES
 
 _TILE = 4096
+ANCHOR, THETA, VELOCITY, MEAN = (tl.constexpr(i) for i in range(4))  # lists of the table of addresses
 
 
-@triton.jit(do_not_specialize=["rate", "mu", "mix", "rest"])
+@triton.jit
+def tensor_of(table, tensors, tensor, LIST: tl.constexpr, DTYPE: tl.constexpr, FULL: tl.constexpr):
+    address = tl.load(table + LIST * tensors + tensor).to(tl.pointer_type(DTYPE))
+    if FULL:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit(do_not_specialize=["tensors", "rate", "mu", "mix", "rest"])
 def outer_kernel(
-    anchor,
-    theta,
-    velocity,
-    mean,
-    n,
+    tiles,
+    table,
+    sizes,
+    tensors,
     rate,
     mu,
     mix,
     rest,
+    DTYPE: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
     MIXES: tl.constexpr,
+    FULL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Update anchor, momentum and parameters with the mean displacement; see `step`."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    update = tl.load(mean + at, mask=inside, other=0.0)
+    """Update anchor, momentum and parameters of a tile with the mean displacement; see `OuterStep`."""
+    tensor = tl.load(tiles + 3 * tl.program_id(0))
+    at = tl.load(tiles + 3 * tl.program_id(0) + 1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at >= 0
+    if not FULL:
+        inside = at < tl.load(sizes + tensor)
+    anchor = tensor_of(table, tensors, tensor, ANCHOR, tl.float32, FULL)
+    theta = tensor_of(table, tensors, tensor, THETA, DTYPE, FULL)
+    update = tl.load(tensor_of(table, tensors, tensor, MEAN, tl.float32, FULL) + at, mask=inside, other=0.0)
     none = tl.zeros_like(update)
     if HAS_MOMENTUM:
+        velocity = tensor_of(table, tensors, tensor, VELOCITY, tl.float32, FULL)
         momentum = tl.load(velocity + at, mask=inside, other=0.0) * mu + update
         tl.store(velocity + at, momentum, mask=inside)
         update = tl.fma(momentum, none + mu, update)
@@ -38,41 +59,62 @@ def outer_kernel(
     own = shared
     if MIXES:
         kept = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32) * mix
-        own = tl.fma(shared, none + rest, kept.to(theta.dtype.element_ty).to(tl.float32))
-    tl.store(theta + at, own.to(theta.dtype.element_ty), mask=inside)
+        own = tl.fma(shared, none + rest, kept.to(DTYPE).to(tl.float32))
+    tl.store(theta + at, own.to(DTYPE), mask=inside)
 
 
-def step(
-    anchor: Tensor, theta: Tensor, velocity: Tensor | None, mean: Tensor, rate: float, mu: float, mix: float
-) -> None:
-    """Run the outer step in place, one launch: read and write each tensor once.
+class OuterStep:
+    """The outer step of a list of tensors in place, one launch for each dtype: read and write each tensor once.
 
     v = mu v + mean, anchor -= rate (mean + mu v), theta = mix theta + (1 - mix) anchor. A product is rounded together
     with its sum where PyTorch does so on a GPU.
-
-    Args:
-        anchor: FP32 (n,), contiguous.
-        theta: (n,), contiguous, any dtype of the kernels.
-        velocity: FP32 (n,), contiguous; None without momentum.
-        mean: FP32 (n,), contiguous.
-        rate, mu, mix: Outer learning rate, momentum, and the share of the old parameters.
     """
-    written = [anchor, *([] if velocity is None else [velocity]), *([theta] if mix else [])]  # and read
-    launching.launch(
-        outer_kernel,
-        (-(-anchor.numel() // _TILE),),
-        anchor,
-        theta,
-        anchor if velocity is None else velocity,
-        mean,
-        anchor.numel(),
-        rate,
-        mu,
-        mix,
-        1.0 - mix,
-        warps=8,
-        moved=sum(tensor.nbytes for tensor in written),
-        HAS_MOMENTUM=velocity is not None,
-        MIXES=mix != 0.0,
-        TILE=_TILE,
-    )
+
+    def __init__(self) -> None:
+        self._tables = LatestResult[tuple[TileSchedule, AddressTable, Tensor]]()
+
+    def __call__(
+        self,
+        anchors: Sequence[Tensor],
+        thetas: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        means: Sequence[Tensor],
+        rate: float,
+        mu: float,
+        mix: float,
+    ) -> None:
+        """Take the step. Tensors are contiguous.
+
+        Args:
+            anchors: FP32.
+            thetas: Any dtypes of the kernels.
+            velocities: FP32; empty without momentum.
+            means: FP32.
+            rate, mu, mix: Outer learning rate, momentum, and the share of the old parameters.
+        """
+        sizes, device = tuple(anchor.numel() for anchor in anchors), anchors[0].device
+        schedule, table, sizes_on_device = self._tables.get(
+            sizes,
+            lambda: (
+                TileSchedule(sizes, _TILE, _TILE, _TILE // 8, device),
+                AddressTable(4, len(sizes), device),
+                to_device(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device),
+            ),
+        )
+        for number, tensors in enumerate((anchors, thetas, velocities, means)):
+            table.set(number, tensors or [None] * len(sizes))
+        moved = 12 + 8 * bool(velocities) + (2 if mix else 1) * thetas[0].element_size()
+        launches = schedule.lists(tuple(schedule.whole()), table.kinds)
+        for tiles, full, dtypes in launches:
+            launching.launch(
+                outer_kernel,
+                (len(tiles),),
+                *(tiles, table.values, sizes_on_device, len(sizes), rate, mu, mix, 1.0 - mix),
+                warps=schedule.warps,
+                moved=moved * sum(sizes) / len(launches),
+                DTYPE=DTYPES[dtypes[THETA.value]],
+                HAS_MOMENTUM=bool(velocities),
+                MIXES=mix != 0.0,
+                FULL=full,
+                TILE=_TILE,
+            )

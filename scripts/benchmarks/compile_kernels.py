@@ -164,9 +164,10 @@ def _take_steps(quick: bool) -> None:
     for name, block, dtype in exchanged:
         _exchange_step(name, block, dtype)
     _masked_step()
-    for velocity in (None, torch.zeros(4100)):
+    for velocity in ([], [torch.zeros(4100)]):
         for mix in (0.0, 0.5):
-            outer_step("triton")(*(torch.zeros(4100) for _ in range(2)), velocity, torch.zeros(4100), 0.7, 0.9, mix)
+            anchor, theta, mean = ([torch.zeros(4100)] for _ in range(3))
+            outer_step("triton")(anchor, theta, velocity, mean, 0.7, 0.9, mix)
     _tagc_step()
     for form in ("float32",) if quick else ("float32", "2bit", "1bit"):
         for entries in (4096, 5000):

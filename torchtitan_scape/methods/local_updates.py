@@ -7,12 +7,13 @@ schedule, the rates of the outer step, and a gradient method that averages displ
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, stored
+from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import TRITON_DTYPES, choose_backend, outer_step
 from torchtitan_scape.kernels.common.host_memory import host_tensors
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
@@ -26,7 +27,7 @@ class OuterOptimizer:
     """The outer step: SGD on the mean displacement, with Nesterov momentum as in `torch.optim.SGD`.
 
     Class attributes:
-        has_kernel: `kernels.exchange.triton_outer.step` is this step.
+        has_kernel: `kernels.exchange.triton_outer.OuterStep` is this step.
     """
 
     has_kernel: ClassVar[bool] = True
@@ -53,11 +54,13 @@ class _Fragment:
 
     Attributes:
         averaging: the method that averages their displacements.
+        outer_step: an `OuterStep` of `kernels.exchange.triton_outer`, if a kernel takes it.
     """
 
     number: int
     shards: list[Shard]
     averaging: GradientMethod
+    outer_step: Any
 
 
 @dataclass
@@ -114,9 +117,7 @@ class LocalUpdates(LocalMethod):
         self.schedule, self.outer = schedule, self.outer_optimizer(options)
         averaging = options.averaging()
         backend = choose_backend(context.kernels, context.shards[0].device) if context.shards else "torch"
-        self._outer_step = (
-            outer_step(backend) if self.outer.has_kernel and not host else None
-        )  # a kernel with all of `_apply`
+        has_kernel = self.outer.has_kernel and not host
         self._anchors = self._zeros(host)
         for shard in context.shards:
             self._anchors[shard.name].copy_(stored(shard.parameter).detach())
@@ -127,7 +128,8 @@ class LocalUpdates(LocalMethod):
             if shards:  # a model may have fewer layers
                 averaged = implementation_of(averaging)(replace(context, shards=shards, gradient_scale=1.0), averaging)
                 assert isinstance(averaged, GradientMethod)
-                self._fragments.append(_Fragment(number, shards, averaged))
+                kernel = outer_step(backend) if has_kernel else None
+                self._fragments.append(_Fragment(number, shards, averaged, kernel))
         self._in_flight: list[_FragmentInFlight] = []
 
     def outer_optimizer(self, options: LocalOptions) -> OuterOptimizer:
@@ -221,13 +223,16 @@ class LocalUpdates(LocalMethod):
         return sent / max(1, sum(sizes)) / self.schedule.inner_steps
 
     def _start(self, fragment: _Fragment, info: StepInfo, at_once: bool) -> _FragmentInFlight:
-        displacements = []
-        for shard in fragment.shards:
-            theta = stored(shard.parameter)
-            anchor = self._anchors[shard.name].to(theta.device)
-            displacements.append(torch.sub(anchor, theta).view(-1))
+        thetas = [stored(shard.parameter) for shard in fragment.shards]
+        anchors = [self._anchors[shard.name] for shard in fragment.shards]
+        displacements: list[Tensor] = []
+        # States in host memory are copied one after the other.
+        parts = [range(len(thetas))] if anchors[0].device == thetas[0].device else [[i] for i in range(len(thetas))]
+        for part in parts:
+            own, targets = [anchors[i].to(thetas[i].device) for i in part], [thetas[i] for i in part]
+            displacements += flat(torch._foreach_sub(own, targets))
             if self.schedule.restart:
-                theta.copy_(anchor)
+                torch._foreach_copy_(targets, own)
         # Later steps overwrite the optimizer's flag before the exchange finishes.
         info = info._replace(applied=info.applied.clone())
         # Without a delay, the default `start` needs buffers for two chunks only, not for all.
@@ -242,24 +247,33 @@ class LocalUpdates(LocalMethod):
     def _apply(self, exchange: _FragmentInFlight, mix: float) -> None:
         """Run the outer step with the result of an exchange, and update this replica's parameters."""
         self.scale_means({shard.name: mean for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)})
-        for shard, mean in zip(exchange.shards, exchange.wait(), strict=True):
-            theta, anchor, momentum = stored(shard.parameter), self._anchors[shard.name], self._momenta.get(shard.name)
-            if self._outer_step is not None and theta.is_contiguous() and theta.dtype in TRITON_DTYPES:
-                self._outer_step(anchor, theta, momentum, mean, self.outer.rate, self.outer.momentum, mix)
-                continue
-            # These are copies if the states are in host memory.
-            on_device = anchor.to(theta.device)
-            v = None if momentum is None else momentum.to(theta.device)
-            self.outer.step(on_device.view(-1), None if v is None else v.view(-1), mean.view(-1))
-            if on_device is not anchor:
-                anchor.copy_(on_device)
-            if momentum is not None and v is not None and v is not momentum:
-                momentum.copy_(v)
-            if mix:
-                theta.mul_(mix).add_(on_device, alpha=1.0 - mix)
-            else:
-                theta.copy_(on_device)
+        thetas, means = [stored(shard.parameter) for shard in exchange.shards], exchange.wait()
+        anchors = [self._anchors[shard.name] for shard in exchange.shards]
+        momenta = [self._momenta[shard.name] for shard in exchange.shards] if self._momenta else []
+        kernel = exchange.fragment.outer_step
+        if kernel is not None and exchange.shards and all(theta.dtype in TRITON_DTYPES for theta in thetas):
+            kernel(anchors, thetas, momenta, means, self.outer.rate, self.outer.momentum, mix)
+        else:
+            for theta, anchor, momentum, mean in zip(
+                thetas, anchors, momenta or [None] * len(means), means, strict=True
+            ):
+                self._step(theta, anchor, momentum, mean, mix)
         self._in_flight.remove(exchange)
+
+    def _step(self, theta: Tensor, anchor: Tensor, momentum: Tensor | None, mean: Tensor, mix: float) -> None:
+        """Run the outer step of one parameter."""
+        # These are copies if the states are in host memory.
+        on_device = anchor.to(theta.device)
+        v = None if momentum is None else momentum.to(theta.device)
+        self.outer.step(on_device.view(-1), None if v is None else v.view(-1), mean.view(-1))
+        if on_device is not anchor:
+            anchor.copy_(on_device)
+        if momentum is not None and v is not None and v is not momentum:
+            momentum.copy_(v)
+        if mix:
+            theta.mul_(mix).add_(on_device, alpha=1.0 - mix)
+        else:
+            theta.copy_(on_device)
 
     def _averaging_states(self) -> list[State]:
         merged: dict[str, State] = {}
