@@ -72,9 +72,7 @@ class Powersgd(GradientMethod):
 
         qs = self._mean([m.T @ p for m, p in zip(matrices, ps, strict=True)])
         for matrix, p, q, residual in zip(matrices, ps, qs, self._residuals, strict=True):
-            product = p @ q.T
-            masked_copy_(residual, matrix - product, info.applied)
-            matrix.copy_(product)
+            _approximate_(matrix, p, q, residual, info.applied)
         for group in indices_by_key(q.shape for q in stored_qs).values():
             q, previous = (torch.stack([each[i] for i in group]) for each in (qs, stored_qs))
             kept = torch.where((q.norm(dim=1, keepdim=True) > 0) & info.applied, q, previous)
@@ -103,6 +101,17 @@ class Powersgd(GradientMethod):
 
     def density(self) -> float:
         return sum(m.count for m in self.collective_calls()) / max(1, sum(shard.size for shard in self.context.shards))
+
+
+def _approximate_(matrix: Tensor, p: Tensor, q: Tensor, residual: Tensor, applied: Tensor) -> None:
+    """Replace a matrix by p q^T, and the residual by the matrix without it if `applied`, bool ()."""
+    if applied.is_cpu:
+        product = p @ q.T
+        masked_copy_(residual, matrix - product, applied)
+        matrix.copy_(product)
+    else:  # the libraries for GPUs subtract the product as they compute it
+        masked_copy_(residual, torch.addmm(matrix, p, q.T, alpha=-1.0), applied)
+        torch.mm(p, q.T, out=matrix)
 
 
 def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
