@@ -150,7 +150,7 @@ class LocalCost(GradientCost):
         options, averaging = self.options, self.options.averaging()
         cost = averaging.cost()
         assert isinstance(cost, GradientCost)
-        exchange = 24.0 if isinstance(averaging, DenseOptions) else cost.traffic_per_parameter()
+        exchange = 0.0 if isinstance(averaging, DenseOptions) else cost.traffic_per_parameter()
         momentum = 8.0 if options.stores_momentum() else 0.0
         restart = 8.0 if options.schedule().restart else 0.0
         return (12.0 + exchange + 4.0 + 8.0 + momentum + 4.0 + restart) / options.inner_steps

@@ -54,7 +54,7 @@ class PowersgdCost(GradientCost):
         return [CollectiveCall("all_reduce", padded_size(count, levels)) for count in (ps + whole, qs)]
 
     def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter: residual, two products, and the products that write approximation and residual.
+        """Return the bytes per parameter: residual, two products, and those that write the results.
 
         The products are small enough to be limited by memory. `scripts.benchmarks.step_operators` counts the figure.
         """
