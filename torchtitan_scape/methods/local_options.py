@@ -142,10 +142,9 @@ class LocalCost(GradientCost):
     def traffic_per_parameter(self) -> float:
         """Return the mean bytes per parameter and step over a round.
 
-        Displacement: 12 to read anchor and parameter and write it. Exchange: that of the gradient method, or at most 24
-        to fill, divide and empty chunks of FP32; no copies where chunks are parts of one tensor. Outer step: 4 to read
-        the mean, 8 each to read and write anchor and momentum, 4 to write the parameter. Restart: 8 to copy the anchor
-        to the parameter.
+        Displacement: 12 to read anchor and parameter and write it. Exchange: that of the gradient method, or 0 in FP32,
+        which is exchanged in place. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to
+        write the parameter. Restart: 8 to copy the anchor to the parameter.
         """
         options, averaging = self.options, self.options.averaging()
         cost = averaging.cost()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.tensors import indices_by_key, masked_copy_
+from torchtitan_scape.core.tensors import flat, indices_by_key, masked_copy_
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_rank
@@ -49,6 +49,7 @@ class Powersgd(GradientMethod):
         self._start = options.start if options.start >= 0 else context.part_of_run(10, "start")
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        gradients = flat(gradients)
         pending = [self._pending.tensors.get(shard.name) for shard in self.context.shards]
         pairs = [(g, r.view(-1)) for g, r in zip(gradients, pending, strict=True) if r is not None]
         self.scale_and_add([g for g, _ in pairs], [r for _, r in pairs])
@@ -83,11 +84,11 @@ class Powersgd(GradientMethod):
         """Return the means over replicas. One all-reduce, or none without tensors."""
         if not tensors:
             return []
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        length = flat.numel()
-        flat = torch.nn.functional.pad(flat, (0, self.collectives.padded_size(length) - length))
-        self.collectives.all_reduce(flat).wait()
-        parts = flat[:length].split([t.numel() for t in tensors])
+        values = torch.cat([t.reshape(-1) for t in tensors])
+        length = values.numel()
+        values = torch.nn.functional.pad(values, (0, self.collectives.padded_size(length) - length))
+        self.collectives.all_reduce(values).wait()
+        parts = values[:length].split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def prepare_to_load(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.core.parameters import split
+from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import choose_backend, tagc_passes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
@@ -45,6 +46,7 @@ class Tagc(GradientMethod):
         self._sends_offsets = sends_offsets(options.density, self.collectives.replicas)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        gradients = flat(gradients)
         sparse = [gradients[i] for i in self._sparse]
         self.scale_and_add(sparse, self._residuals)
         self.scale_to_mean([gradients[i] for i in self._uncompressed])
