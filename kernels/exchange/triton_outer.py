@@ -40,8 +40,8 @@ def outer_kernel(
     TILE: tl.constexpr,
 ):
     """Update anchor, momentum and parameters of a tile with the mean displacement; see `OuterStep`."""
-    tensor = tl.load(tiles + 3 * tl.program_id(0))
-    at = tl.load(tiles + 3 * tl.program_id(0) + 1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    tensor = tl.load(tiles + 4 * tl.program_id(0))
+    at = tl.load(tiles + 4 * tl.program_id(0) + 1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at >= 0
     if not FULL:
         inside = at < tl.load(sizes + tensor)
