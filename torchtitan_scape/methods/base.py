@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import check_contiguous, stored
-from torchtitan_scape.core.tensors import PART, flat
+from torchtitan_scape.core.tensors import PART
 from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.update import clip_factor, norm_over_model
 
@@ -25,7 +25,7 @@ class GradientMethod(Method):
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         context, phase = self.context, self.context.timer.phase
         with phase("exchange"):
-            gradients = self.synchronize(flat(gradients), info)
+            gradients = self.synchronize(gradients, info)
         if self.collectives.is_writer:
             self._observe(gradients, info)
             with phase("clip"):
@@ -44,10 +44,11 @@ class GradientMethod(Method):
 
     @abstractmethod
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        """Return the synchronized gradients, FP32 (n,) per shard, bitwise equal on all replicas. Collective.
+        """Return the synchronized gradients, FP32, bitwise equal on all replicas. Collective.
 
         Args:
-            gradients: this replica's gradients, FP32 (n,) per shard; they may be overwritten.
+            gradients: this replica's gradients, FP32, contiguous and of any shape, one per shard; they may be
+                overwritten. `core.tensors.flat` returns vectors.
             info: see `Method.step`.
         """
 

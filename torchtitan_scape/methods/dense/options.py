@@ -37,19 +37,17 @@ class DenseCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries)]
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of the copies. A chunk that is a part of one gradient is exchanged in its memory."""
-        return 0.0, _COPIES * self._copied_entries(model, replicas)
+        """Return no traffic: on one level gradients are exchanged in place."""
+        return 0.0, 0.0
 
     def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of a second reduction and gather: 5 per parameter."""
-        return 5.0 * model.entries
+        """Return the bytes of the copies of chunks with parts of several gradients, and of a second reduction and
+        gather: 5 per parameter.
+        """
+        chunks = chunks_of(model.sizes, chunk_limit(model.entries, replicas)) if replicas > 1 else []
+        copied = sum(s.length for chunk in chunks if len(chunk.slices) > 1 for s in chunk.slices)
+        return 5.0 * model.entries + _COPIES * copied
 
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the traffic of the other chunks' copies, because all have buffers during the backward pass."""
-        return _COPIES * (model.entries - self._copied_entries(model, replicas)) if replicas > 1 else 0.0
-
-    def _copied_entries(self, model: LocalModel, replicas: int) -> int:
-        if replicas < 2:
-            return 0
-        chunks = chunks_of(model.sizes, chunk_limit(model.entries, replicas))
-        return sum(s.length for chunk in chunks if len(chunk.slices) > 1 for s in chunk.slices)
+        """Return the traffic of the copies, because all chunks have buffers during the backward pass."""
+        return _COPIES * model.entries if replicas > 1 else 0.0
