@@ -43,7 +43,9 @@ PARTS: dict[str, dict[str, tuple[float, str]]] = {
     "speed": {
         "passes-500m": (120, "scripts.gpu.passes:passes llama_500m"),
         "passes-1.8b": (150, "scripts.gpu.passes:passes llama_1_8b"),
-        "methods": (180, "scripts.gpu.method_steps:method_steps"),
+        "methods": (150, "scripts.gpu.method_steps:method_steps 1 adamw {rows}"),
+        "methods-muon": (130, "scripts.gpu.method_steps:method_steps 1 muon {rows}"),
+        "methods-shard": (100, "scripts.gpu.method_steps:method_steps 8 adamw {rows}"),  # of an 8-GPU node
         "traffic": (95, "scripts.gpu.memory_traffic:count"),
         "codes": (60, "scripts.gpu.passes:codes"),
         "tiles": (40, "scripts.gpu.passes:tiles"),
@@ -156,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         limit = min(max(more * seconds, left * seconds / remaining), left)
         remaining -= seconds
         print(f"{args.part} {number}/{len(steps)}: {name}, at most {limit:.0f} s", flush=True)
-        record = take(call.format(steps=args.steps), limit, args.smoke, log, partial(keep, name))
+        record = take(call.format(steps=args.steps, rows=args.rows), limit, args.smoke, log, partial(keep, name))
         passed += record["status"] == "passed"
         print(f"{name}: {record['status']} after {record['seconds']} s", flush=True)
     print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
@@ -169,6 +171,7 @@ def main() -> int:
         "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
         "--output": dict(type=Path, help="results/gpu by default, outputs/gpu_smoke of a smoke test"),
         "--only": dict(default="", help="names of steps, with commas"),
+        "--rows": dict(default="", help="rows of a step `methods`, with commas; all by default"),
         "--steps": dict(
             default="", help="training steps of `losses`: one number, or of Muon and of the others with a comma"
         ),

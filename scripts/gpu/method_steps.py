@@ -1,88 +1,167 @@
-"""Time whole optimizer steps of several methods, against fused AdamW in the same process.
+"""Time whole optimizer steps of methods and of other optimizers, with and without clipping.
 
-Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, clipping, the
-method and the update. Messages are encoded and decoded, and not sent. Afterwards the profiler records the launches of
-further steps.
+Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, the norm, the
+method and the update. Messages are encoded and decoded, and not sent. Gradients are drawn before every step.
+
+python -m scripts.gpu.step scripts.gpu.method_steps:method_steps 1 muon dense-muon,torch-muon --result FILE
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.profiler import profile
 
-from scripts.common import RunError, write
-from scripts.gpu.passes import ADAMW, RATES, REPLICAS, SMOKE, FirstOfMany, dense_step, draw, free, parameters_of
-from scripts.gpu.timing import Clock, clock_of, waits_of
-from torchtitan_scape import AdamS, replicate
-from torchtitan_scape.core.workloads import WORKLOADS, Shape, count_entries
-from torchtitan_scape.kernels.dense.triton_kernels import scale_kernel
-from torchtitan_scape.kernels.dense.triton_passes import DTYPES, TensorTables
+from scripts.common import RunError, names, write
+from scripts.gpu.passes import RATES, REPLICAS, SMOKE, FirstOfMany, draw, free, parameters_of
+from scripts.gpu.timing import Clock, clock_of
+from torchtitan_scape import AdamS, Muon
+from torchtitan_scape.core.hidden_matrices import is_hidden_matrix
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, local_shapes
+from torchtitan_scape.kernels.backends import norms
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.methods.update import clip_factor
+from torchtitan_scape.optimizers.adamw_pass import AdamWPass
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.topology.in_process import OneReplica
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
-PROFILED, BUSY_MS = 3, 150.0  # steps; longer than the host needs for one
-MODEL = "llama_1_8b"
-REPEATS, WARM_UP = 10, 4  # steps until all blocks are compressed and all buffers exist
-# Options, by name in the report. scripts/gpu/passes.py times the passes of SCAPE.
-TIMED: dict[str, dict[str, Any]] = {
-    "SCAPE, density 0.05, int4": {"method": "scape", "density": 0.05, "code": "int4"},
-    "dense": {"method": "dense"},
-    "sparta": {"method": "sparta", "interval": 3, "code": "1bit", "warmup_steps": 0},
-    "sparta, unbiased bit": {"method": "sparta", "interval": 3, "code": "1bit_unbiased", "warmup_steps": 0},
-    "quantized, int4": {"method": "quantized", "code": "int4"},
-    "quantized, 2bit": {"method": "quantized", "code": "2bit"},
-    "quantized_update, 2bit": {"method": "quantized_update", "update_code": "2bit"},
-    "topk": {"method": "topk", "density": 0.01, "start": 0},
-    "powersgd": {"method": "powersgd", "rank": 4, "start": 0},
-    "onebit_adam": {"method": "onebit_adam", "warmup_steps": 1},
-    "radius": {"method": "radius", "start": 0, "interval": 1000},
-    "diloco, a step without exchange": {"method": "diloco", "inner_steps": 1000},
+Named = list[tuple[str, nn.Parameter]]
+Make = Callable[[Named, bool], Any]  # returns an object whose `step` is timed; True to clip
+BUSY_MS = 150.0  # longer than the host needs for a step
+MODEL, SMOKE_NAMES = "llama_1_8b", ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight", "norm.weight")
+# Steps. The last one of the warm-up changes the bases of `quantized_update`, which then stay for 19 steps.
+WARM_UP, REPEATS, PHASED = 21, 10, 3
+BELOW, ABOVE = 1e-3, 1e9  # max_norm, of the norms of all gradients
+
+
+def fused_adamw(parameters: Sequence[Any]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, **RATES, fused=True)
+
+
+ADAMS = partial(AdamS, **RATES, allocate_state=False, kernels="triton")
+MUON = partial(Muon, lr=RATES["lr"], fused=True, kernels="triton")
+TORCH_MUON = partial(torch.optim.Muon, lr=RATES["lr"], adjust_lr_fn="match_rms_adamw")
+
+
+def method(name: str, optimizer: Callable[[Named], Optimizer] = fused_adamw, **options: Any) -> Make:
+    """Return the step of a method with options of its section."""
+
+    def make(named: Named, clips: bool) -> ReplicaOptimizer:
+        common: dict[str, Any] = dict(max_norm=BELOW if clips else ABOVE, total_steps=1000, kernels="triton")
+        replicas = OneReplica(FirstOfMany(replicas=REPLICAS))
+        return ReplicaOptimizer(optimizer(named), METHODS[name].options(**options), replicas, **common)
+
+    return make
+
+
+def peer(make: Callable[[list[Any], list[Any]], Sequence[Optimizer]]) -> Make:
+    """Return the step of optimizers of (hidden matrices, other parameters), after `clip_grad_norm_` if it clips."""
+
+    def of(named: Named, clips: bool) -> Any:
+        hidden = [p for name, p in named if is_hidden_matrix(name, p.shape)]
+        optimizers = make(hidden, [p for name, p in named if not is_hidden_matrix(name, p.shape)])
+
+        def step() -> None:
+            if clips:
+                nn.utils.clip_grad_norm_([p for _, p in named], BELOW, foreach=True)
+            for optimizer in optimizers:
+                optimizer.step()
+
+        return SimpleNamespace(step=step)
+
+    return of
+
+
+def adamw_kernel(named: Named, clips: bool) -> Any:
+    """Return AdamW by one kernel that multiplies by the clip factor, after a pass of norms if it clips."""
+    parameters, norms_of = [p for _, p in named], norms("triton")
+    adamw, applied = AdamWPass(fused_adamw(parameters), "triton"), parameters[0].isfinite().all()
+
+    def step() -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        adamw.step(applied, clip_factor(norms_of(gradients).norm().float(), BELOW) if clips else None)
+
+    return SimpleNamespace(step=torch.no_grad()(step))
+
+
+def dion_muon(hidden: list[Any], others: list[Any]) -> list[Optimizer]:
+    """Return Muon of github.com/microsoft/dion with our iterations, if the package is installed."""
+    options = dict(lr=RATES["lr"], nesterov=True, adjust_lr="rms_norm", use_polar_express=False)
+    groups = [{"params": hidden}, {"params": others, "algorithm": "adamw"}]
+    return [import_module("dion").Muon(groups, use_triton=hidden[0].is_cuda, **options)]
+
+
+SPARTA: dict[str, Any] = dict(interval=3, code="1bit", warmup_steps=0)
+BASELINES: dict[str, Make] = {
+    "fused AdamW": peer(lambda hidden, others: [fused_adamw(hidden + others)]),
+    "AdamW, one kernel": adamw_kernel,
+}
+GROUPS: dict[str, dict[str, Make]] = {
+    "adamw": {
+        "scape": method("scape", ADAMS, density=0.05, code="int4"),
+        "dense": method("dense"),
+        "sparta": method("sparta", **SPARTA),
+        "quantized-int4": method("quantized", code="int4"),
+        "quantized-2bit": method("quantized", code="2bit"),
+        "quantized_update": method("quantized_update"),
+        "topk": method("topk", density=0.01, start=0),
+        "powersgd": method("powersgd", rank=4, start=0),
+        "onebit_adam": method("onebit_adam", warmup_steps=1),
+        "radius": method("radius", start=0, interval=WARM_UP),  # selects a mask in the last step of the warm-up
+        "radius-refresh": method("radius", start=0, interval=1),
+        "diloco-local": method("diloco", inner_steps=1000),
+    },
+    "muon": {  # for whole matrices
+        "torch-muon": peer(lambda hidden, others: [TORCH_MUON(hidden), fused_adamw(others)]),
+        "dion-muon": peer(dion_muon),
+        "dense-muon": method("dense", MUON),
+        "sparta-muon": method("sparta", MUON, **SPARTA),
+        "quantized_update-muon": method("quantized_update", MUON),
+        "quantized_update-muon-no-bases": method("quantized_update", MUON, whiten_every=0),
+        "quantized_update-muon-2": method("quantized_update", MUON, interval=2),
+        "quantized_update-muon-2-no-bases": method("quantized_update", MUON, interval=2, whiten_every=0),
+    },
 }
 
 
-def measure(options: dict[str, Any], shapes: Sequence[Shape], clock: Clock) -> dict[str, Any]:
-    """Return figures of a method's step. Raises an error of torch if it does not fit in memory."""
-    model = nn.ParameterList(parameters_of(shapes, clock.device))
-    inner: torch.optim.Optimizer
-    if METHODS[options["method"]].method.holds_optimizer_state:
-        inner = AdamS(list(model.named_parameters()), **RATES, allocate_state=False)
-    else:
-        inner = torch.optim.AdamW(model.parameters(), **RATES, fused=True)
-    optimizer = replicate(
-        model, inner, options, FirstOfMany(replicas=REPLICAS), max_norm=1.0, total_steps=1000, kernels="triton"
-    )
-    parameters, entries = list(model), count_entries(shapes)
-    for _ in range(WARM_UP):
-        draw(parameters)
-        optimizer.step()
-    draw(parameters)
-    figures = clock.rates(optimizer.step, ADAMW * entries, entries)
-    optimizer.timer.enabled = True
-    for _ in range(WARM_UP):
-        optimizer.step()
-    figures["phases_ms"] = {name: 1e3 * seconds / WARM_UP for name, seconds in optimizer.timer.take().items()}
-    optimizer.timer.enabled = False
-    if clock.cuda:
-        figures["waits"] = waits_of(optimizer.step, clock.device)
-        figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+def measure(make: Make, model: LocalModel, clock: Clock, clips: bool) -> dict[str, Any]:
+    """Return figures of a step; with clipping, also phases and launches."""
+    free()
+    parameters = parameters_of(model.shapes, clock.device)
+    optimizer, setup = make(list(zip(model.names, parameters, strict=True)), clips), partial(draw, parameters)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            setup()
+            optimizer.step()
+
+    steps(WARM_UP if clock.repeats > 1 else 1)
+    figures = clock(optimizer.step, setup)
+    if not clips:
+        return figures
+    if isinstance(optimizer, ReplicaOptimizer):
+        optimizer.timer.enabled = True
+        steps(PHASED)
+        optimizer.timer.enabled = False
+        figures["phases_ms"] = {name: 1e3 * seconds / PHASED for name, seconds in optimizer.timer.take().items()}
+        figures["clip_factor"] = float(optimizer.clip_factor)  # below 1
+    setup()
     return figures | {"profile": gaps(kernels_of(clock, optimizer.step))}
 
 
 def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
-    """Return the kernels of `PROFILED` calls, by start, from the profiler's trace of the device; none without a GPU.
-
-    The host issues each step while the device is still busy, first with a spin and then with the previous step: gaps
-    between kernels belong to the device if its steps take longer than the host's, as with a large model.
-    """
-    work()
+    """Return the kernels of a call, by start, from the profiler's trace of the device; none without a GPU."""
     with profile() as profiler:  # of the host, and of the device if there is one
-        clock.spin(BUSY_MS)
-        for _ in range(PROFILED):
-            work()
+        clock.spin(BUSY_MS)  # so that gaps between kernels belong to the device
+        work()
         if clock.cuda:
             torch.cuda.synchronize()
     events = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -92,10 +171,7 @@ def kernels_of(clock: Clock, work: Callable[[], Any]) -> list[Kernel]:
 
 
 def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """Return busy and idle milliseconds per step, the longest gap, and the time by kernel.
-
-    Concurrent kernels, on several streams, count once. The spin is left out.
-    """
+    """Return busy and idle milliseconds, the longest gap, and the time by kernel. Concurrent kernels count once."""
     own = [kernel for kernel in kernels if "spin" not in kernel[0]]
     busy = idle = longest = 0.0
     until = own[0][1] if own else 0.0
@@ -106,49 +182,32 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
         by_name[name[:60]] += end - start
-    return {
-        "launches": len(own) / PROFILED,
-        "busy_ms": busy / 1e3 / PROFILED,
-        "gaps_ms": idle / 1e3 / PROFILED,
-        "longest_gap_ms": longest / 1e3,
-        "ms_by_kernel": {name: us / 1e3 / PROFILED for name, us in by_name.most_common(12)},
-    }
+    milliseconds = {"busy_ms": busy / 1e3, "gaps_ms": idle / 1e3, "longest_gap_ms": longest / 1e3}
+    by_kernel = {name: microseconds / 1e3 for name, microseconds in by_name.most_common(12)}
+    return {"launches": len(own), **milliseconds, "ms_by_kernel": by_kernel}
 
 
-def launch_microseconds(clock: Clock, launches: int) -> float:
-    """Return the host's time for a launch of a small Triton kernel, with everything prepared."""
-    factor, gradients = torch.ones((), device=clock.device), [torch.zeros(8, device=clock.device)]
-    tables = TensorTables().of(gradients)
-    ((listed, full, _),) = tables.lists((gradients,), (gradients,))
-
-    def launch() -> None:
-        for _ in range(launches):
-            tables.launch(scale_kernel, listed, full, factor, DTYPE=DTYPES[torch.float32])
-
-    return 1e3 * clock(launch)["host_ms"] / launches
-
-
-def method_steps(result: Path, smoke: bool) -> None:
-    clock = clock_of(smoke, REPEATS)
-    shapes = SMOKE if smoke else WORKLOADS[MODEL].shapes()
-    found: dict[str, Any] = {"model": MODEL, "copy_bandwidth": clock.bandwidth, "methods": {}, "profiles": {}}
-    adamw = found["fused AdamW"] = dense_step("fused AdamW", shapes, clock)
-    found["launch_microseconds"] = launch_microseconds(clock, 1 if smoke else 100)
-    free()
-    found["with clipping"] = dense_step("fused AdamW", shapes, clock, clips=True)
-    for name, options in TIMED.items():
-        free()
-        if clock.cuda:
-            torch.cuda.reset_peak_memory_stats()
+def method_steps(result: Path, smoke: bool, shard: str, group: str, only: str = "") -> None:
+    """Time the rows of a group, or those in `only`, on the rows of each tensor that one of `shard` ranks has."""
+    if unknown := [name for name in names(only) if name not in GROUPS[group]]:
+        raise ValueError(f"{group} has no row {unknown[0]!r}, only {', '.join(GROUPS[group])}")
+    clock, ranks = clock_of(smoke, REPEATS), int(shard)
+    model = LocalModel(SMOKE_NAMES, local_shapes(SMOKE, ranks)) if smoke else WORKLOADS[MODEL].local(ranks)
+    found: dict[str, Any] = {"model": MODEL, "shard": ranks, "copy_bandwidth": clock.bandwidth}
+    found |= {"baselines": [*BASELINES], "methods": {}, "profiles": {}}
+    rows = BASELINES | {name: GROUPS[group][name] for name in names(only) or GROUPS[group]}
+    for name, make in rows.items():
         try:
-            figures = measure(options, shapes, clock)
+            figures, clipped = (measure(make, model, clock, clips) for clips in (False, True))
+        except ModuleNotFoundError as error:
+            print(f"{name}: left out, {error}", flush=True)
         except Exception as error:  # of torch, Triton or the method; the other methods are measured nevertheless
             found["methods"][name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
             print(f"{name}: {found['methods'][name]['failed']}", flush=True)
         else:
-            found["profiles"][name] = figures.pop("profile")
-            found["methods"][name] = figures
-            print(f"{name}: {figures['ms']:.3f} ms, {figures['ms'] / adamw['ms']:.2f} x fused AdamW", flush=True)
+            found["profiles"][name] = clipped.pop("profile")
+            found["methods"][name] = figures | {"clipped": clipped}
+            print(f"{name}: {figures['ms']:.3f} ms, with clipping {clipped['ms']:.3f} ms", flush=True)
         write(result, found)
     if failed := [name for name, one in found["methods"].items() if "failed" in one]:
         raise RunError(f"not timed: {', '.join(failed)}")

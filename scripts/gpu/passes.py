@@ -44,7 +44,6 @@ DENSE: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "fused AdamW": (partial(torch.optim.AdamW, fused=True), ADAMW),
     "dense AdamS": (partial(AdamS, kernels="triton"), 20.0),
 }
-CLIPPING = 12.0  # the gradient for the norm, and there and back
 
 
 class FirstOfMany(DryRunCollectives):
@@ -66,6 +65,13 @@ class FirstOfMany(DryRunCollectives):
         if errors is not None and carried_error is None:
             errors[self.replica] += rounding * divisor
         codec.decode(mean.view(1, -1).repeat(self.replicas, 1), rows)
+        return Handle()
+
+    def reduces_together(self, device: torch.device) -> bool:
+        return True
+
+    def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
+        torch._foreach_mul_(tensors, 1.0)
         return Handle()
 
     def _all_reduce_messages(
@@ -91,8 +97,11 @@ def parameters_of(shapes: Sequence[Shape], device: torch.device) -> list[torch.n
 
 
 def draw(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Replace the gradients by random ones, as `zero_grad` and a backward pass do."""
     for p in parameters:
-        p.grad = torch.randn_like(p).mul_(1e-3) if p.grad is None else p.grad.normal_(std=1e-3)
+        p.grad = None
+    for p in parameters:
+        p.grad = torch.empty_like(p).normal_(std=1e-3)
 
 
 def scape(shapes: Sequence[Shape], density: float, code: str, device: torch.device) -> Scape:
@@ -182,29 +191,15 @@ def measure(shapes: Sequence[Shape], density: float, code: str, clock: Clock) ->
     }
 
 
-def dense_step(name: str, shapes: Sequence[Shape], clock: Clock, clips: bool = False) -> dict[str, Any]:
-    """Return figures of a step of an optimizer of `DENSE`, and of `clip_grad_norm_` before it if `clips`."""
-    parameters = parameters_of(shapes, clock.device)
-    draw(parameters)
-    create, least = DENSE[name]
-    optimizer = create(parameters, **RATES)
-
-    def clipped_step() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-
-    work, least = (clipped_step, least + CLIPPING) if clips else (optimizer.step, least)
-    entries = count_entries(shapes)
-    return clock.rates(work, least * entries, entries)
-
-
 def passes(result: Path, smoke: bool, model: str) -> None:
     clock = clock_of(smoke, REPEATS)
     shapes = SMOKE if smoke else WORKLOADS[model].shapes()
     found: dict[str, Any] = {"model": model, "copy_bandwidth": clock.bandwidth, "settings": [], "dense": {}}
     print(f"a copy moves {clock.bandwidth / 1e9:.0f} GB/s", flush=True)
-    for name in DENSE:
-        found["dense"][name] = dense_step(name, shapes, clock)
+    for name, (create, least) in DENSE.items():
+        parameters, entries = parameters_of(shapes, clock.device), count_entries(shapes)
+        draw(parameters)
+        found["dense"][name] = clock.rates(create(parameters, **RATES).step, least * entries, entries)
         free()
     write(result, found)
     for density, code in SETTINGS[1:2] if smoke else SETTINGS:

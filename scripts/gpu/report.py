@@ -128,11 +128,10 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
     if tried := results.get("tiles"):
         yield f"Milliseconds with tiles of several sizes, {tried['entries']:,} entries in large matrices:"
         yield markdown(tile_rows(tried["tiles"]))
-    if steps := results.get("methods"):
-        yield (
-            f"Whole steps of {steps['model']} with fused AdamW, one of 8 replicas; messages are not sent. Phases, ms: "
-            "check for non-finite gradients, clipping, exchange and update."
-        )
+    for steps in (one for name, one in results.items() if name.startswith("methods")):
+        yield f"Steps of {steps['model']}, shard 1 of {steps.get('shard', 1)}, one of 8 replicas; nothing is sent."
+        if "baselines" not in steps:
+            yield "Gradients were drawn once: some steps clipped, others did not, and Radius's mask had all entries."
         yield markdown(method_rows(steps))
         if "launch_microseconds" in steps:
             yield f"The host needs {steps['launch_microseconds']:.1f} microseconds to launch a small Triton kernel."
@@ -158,24 +157,24 @@ def step_against_dense(setting: dict[str, Any], dense: dict[str, Any]) -> Row:
 
 
 def method_rows(steps: dict[str, Any]) -> list[Row]:
-    rows, dense = [], {"fused AdamW alone": steps["fused AdamW"]}
-    if "with clipping" in steps:
-        dense["fused AdamW with `clip_grad_norm_`"] = steps["with clipping"]
-    for name, one in {**dense, **steps["methods"]}.items():
+    separate = {"fused AdamW alone": "fused AdamW", "fused AdamW with `clip_grad_norm_`": "with clipping"}
+    found = {name: steps[key] for name, key in separate.items() if key in steps} | steps["methods"]
+    adamw = [found[name] for name in steps.get("baselines", [*separate][:1]) if "ms" in found.get(name, {})]
+    rows = []
+    for name, one in found.items():
         if "failed" in one:
             rows.append({"method": name, "step, ms": f"failed: {one['failed'][:80]}"})
             continue
-        against, phases = one["ms"] / steps["fused AdamW"]["ms"], one.get("phases_ms", {})
-        rows.append(
-            {
-                "method": name,
-                "step, ms": milliseconds(one, ".1f"),
-                "against fused AdamW (at most 1.5)": f"{against:.2f}",
-                "host, ms": f"{one['host_ms']:.1f}",
-                **{phase: number(phases.get(phase)) for phase in ("check", "clip", "exchange", "update")},
-                "waits for the device at": joined(one.get("waits", ())),
-            }
-        )
+        row = {"method": name}
+        for kind, figures, others in (
+            ("step", one, adamw),
+            ("clipped", one.get("clipped"), [each["clipped"] for each in adamw if "clipped" in each]),
+        ):
+            row[f"{kind}, ms"] = milliseconds(figures, ".1f") if figures else "-"
+            factor = figures["ms"] / min(each["ms"] for each in others) if figures and others else None
+            row[f"{kind}, against the fastest AdamW"] = number(factor, ".2f")
+        times = {"host, ms": one["host_ms"]} | one.get("clipped", one).get("phases_ms", {})
+        rows.append(row | {key: number(times.get(key)) for key in ("host, ms", "check", "clip", "exchange", "update")})
     return rows
 
 

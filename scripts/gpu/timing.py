@@ -42,18 +42,20 @@ class Clock:
         self._cycles = self._cycles_of_a_millisecond() if self.cuda else 0.0
         self._swept: Tensor | None = None
 
-    def __call__(self, work: Callable[[], Any]) -> dict[str, Any]:
+    def __call__(self, work: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         """Return the milliseconds of repeats on the device, and of the host until it has issued the work.
 
+        setup: Called before each repeat, and not timed.
         ahead: In each repeat the host had issued all work before the device began with it; otherwise the device's times
         contain waits for the host. False on a CPU, and if the work itself waits for the device.
         """
         for _ in range(min(WARM_UP, self.repeats)):
+            setup()
             work()
         if self.cuda:
-            device, host, ahead = self._on_gpu(work)
+            device, host, ahead = self._on_gpu(work, setup)
         else:
-            device = host = [1e3 * seconds for seconds in timeit.repeat(work, number=1, repeat=self.repeats)]
+            device = host = [1e3 * seconds for seconds in timeit.repeat(work, setup, number=1, repeat=self.repeats)]
             ahead = False
         return {
             "ms": statistics.median(device),
@@ -91,7 +93,8 @@ class Clock:
             self._swept = torch.zeros(SWEPT_BYTES // 4, device=self.device)
         self._swept.sum()
 
-    def _on_gpu(self, work: Callable[[], Any]) -> tuple[list[float], list[float], bool]:
+    def _on_gpu(self, work: Callable[[], Any], setup: Callable[[], Any]) -> tuple[list[float], list[float], bool]:
+        setup()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         work()
@@ -100,6 +103,7 @@ class Clock:
         for _ in range(self.repeats):
             for _attempt in range(ATTEMPTS):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                setup()
                 torch.cuda.synchronize()
                 self.sweep()
                 self.spin(spin)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.common import RESULTS, ROOT, read, write
-from scripts.gpu import check, machine, methods, timing
+from scripts.common import RESULTS, ROOT, RunError, read, write
+from scripts.gpu import check, machine, method_steps, methods, timing
 from scripts.gpu.correctness import OUTCOME, outcomes
-from scripts.gpu.method_steps import PROFILED, gaps
+from scripts.gpu.passes import draw
 from scripts.gpu.processes import run_limited
 from scripts.gpu.report import write_report
 from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, length, measured, parse, timed
@@ -67,10 +67,22 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "fused AdamW": dense["fused AdamW"],
         "with clipping": figures(37.5),
         "launch_microseconds": 21.25,
-        "methods": {"topk": figures(50.0, waits=["update.py:51"]), "dense": {"failed": "out of memory"}},
+        "methods": {"topk": figures(50.0), "dense": {"failed": "out of memory"}},
         "profiles": {"topk": profile | {"ms_by_kernel": {f"kernel_{i}": 9.0 - i for i in range(7)}}},
     }
-    parts["speed"] = part("speed", **{"passes-1.8b": speed, "methods": steps})
+    clipped = figures(30.0, phases_ms={"clip": 2.5}, clip_factor=0.5)
+    new = {
+        "model": "llama_1_8b",
+        "shard": 8,
+        "baselines": ["fused AdamW", "AdamW, one kernel"],
+        "methods": {
+            "fused AdamW": figures(20.0, clipped=figures(40.0)),
+            "AdamW, one kernel": figures(25.0, clipped=figures(25.0)),
+            "radius": figures(30.0, clipped=clipped),
+        },
+        "profiles": {},
+    }
+    parts["speed"] = part("speed", **{"passes-1.8b": speed, "methods": steps, "methods-shard": new})
     points = [{"step": 20.0 * i, "loss": 9.0 - i, "gib": 40.0, "tps": 100_000.0 + i, "mfu": 46.0} for i in (1, 2, 3, 4)]
     form = {"batch": 8, "sequence": 4096, "points": points, **measured(points)}
     bytes_sent = {"planned_bytes_per_step_and_rank": 5.0, "dense_bytes_per_step_and_rank": 400.0}
@@ -103,8 +115,11 @@ def test_the_report_contains_the_results(tmp_path: Path) -> None:
         "| llama_1_8b | 0.05, int4 | 20.000 | 25.000 | 0.80 | 18.000 | 0.250 | 10.0 |",
         "| llama_1_8b | 0.05, int4 | pack | 8.000 | 7.200 to 8.800 | 0.250 | 28.00 | 3500 | 88 |",
         "| llama_1_8b | dense | dense AdamS | 18.000 (with the host's) |",
-        "| topk | 50.0 | 2.00 | 0.2 | - | - | - | - | update.py:51 |",
-        "| fused AdamW with `clip_grad_norm_` | 37.5 | 1.50 | 0.2 |",
+        "Steps of llama_1_8b, shard 1 of 1, one of 8 replicas; nothing is sent.\n\nGradients were drawn once",
+        "| topk | 50.0 | 2.00 | - | - | 0.2 | - | - | - | - |",
+        "| fused AdamW with `clip_grad_norm_` | 37.5 | 1.50 | - | - | 0.2 |",
+        "shard 1 of 8, one of 8 replicas; nothing is sent.\n\n| method | step, ms |",
+        "| radius | 30.0 | 1.50 | 30.0 | 1.20 | 0.2 | - | 2.5 | - | - |",
         "| dense | failed: out of memory |",
         "The host needs 21.2 microseconds to launch a small Triton kernel.",
         "| topk | 155 | 30.5 | 0.20 | 0.010 | `kernel_0` 9.00, `kernel_1` 8.00,",
@@ -189,11 +204,54 @@ def test_the_methods_step_has_every_method_and_option() -> None:
 def test_gaps_between_launches_exclude_device_work() -> None:
     """Two streams overlap; time in which the device is busy does not count."""
     kernels = [("spin_kernel", 0.0, 900.0), ("a", 1000.0, 1300.0), ("b", 1200.0, 1500.0), ("a", 1800.0, 2400.0)]
-    found = gaps(kernels)
-    assert found["launches"] == 3 / PROFILED and found["busy_ms"] * PROFILED == pytest.approx(1.1)
-    assert found["gaps_ms"] * PROFILED == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
-    assert found["ms_by_kernel"]["a"] * PROFILED == pytest.approx(0.9)
-    assert gaps([])["launches"] == 0
+    found = method_steps.gaps(kernels)
+    assert found["launches"] == 3 and found["busy_ms"] == pytest.approx(1.1)
+    assert found["gaps_ms"] == pytest.approx(0.3) and found["longest_gap_ms"] == pytest.approx(0.3)
+    assert found["ms_by_kernel"]["a"] == pytest.approx(0.9)
+    assert method_steps.gaps([])["launches"] == 0
+
+
+def test_rows_of_the_methods_step_can_be_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each has its times with and without clipping; one whose package is missing is left out, one that fails is not."""
+    drawn: list[float] = []
+
+    def without_package(named: method_steps.Named, clips: bool) -> Any:
+        raise ModuleNotFoundError("No module named 'dion'")
+
+    def one(named: method_steps.Named, clips: bool) -> Any:
+        return SimpleNamespace(step=lambda: drawn.append(float(named[0][1].grad.sum())))  # type: ignore[union-attr]
+
+    rows = method_steps.GROUPS["muon"] | {"dion-muon": without_package, "one": one, "none": None}
+    monkeypatch.setattr(method_steps, "GROUPS", {"muon": rows})
+    monkeypatch.setattr(method_steps, "BASELINES", {"fused AdamW": method_steps.BASELINES["fused AdamW"]})
+    path = tmp_path / "found.json"
+    method_steps.method_steps(path, True, "8", "muon", "torch-muon,dion-muon,one")
+    found = read(path)
+    assert [*found["methods"]] == [*found["profiles"]] == ["fused AdamW", "torch-muon", "one"]
+    assert all(each["ms"] > 0 and each["clipped"]["ms"] > 0 for each in found["methods"].values())
+    assert found["shard"] == 8 and found["baselines"] == ["fused AdamW"]
+    assert "dion-muon: left out, No module named 'dion'" in capsys.readouterr().out
+    assert len(set(drawn)) == len(drawn) >= 6, "gradients are drawn before every step"
+
+    with pytest.raises(RunError, match="not timed: none"):
+        method_steps.method_steps(path, True, "1", "muon", "none")
+    with pytest.raises(ValueError, match="muon has no row 'dense', only torch-muon, dion-muon"):
+        method_steps.method_steps(path, True, "1", "muon", "dense")
+
+
+def test_other_optimizers_clip_only_if_asked() -> None:
+    for clips in (False, True):
+        named = [
+            ("layers.0.wq.weight", torch.nn.Parameter(torch.ones(8, 8))),
+            ("norm", torch.nn.Parameter(torch.ones(8))),
+        ]
+        optimizer = method_steps.GROUPS["muon"]["torch-muon"](named, clips)
+        draw([parameter for _, parameter in named])
+        optimizer.step()
+        norm = torch.stack([parameter.grad.norm() for _, parameter in named]).norm()  # type: ignore[union-attr]
+        assert bool(norm <= method_steps.BELOW) is clips
 
 
 class FakeDevice:
@@ -234,7 +292,7 @@ def test_host_time_is_separated_from_device_time(monkeypatch: pytest.MonkeyPatch
         for _ in range(5):
             fake.launch(1.0, 0.2)
 
-    found = clock(work)
+    found = clock(work, setup=lambda: fake.launch(3.0, 7.0))  # the setup is not part of either time
     assert found["ahead"] and found["ms"] == pytest.approx(1.0) and found["host_ms"] == pytest.approx(5.0)
 
     def waits() -> None:
@@ -351,7 +409,7 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(
     [
         # Triton's interpreter needs new processes.
         ("correctness", "", ""),
-        ("speed", "passes-500m,methods,traffic,codes", ""),
+        ("speed", "passes-500m,methods,methods-muon,traffic,codes", ""),
         ("training", "", "PYTHON"),
         ("losses", "", "PYTHON"),
         ("ranks", "stages", "PYTHON"),
