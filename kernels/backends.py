@@ -69,7 +69,10 @@ def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
 
 
 def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor]], Tensor]:
-    """Return a function that checks gradients, see `dense.reference.finite`."""
+    """Return a function that checks gradients, see `dense.reference.finite`.
+
+    On "triton" a tensor also counts as infinite if its norm reaches the limit.
+    """
     if backend == "triton":
         of = norms(backend)
         return lambda gradients: of(gradients) < limit

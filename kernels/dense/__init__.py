@@ -1,1 +1,1 @@
-"""Passes of dense AdamS and the finite check: PyTorch, Triton."""
+"""Norms, scaling and the elementwise steps of optimizers: PyTorch, Triton."""

@@ -70,7 +70,7 @@ def test_stored_tensors_are_kept_until_a_storage_is_replaced(
 
 def test_a_contiguous_gradient_is_not_copied() -> None:
     (shard,) = collect_shards([{"params": [plain()]}])
-    assert contiguous_gradient(shard).eq(0.0).all()  # no gradient
+    assert contiguous_gradient(shard).eq(0.0).all() and contiguous_gradient(shard).shape == (3, 4)  # no gradient
     for gradient in (torch.rand(3, 4), torch.rand(4, 3).t(), torch.rand(3, 4).requires_grad_()):
         shard.parameter.grad = gradient
         found = contiguous_gradient(shard)

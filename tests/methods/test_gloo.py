@@ -366,26 +366,28 @@ def test_uneven_tensor_parallel_shards_are_refused(pool2: Pool) -> None:
     assert all(re.search(said, message) for message in pool2(cut_by_tensor_parallelism))
 
 
-def train_dense(together: bool, reduction: str) -> dict[str, Any]:
+def train_dense(together: bool, reduction: str, overlap: bool) -> dict[str, Any]:
     """Train with chunks in buffers, or in place as on a GPU."""
     kept = ProcessGroupCollectives.reduces_together
     ProcessGroupCollectives.reduces_together = lambda *_: together  # type: ignore[method-assign]
     try:
         model = make_model()
-        optimizer = make_optimizer(model, "dense", reduction=reduction)
+        optimizer = make_optimizer(model, "dense", reduction=reduction, overlap=overlap)
         for number in range(1, 4):
+            optimizer.prepare_last_backward()
             loss_of(model, number, dist.get_rank()).backward()
+            started = len(optimizer._overlap._in_flight) if overlap else 0
             optimizer.step()
             optimizer.zero_grad()
     finally:
         ProcessGroupCollectives.reduces_together = kept  # type: ignore[method-assign]
-    return {"weights": weights(model), "bytes": optimizer.stats()["sent_bytes"]}
+    return {"weights": weights(model), "bytes": optimizer.stats()["sent_bytes"], "started": started}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_dense_gradients_are_exchanged_in_place(reduction: str, pool2: Pool) -> None:
-    for in_place, buffered in zip(
-        *(pool2(train_dense, together, reduction) for together in (True, False)), strict=True
-    ):
-        assert torch.equal(in_place["weights"], buffered["weights"])
+@pytest.mark.parametrize("reduction, overlap", [("mean", False), ("sum", False), ("mean", True)])
+def test_dense_gradients_are_exchanged_in_place(reduction: str, overlap: bool, pool4: Pool) -> None:
+    runs = (pool4(train_dense, together, reduction, overlap) for together in (True, False))
+    for in_place, buffered in zip(*runs, strict=True):
+        torch.testing.assert_close(in_place["weights"], buffered["weights"], rtol=1e-5, atol=1e-7)
         assert in_place["bytes"] == pytest.approx(buffered["bytes"], rel=1e-3)  # buffers are padded
+        assert in_place["started"] == buffered["started"] == int(overlap)  # a small model is one chunk

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.methods.cases import SHAPES, STEPS, Case
 from tests.methods.steps import gradients, make, play
 from tests.replicas import run_replicas
+from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.scape.blocks import offset_code
@@ -29,6 +30,7 @@ from torchtitan_scape.methods.topk.messages import TopkMessages, encode_two_bits
 from torchtitan_scape.methods.topk.method import Topk
 from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 # No side is a multiple of 64: 3 x 2 tiles of 44 x 35, the last of 42 rows, and slices of 2500 and 2499 entries.
 LARGE = [(130, 70), (4999,)]
@@ -248,3 +250,15 @@ def test_ties_are_selected_in_index_order() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text.replace("|", r"\|")):
         TopkOptions(**options)
+
+
+@pytest.mark.parametrize("method", [{"method": "topk", "density": 0.5, "start": 0}, {"method": "demo", "chunk": 4}])
+def test_a_gradient_may_be_missing_in_one_simulated_replica(method: dict[str, Any]) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = replicate(model, torch.optim.AdamW, method, replicas=SimulatedReplicas(2))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones(4, 8)
+    optimizer.stash_replica_gradients()
+    optimizer.stash_replica_gradients()  # none in the second one
+    optimizer.step()
+    assert not torch.equal(model.weight, before)

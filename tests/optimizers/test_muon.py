@@ -420,3 +420,18 @@ def test_the_gather_between_replicas_is_counted() -> None:
     products = muon_flops(workload.whole(), 1) - muon_flops(workload.whole(), 8)
     assert alone.optimizer - predicted.optimizer == pytest.approx(products / (989e12 * Assumptions().mfu))
     assert predicted.shard == pytest.approx(7 * sum(sizes[::8]) / 50e9 + 21 * 7 * 5e-6) and alone.shard == 0.0
+
+
+def test_a_deleted_found_inf_is_forgotten() -> None:
+    """`GradScaler` sets it for one step."""
+    torch.manual_seed(0)
+    weight, bias = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))
+    muon = Muon([("layers.0.w.weight", weight), ("norm", bias)], fused=True, kernels="torch")
+    weight.grad, bias.grad = torch.randn(8, 4), torch.randn(4)
+    before = weight.detach().clone(), bias.detach().clone()
+    muon.found_inf = torch.tensor(1.0)
+    muon.step()
+    assert torch.equal(weight, before[0]) and torch.equal(bias, before[1])
+    del muon.found_inf
+    muon.step()
+    assert not torch.equal(weight, before[0]) and not torch.equal(bias, before[1])

@@ -207,7 +207,7 @@ def contiguous_gradient(shard: Shard) -> Tensor:
         if gradient is None:
             if not shard.parameter.requires_grad:
                 raise ValueError(f"{shard.name!r} was frozen after the optimizer was built; build a new one without it")
-            return torch.zeros(shard.size, dtype=torch.float32, device=local(shard.parameter).device)
+            return torch.zeros(shard.local_shape, dtype=torch.float32, device=shard.device)
         if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, shard.parameter).placements:
             # A gradient may still be partial where tensor parallelism replicates its parameter.
             gradient = gradient.redistribute(placements=cast(DTensor, shard.parameter).placements)

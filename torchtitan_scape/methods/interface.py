@@ -130,7 +130,8 @@ class MethodContext:
         kernels: "auto", "triton" or "torch".
         max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
         grad_norm: FP32 (), written by `step`: the norm of the synchronized gradient before clipping.
-        clip_factor: FP32 (), written by `step`: the factor by which the gradient was scaled.
+        clip_factor: FP32 (), written by `step`: the factor by which the gradient was scaled: in its memory, or by the
+            optimizer as it read it.
         timer: measures the phases of a step.
     """
 
@@ -214,8 +215,8 @@ class Method(ABC):
         """Synchronize, clip and update. Collective.
 
         Args:
-            gradients: contiguous, of any shape, one per shard, of `gradient_dtype`; they may be overwritten. They may
-                contain NaN if not `info.applied`; then no state may change.
+            gradients: contiguous, one per shard, of `gradient_dtype` and of a shape that is the same on all replicas;
+                they may be overwritten. They may contain NaN if not `info.applied`; then no state may change.
             info: the step's number, and the flag that gates every write.
         """
 

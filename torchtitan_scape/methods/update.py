@@ -39,7 +39,7 @@ class OptimizerStep:
     """The step of an optimizer on gradients times a factor, which the device can skip.
 
     A kernel multiplies the gradients as it reads them, if it has the optimizer's rule. Otherwise they are multiplied in
-    place before.
+    place before; those of parameters in FP16 as well, whose range a gradient before clipping may exceed.
 
     Args:
         optimizer: The optimizer.
@@ -47,15 +47,17 @@ class OptimizerStep:
         multiply: Multiplies tensors in place by a factor on their device, see `kernels.backends.scaling`.
 
     Attributes:
-        multiplies: Whether a kernel multiplies, so that the stored gradients do not change.
+        may_multiply: Whether a kernel may multiply, so that the stored gradients do not change. A method that reads
+            them after the step sets it to False.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, backend: str, multiply: Callable[[list[Tensor], Tensor], None]
     ) -> None:
         self._optimizer, self._multiply = optimizer, multiply
-        self._adamw = AdamWPass.of(optimizer, backend)
-        self.multiplies = self._adamw is not None or (backend == "triton" and hasattr(optimizer, "gradient_factor"))
+        dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+        self.may_multiply = backend == "triton" and torch.float16 not in dtypes
+        self._adamw = AdamWPass(optimizer, backend) if self.may_multiply else None
 
     def __call__(
         self, shards: Sequence[Shard], gradients: list[Tensor], applied: Tensor, factor: Tensor | None = None
@@ -68,18 +70,29 @@ class OptimizerStep:
             factor: FP32 (); None for 1.
         """
         optimizer = self._optimizer
-        if factor is not None and not self.multiplies:
+        adamw = self._adamw if self._adamw is not None and self._adamw.has_rule() else None
+        multiplies = self.may_multiply and (adamw is not None or hasattr(optimizer, "gradient_factor"))
+        if factor is not None and not multiplies:
             self._multiply(gradients, factor)
+            factor = None
         for shard, gradient in zip(shards, gradients, strict=True):
             store_gradient(shard, gradient)
-        if self._adamw is not None:
-            self._adamw.step(applied, factor)
-            return
-        if self.multiplies:
-            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
+        if adamw is not None:
+            adamw.step(applied, factor)
+        elif hasattr(optimizer, "gradient_factor"):
+            optimizer.gradient_factor = factor
+            try:
+                self._step(applied)
+            finally:
+                optimizer.gradient_factor = None
+        else:
+            self._step(applied)
+
+    def _step(self, applied: Tensor) -> None:
+        optimizer = self._optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not _creates_momentum(optimizer):
             # Fused optimizers skip the step on the device if `found_inf` is set, as for `torch.amp.GradScaler`.
-            optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
+            optimizer.found_inf = (~applied).float()  # type: ignore[union-attr]
             optimizer.step()
         elif applied.item():
             optimizer.step()

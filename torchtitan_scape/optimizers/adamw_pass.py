@@ -18,7 +18,7 @@ class AdamWPass:
     PyTorch's own step can be skipped on the device as well, but it writes the gradients if it multiplies them.
 
     Args:
-        optimizer: An AdamW whose counters of steps are on the device of its parameters, as with `fused`.
+        optimizer: The optimizer; ask `has_rule` before a step.
         backend: "triton" or "torch".
     """
 
@@ -27,16 +27,20 @@ class AdamWPass:
         self._shards = collect_shards(optimizer.param_groups)
         self._stored = StoredTensors(self._shards)
 
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, backend: str) -> "AdamWPass | None":
-        """Return the pass if there is a kernel with the optimizer's rule, otherwise None."""
-        groups = optimizer.param_groups
-        if backend != "triton" or type(optimizer) is not torch.optim.AdamW:
-            return None
-        if any(group.get(key) for group in groups for key in _OTHER_RULES):
-            return None
-        on_device = all(group.get("fused") or group.get("capturable") for group in groups)
-        return cls(optimizer, backend) if on_device else None
+    def has_rule(self) -> bool:
+        """Return whether a step now would be that of the optimizer: a loaded state may change its settings.
+
+        Its counters of steps must be on the device of the parameters, and its rates on the host. Hooks of its steps
+        are run by its own step only.
+        """
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        return (
+            type(optimizer) is torch.optim.AdamW
+            and not any(group.get(key) for group in groups for key in _OTHER_RULES)
+            and all(group.get("fused") or group.get("capturable") for group in groups)
+            and not any(isinstance(group["lr"], Tensor) and group["lr"].is_cuda for group in groups)
+            and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        )
 
     def step(self, applied: Tensor, factor: Tensor | None = None) -> None:
         """Update the parameters that have gradients, if `applied`, bool (). factor: FP32 (), of the gradients."""

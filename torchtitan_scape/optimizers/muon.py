@@ -132,7 +132,7 @@ class Muon(Optimizer):
         if self._rest_groups:
             groups = [{"params": rest[i]} for i in self._rest_groups]
             self._adamw = torch.optim.AdamW(groups, fused=fused, foreach=foreach)
-            self._adamw_pass = AdamWPass.of(self._adamw, backend)
+            self._adamw_pass = AdamWPass(self._adamw, backend) if backend == "triton" else None
         for shard in shards:
             parameter = shard.parameter
             step = torch.zeros((), dtype=torch.float32, device=local(parameter).device if fused else "cpu")
@@ -197,14 +197,13 @@ class Muon(Optimizer):
         adamw.state = self.state
         for own, i in zip(adamw.param_groups, self._rest_groups, strict=True):
             own.update({key: self.param_groups[i][key] for key in ("lr", "betas", "eps", "weight_decay")})
-        if self._adamw_pass is not None:
+        if self._adamw_pass is not None and self._adamw_pass.has_rule():
             self._adamw_pass.step(applied, self.gradient_factor)
             return
         parameters = [p for group in adamw.param_groups for p in group["params"] if p.grad is not None]
         if self.gradient_factor is not None and parameters:
             torch._foreach_mul_([local(p.grad) for p in parameters], self.gradient_factor)  # type: ignore[arg-type]
-        if self.found_inf is not None:
-            adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         adamw.step()
 
     @property

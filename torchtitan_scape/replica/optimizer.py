@@ -242,7 +242,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.sharding.version.changed()
 
     def _gradients(self) -> list[list[Tensor]]:
-        """Return the flat gradients of every replica of this process."""
+        """Return the gradients of every replica of this process."""
         if self._overlap is not None and self._overlap.active:
             with self.timer.phase("exchange"):
                 return [self._overlap.start_remaining()]

@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
 from torchtitan_scape import AdamS, Muon, replicate
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 SHAPES = {
     "layers.0.attention.weight": (12, 8),
@@ -69,3 +70,43 @@ def test_steps_equal_those_of_pytorch(name: str) -> None:
     atol = 5e-4 if name == "Muon" else 2e-5
     for ours, theirs in zip(train(name, "triton"), train(name, "torch"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, equal_nan=True)
+
+
+def test_hooks_and_own_steps_of_the_optimizer_are_not_changed() -> None:
+    """Hooks of a step run, and a later step of the optimizer alone does not multiply by the last clip factor."""
+    calls = list[str]()
+    weight = nn.Parameter(torch.ones(64))
+    model = nn.ParameterList([weight])
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    inner.register_step_post_hook(lambda *_: calls.append("adamw"))
+    optimizer = replicate(model, inner, {"method": "dense"}, kernels="triton", max_norm=1e-3)
+    for _ in range(2):
+        weight.grad = torch.ones(64)
+        optimizer.step()
+    assert calls == ["adamw"] * 2
+    adams = AdamS([("weight", weight)], kernels="triton")
+    optimizer = replicate(model, adams, {"method": "dense"}, kernels="triton", max_norm=1e-3)
+    weight.grad = torch.ones(64)
+    optimizer.step()
+    before = adams.state[weight]["exp_avg"].clone()
+    adams.step()
+    torch.testing.assert_close(adams.state[weight]["exp_avg"], 0.9 * before + 0.1 * torch.ones(64))
+
+
+def test_gradients_above_the_range_of_fp16_are_clipped_before_they_are_stored() -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=torch.float16))
+    model = nn.ParameterList([weight])
+    optimizer = replicate(
+        model,
+        lambda named: torch.optim.AdamW(named, fused=True),
+        {"method": "dense"},
+        SimulatedReplicas(2),
+        kernels="triton",
+        max_norm=1.0,
+        reduction="sum",
+    )
+    for _ in range(2):
+        weight.grad = torch.full((64,), 40000.0, dtype=torch.float16)
+        optimizer.stash_replica_gradients()
+    optimizer.step()
+    assert weight.isfinite().all() and not weight.eq(1.0).all()

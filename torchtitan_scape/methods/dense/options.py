@@ -25,7 +25,7 @@ class DenseOptions(MethodOptions):
 
 
 class DenseCost(GradientCost):
-    """One all-reduce of all gradients in FP32, in chunks."""
+    """One all-reduce of all gradients in FP32, in chunks, which are fewer where gradients are exchanged in place."""
 
     supports_overlap = True
     compresses = False

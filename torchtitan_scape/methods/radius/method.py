@@ -47,6 +47,8 @@ class Radius(GradientMethod):
             _check_betas(*group["betas"])
         if any("exp_avg" in s and "exp_avg_sq" not in s for s in context.optimizer.state.values()):
             _check_beta1(context.optimizer)
+        if not isinstance(context.optimizer, torch.optim.Adam):
+            self.optimizer_step.may_multiply = False  # the mask is computed from clipped gradients, see `_update`
         sparse, _ = split(context.shards, options.dense_names)
         self._sparse = [i for i, shard in enumerate(context.shards) if shard in sparse and shard.size]
         self._uncompressed = [i for i in range(len(context.shards)) if i not in self._sparse]
@@ -192,10 +194,6 @@ class Radius(GradientMethod):
             second = local(state["exp_avg_sq"]).reshape(-1).float()
         else:
             gradient = contiguous_gradient(shard).float().view(-1)
-            # Of the optimizer, which simulated replicas share; only one of them computes the factor.
-            factor = getattr(self.context.optimizer, "gradient_factor", None)
-            if factor is not None:
-                gradient = gradient * factor
             previous = (moment - (1.0 - beta1) * gradient).div_(beta1)
             second = previous.square_().mul_(beta2).add_(gradient.square(), alpha=1.0 - beta2)
         steps = local(state["step"]).double()
