@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.codec.triton_kernels import (
+    bits_of,
     encode_tile,
+    entries_of,
     inside_of,
-    parts_of,
     scales_at,
+    scales_per_block,
     tile_of,
     values_of,
+    words_at,
 )
 
 
@@ -26,15 +29,13 @@ def load_scale(at, inside):
 
 @triton.jit
 def decoded(
-    words,
-    scales,
+    messages,
     message,
     first,
     blocks,
     size,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -44,24 +45,25 @@ def decoded(
     the word load them from the same cache line. One load for each word would be followed by an exchange between
     threads through shared memory. An exclusive or with zero at run time prevents loads of several words in one thread.
     """
+    BITS: tl.constexpr = bits_of(FORM)
     EACH: tl.constexpr = 32 // BITS
+    SCALES: tl.constexpr = scales_per_block(FORM)
+    MASK: tl.constexpr = (1 << BITS) - 1
     four = tl.arange(0, ROWS * BLOCK // 4) ^ tl.minimum(blocks, 0)
     word = four // (EACH // 4)
     inside = word < (blocks - first) * (BLOCK // EACH)
-    packed = tl.load(words + message * size * 4 + first * (BLOCK // EACH) + word, mask=inside, other=0)
+    packed = tl.load(words_at(messages, message, first, size, BLOCK, FORM) + word, mask=inside, other=0)
     packed = packed >> (four % (EACH // 4) * (4 * BITS))
-    at = scales_at(scales, message, first, blocks, size, BLOCK, BITS, SCALES)
-    at = at + word // (BLOCK // EACH) * SCALES
+    at = scales_at(messages, message, first, blocks, size, BLOCK, FORM, SCALE) + word // (BLOCK // EACH) * SCALES
     low = load_scale(at, inside)
     high = low
     if SCALES == 2:
         high = load_scale(at + 1, inside)
-    MASK: tl.constexpr = (1 << BITS) - 1
     return (
-        values_of(packed & MASK, low, high, FORM, BITS),
-        values_of((packed >> BITS) & MASK, low, high, FORM, BITS),
-        values_of((packed >> (2 * BITS)) & MASK, low, high, FORM, BITS),
-        values_of((packed >> (3 * BITS)) & MASK, low, high, FORM, BITS),
+        values_of(packed & MASK, low, high, FORM),
+        values_of((packed >> BITS) & MASK, low, high, FORM),
+        values_of((packed >> (2 * BITS)) & MASK, low, high, FORM),
+        values_of((packed >> (3 * BITS)) & MASK, low, high, FORM),
     )
 
 
@@ -83,28 +85,25 @@ def store_values(out, message, first, blocks, values, BLOCK: tl.constexpr, ROWS:
 
 @triton.jit
 def decoded_sum(
-    words,
-    scales,
+    messages,
     message,
     step,
-    messages,
+    count,
     first,
     blocks,
     size,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the sum of a tile of `messages` messages from `message` on, every `step`-th, in their order."""
+    """Return the sum of a tile of `count` messages from `message` on, every `step`-th, in their order."""
     a = tl.zeros((ROWS * BLOCK // 4,), tl.float32)
     b, c, d = a, a, a
-    for i in range(messages):
-        at = message + i * step
-        e, f, g, h = decoded(words, scales, at, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    for i in range(count):
+        e, f, g, h = decoded(messages, message + i * step, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
         a, b, c, d = a + e, b + f, c + g, d + h
-    return joined(a, b, c, d, 32 // BITS)
+    return joined(a, b, c, d, 32 // bits_of(FORM))
 
 
 @triton.jit(do_not_specialize=["blocks", "size"])
@@ -114,17 +113,14 @@ def decode_kernel(
     blocks,
     size,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decode messages of `blocks` blocks and `size` * 16 bytes to rows of `out`."""
     message, first = tile_of(blocks, ROWS)
-    words, scales = parts_of(encoded, SCALE)
-    a, b, c, d = decoded(words, scales, message, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
-    store_values(out, message, first, blocks, joined(a, b, c, d, 32 // BITS), BLOCK, ROWS)
+    a, b, c, d = decoded(encoded, message, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
+    store_values(out, message, first, blocks, joined(a, b, c, d, 32 // bits_of(FORM)), BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=["messages", "sums", "blocks", "size"])
@@ -136,16 +132,13 @@ def decode_and_sum_kernel(
     blocks,
     size,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decode `messages` messages of every sum and add them in their order, in registers; `out` is written once."""
     message, first = tile_of(blocks, ROWS)
-    words, scales = parts_of(encoded, SCALE)
-    total = decoded_sum(words, scales, message, sums, messages, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    total = decoded_sum(encoded, message, sums, messages, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
     store_values(out, message, first, blocks, total, BLOCK, ROWS)
 
 
@@ -159,10 +152,7 @@ def encode_mean_kernel(
     blocks,
     size,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_ERROR: tl.constexpr,
@@ -172,34 +162,11 @@ def encode_mean_kernel(
 
     HAS_ERROR: write the quantization error. ADDS_ERROR: add its value before to the result.
     """
-    EACH: tl.constexpr = 32 // BITS
     message, first = tile_of(blocks, ROWS)
-    words, scales = parts_of(encoded, SCALE)
-    total = decoded_sum(words, scales, message, 1, messages, first, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    total = decoded_sum(encoded, message, 1, messages, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
     total = tl.div_rn(total, tl.zeros_like(total) + divisor)
-    value = tl.reshape(total, (ROWS, BLOCK // EACH, EACH))
-    block, inside = inside_of(first, blocks, 1, ROWS)
-    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
-    entry = first * BLOCK + word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    entry, inside = entries_of(first, blocks, BLOCK, ROWS, FORM)
+    value, errors = tl.reshape(total, entry.shape), error + first * BLOCK + entry
     if ADDS_ERROR:
-        value += tl.load(error + entry, mask=inside[:, None, None], other=0.0)
-    out_words, out_scales = parts_of(out, SCALE)
-    encode_tile(
-        value,
-        None,
-        error + entry,
-        out_words,
-        out_scales,
-        message,
-        first,
-        blocks,
-        size,
-        inside,
-        FORM,
-        BITS,
-        SCALES,
-        LARGEST,
-        BLOCK,
-        ROWS,
-        HAS_ERROR,
-    )
+        value += tl.load(errors, mask=inside[:, None, None], other=0.0)
+    encode_tile(value, None, errors, out, message, first, blocks, size, inside, FORM, SCALE, HAS_ERROR)

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.kernels.codec.reference import MIN_SCALE, SPLIT
+from torchtitan_scape.kernels.codec.reference import MAGNITUDES, MIN_SCALE, SPLIT
 
 _MIN_SCALE_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MIN_SCALE))[0])
 _SPLIT = tl.constexpr(SPLIT)
-_UNBIASED_GAIN = tl.constexpr(FORMATS["1bit_unbiased"].gain)
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -29,10 +28,45 @@ _ROUND_OFFSET = tl.constexpr(1.5 * 2.0**23)
 _ROUND_OFFSET_BITS = tl.constexpr(0x4B400000)
 
 
+@triton.constexpr_function
+def bits_of(form):
+    return FORMATS[form].bits
+
+
+@triton.constexpr_function
+def scales_per_block(form):
+    return FORMATS[form].scales
+
+
+@triton.constexpr_function
+def largest_of(form):
+    return FORMATS[form].largest
+
+
+@triton.constexpr_function
+def gain_of(form):
+    return FORMATS[form].gain
+
+
+@triton.constexpr_function
+def tie_of(form, code):
+    """Return the number between the levels of a code and of the next one."""
+    return (MAGNITUDES[form][code] + MAGNITUDES[form][code + 1]) / 2
+
+
 @triton.jit
-def parts_of(encoded, SCALE: tl.constexpr):
-    """Return pointers to messages, aligned bytes, as words and as scales: int16 (BF16) or int32 (FP32)."""
-    return encoded.to(tl.pointer_type(tl.int32), bitcast=True), encoded.to(tl.pointer_type(SCALE), bitcast=True)
+def scales_at(messages, message, first, blocks, size, BLOCK: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr):
+    """Return the pointer to the first scale of a tile, int16 (BF16) or int32 (FP32)."""
+    EACH: tl.constexpr = SCALE.primitive_bitwidth // 8
+    scales = messages.to(tl.pointer_type(SCALE), bitcast=True) + message * size * (16 // EACH)
+    return scales + tl.cast(blocks, tl.int64) * (BLOCK * bits_of(FORM) // 8 // EACH) + first * scales_per_block(FORM)
+
+
+@triton.jit
+def words_at(messages, message, first, size, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """Return the pointer to the first word of codes of a tile, int32."""
+    words = messages.to(tl.pointer_type(tl.int32), bitcast=True)
+    return words + message * size * 4 + first * (BLOCK * bits_of(FORM) // 32)
 
 
 @triton.jit
@@ -40,14 +74,6 @@ def tile_of(blocks, ROWS: tl.constexpr):
     """Return the message of this program and its first block in it, int64."""
     tiles = tl.cdiv(blocks, ROWS)
     return (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles * ROWS).to(tl.int64)
-
-
-@triton.jit
-def scales_at(scales, message, first, blocks, size, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr):
-    """Return the pointer to the first scale of a tile."""
-    EACH: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    message_at = scales + message * size * (16 // EACH)
-    return message_at + tl.cast(blocks, tl.int64) * (BLOCK * BITS // 8 // EACH) + first * SCALES
 
 
 @triton.jit
@@ -84,24 +110,20 @@ def finalize_scales(scales, largest):
 
 
 @triton.jit
-def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constexpr):
+def scales_of(x, FORM: tl.constexpr, BFLOAT16: tl.constexpr):
     """Return the scales of the small and of the large magnitudes, FP32 [ROWS] each; equal if a block has one scale."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
     # The bits of magnitudes are ordered as the numbers, with NaN above all.
     largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 2), 1)
-    if LARGEST is not None:
-        magnitude = largest.to(tl.float32, bitcast=True)
-        low = finalize_scales(round_up(tl.div_rn(magnitude, tl.full((ROWS,), LARGEST, tl.float32)), BFLOAT16), largest)
+    if largest_of(FORM) is not None:
+        level = tl.full((ROWS,), largest_of(FORM), tl.float32)
+        low = finalize_scales(round_up(tl.div_rn(largest.to(tl.float32, bitcast=True), level), BFLOAT16), largest)
         high = low
     else:
         magnitudes = tl.reshape(tl.abs(x), (ROWS, BLOCK))
         mean = sum_pairs(magnitudes, ROWS, BLOCK) * (1.0 / BLOCK)
-        if FORM == "1bit" or FORM == "1bit_unbiased":
-            gain = _UNBIASED_GAIN if FORM == "1bit_unbiased" else 1.0
-            low = finalize_scales(round_nearest(mean * gain, BFLOAT16), largest)
-            high = low
-        else:
+        if FORM == "2bit":
             large = magnitudes > (mean * _SPLIT)[:, None]
             # In the shape of x: Triton 3.6 reduces a reshaped axis over the wrong threads, see `triton_select.row_sum`.
             count = tl.sum(tl.sum((tl.abs(x) > (mean * _SPLIT)[:, None, None]).to(tl.int32), 2), 1)
@@ -113,41 +135,39 @@ def scales_of(x, FORM: tl.constexpr, LARGEST: tl.constexpr, BFLOAT16: tl.constex
             above = tl.where(count > 0, tl.div_rn(above, tl.maximum(count, 1).to(tl.float32)), below)
             low = finalize_scales(round_nearest(below, BFLOAT16), largest)
             high = finalize_scales(round_nearest(above, BFLOAT16), largest)
+        else:
+            low = finalize_scales(round_nearest(mean * gain_of(FORM), BFLOAT16), largest)
+            high = low
     return low, high
 
 
 @triton.jit
-def codes_of(x, low, high, shift, FORM: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr):
+def codes_of(x, low, high, shift, FORM: tl.constexpr):
     """Return the code of every entry, int32 [ROWS, WORDS, EACH].
 
     shift: random numbers in [0, 1) for stochastic rounding, of the shape of x; None rounds to nearest.
     """
+    MASK: tl.constexpr = (1 << bits_of(FORM)) - 1
     negative = (x < 0).to(tl.int32)
-    if BITS == 1:
+    if largest_of(FORM) is None:
         codes = negative
-    elif FORM == "2bit":
-        large = tl.abs(x) > ((low + high) * 0.5)[:, None, None]
-        codes = (large.to(tl.int32) << 1) | negative
+        if FORM == "2bit":
+            codes |= (tl.abs(x) > ((low + high) * 0.5)[:, None, None]).to(tl.int32) << 1
     else:
         scale = low[:, None, None]
         valid = scale > 0
         ratio = tl.where(valid, tl.div_rn(x, tl.where(valid, scale, 1.0)), 0.0)
-        if FORM == "e2m1":
-            y = tl.abs(ratio)
-            codes = (y > 0.25).to(tl.int32) + (y >= 0.75).to(tl.int32) + (y > 1.25).to(tl.int32)
-            codes += (y >= 1.75).to(tl.int32) + (y > 2.5).to(tl.int32) + (y >= 3.5).to(tl.int32)
-            codes = (codes + (y > 5.0).to(tl.int32)) | (negative << 3)
-        elif FORM == "e3m0":
-            y = tl.abs(ratio)
-            codes = (y > 0.125).to(tl.int32) + (y >= 0.375).to(tl.int32) + (y > 0.75).to(tl.int32)
-            codes += (y >= 1.5).to(tl.int32) + (y > 3.0).to(tl.int32) + (y >= 6.0).to(tl.int32)
-            codes = (codes + (y > 12.0).to(tl.int32)) | (negative << 3)
+        if FORM == "e2m1" or FORM == "e3m0":
+            codes = negative << 3
+            for i in tl.static_range(7):  # ties are rounded to the even code
+                above = tl.abs(ratio) > tie_of(FORM, i) if i % 2 == 0 else tl.abs(ratio) >= tie_of(FORM, i)
+                codes += above.to(tl.int32)
         elif shift is not None:
-            level = tl.minimum(tl.maximum(tl.floor(ratio + shift), -LARGEST), LARGEST)
-            codes = level.to(tl.int32) & ((1 << BITS) - 1)
+            level = tl.minimum(tl.maximum(tl.floor(ratio + shift), -largest_of(FORM)), largest_of(FORM))
+            codes = level.to(tl.int32) & MASK
         else:
             # No clamp: the scale was rounded up.
-            codes = ((ratio + _ROUND_OFFSET).to(tl.int32, bitcast=True) - _ROUND_OFFSET_BITS) & ((1 << BITS) - 1)
+            codes = ((ratio + _ROUND_OFFSET).to(tl.int32, bitcast=True) - _ROUND_OFFSET_BITS) & MASK
     return codes
 
 
@@ -161,28 +181,23 @@ def negated(x, sign):
 
 
 @triton.jit
-def values_of(codes, low, high, FORM: tl.constexpr, BITS: tl.constexpr):
+def values_of(codes, low, high, FORM: tl.constexpr):
     """Decode int32 codes to FP32. The scales have the shape of the codes, or broadcast to it."""
-    if BITS == 1:
+    SHIFT: tl.constexpr = 32 - bits_of(FORM)
+    if FORM == "2bit":
+        values = negated(tl.where(codes > 1, high, low), codes & 1)
+    elif largest_of(FORM) is None:
         values = negated(low, codes & 1)
-    elif FORM == "2bit":
-        scale = tl.where(codes > 1, high, low)
-        values = negated(scale, codes & 1)
-    else:
-        if FORM == "e2m1":
-            code = codes & 7
-            # In units of 0.5.
+    elif FORM == "e2m1" or FORM == "e3m0":
+        code = codes & 7
+        if FORM == "e2m1":  # in units of 0.5
             level = tl.where(code < 2, code, (2 + (code & 1)) << (tl.maximum(code >> 1, 1) - 1)).to(tl.float32) * 0.5
-            level = negated(level, codes >> 3)
-        elif FORM == "e3m0":
-            code = codes & 7
-            # In units of 0.125.
+        else:  # in units of 0.125
             level = tl.where(code > 0, 1 << code, 0).to(tl.float32) * 0.125
-            level = negated(level, codes >> 3)
-        else:
-            # The arithmetic right shift extends the sign.
-            level = ((codes << (32 - BITS)) >> (32 - BITS)).to(tl.float32)
-        values = level * low
+        values = negated(level, codes >> 3) * low
+    else:
+        # The arithmetic right shift extends the sign.
+        values = ((codes << SHIFT) >> SHIFT).to(tl.float32) * low
     return values
 
 
@@ -195,12 +210,14 @@ def store_scale(at, scales, inside):
 
 
 @triton.jit
-def store_padding(scales, message, blocks, size, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr):
+def store_padding(messages, message, blocks, size, BLOCK: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr):
     """Write zeros from the last scale to the end of the message."""
-    EACH: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    used = tl.cast(blocks, tl.int64) * (BLOCK * BITS // 8 // EACH + SCALES) + tl.arange(0, 8)
+    EACH: tl.constexpr = SCALE.primitive_bitwidth // 8
+    SCALES: tl.constexpr = scales_per_block(FORM)
+    used = tl.cast(blocks, tl.int64) * (BLOCK * bits_of(FORM) // 8 // EACH + SCALES) + tl.arange(0, 8)
     end = tl.cast(size, tl.int64) * (16 // EACH)
-    tl.store(scales + message * end + used, tl.zeros((8,), scales.dtype.element_ty), mask=used < end)
+    scales = messages.to(tl.pointer_type(SCALE), bitcast=True) + message * end
+    tl.store(scales + used, tl.zeros((8,), SCALE), mask=used < end)
 
 
 @triton.jit
@@ -211,44 +228,37 @@ def inside_of(first, blocks, EACH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def uniform(key, first, ROWS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr):
-    """Return FP32 [ROWS, WORDS, EACH] as `rounding.uniform`. first: position of the first entry, int64."""
-    FOURS: tl.constexpr = EACH // 4
-    row, word = tl.arange(0, ROWS)[:, None, None], tl.arange(0, WORDS)[None, :, None]
-    counter = first // 4 + (row * WORDS + word) * FOURS + tl.arange(0, FOURS)[None, None, :]
+def uniform(key, first, like):
+    """Return FP32 of the shape [ROWS, WORDS, EACH] of `like`, as `rounding.uniform`.
+
+    first: position of the first entry, int64.
+    """
+    FOURS: tl.constexpr = like.shape[2] // 4
+    row, word = tl.arange(0, like.shape[0])[:, None, None], tl.arange(0, like.shape[1])[None, :, None]
+    counter = first // 4 + (row * like.shape[1] + word) * FOURS + tl.arange(0, FOURS)[None, None, :]
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     first_word, second, third, fourth = tl.philox(key, low, high, zero, zero)
     words = tl.join(tl.join(first_word, third), tl.join(second, fourth))
-    return (tl.reshape(words, (ROWS, WORDS, EACH)) >> 8).to(tl.float32) * 5.9604644775390625e-08
+    return (tl.reshape(words, like.shape) >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def store_codes(
-    words,
-    scales,
-    message,
-    first,
-    blocks,
-    size,
-    codes,
-    low,
-    high,
-    inside,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    messages, message, first, blocks, size, codes, low, high, inside, FORM: tl.constexpr, SCALE: tl.constexpr
 ):
     """Store codes, int32 [ROWS, WORDS, EACH], and scales, FP32 [ROWS], of the blocks of a message that are `inside`."""
-    EACH: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = codes.shape[1]
+    EACH: tl.constexpr = codes.shape[2]
+    SCALES: tl.constexpr = scales_per_block(FORM)
     block = tl.arange(0, codes.shape[0])
-    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
-    packed = tl.sum(codes << (tl.arange(0, EACH) * BITS)[None, None, :], 2)
-    tl.store(words + message * size * 4 + first * (BLOCK // EACH) + word, packed, mask=inside[:, None])
-    at = scales_at(scales, message, first, blocks, size, BLOCK, BITS, SCALES)
-    store_scale(at + block * SCALES, low, inside)
+    word = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    packed = tl.sum(codes << (tl.arange(0, EACH) * bits_of(FORM))[None, None, :], 2)
+    tl.store(words_at(messages, message, first, size, WORDS * EACH, FORM) + word, packed, mask=inside[:, None])
+    at = scales_at(messages, message, first, blocks, size, WORDS * EACH, FORM, SCALE) + block * SCALES
+    store_scale(at, low, inside)
     if SCALES == 2:
-        store_scale(at + block * SCALES + 1, high, inside)
+        store_scale(at + 1, high, inside)
 
 
 @triton.jit
@@ -256,33 +266,37 @@ def encode_tile(
     value,
     shift,
     errors,
-    words,
-    scales,
+    messages,
     message,
     first,
     blocks,
     size,
     inside,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_ERROR: tl.constexpr,
 ):
     """Encode FP32 [ROWS, WORDS, EACH], the blocks of a message that are `inside`, and store codes and scales.
 
     shift: see `codes_of`. errors: pointers, for the quantization errors if HAS_ERROR.
     """
-    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
-    codes = codes_of(value, low, high, shift, FORM, BITS, LARGEST)
+    low, high = scales_of(value, FORM, tl.int16 == SCALE)
+    codes = codes_of(value, low, high, shift, FORM)
     if HAS_ERROR:
-        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM)
         tl.store(errors, difference, mask=inside[:, None, None])
-    store_codes(words, scales, message, first, blocks, size, codes, low, high, inside, BITS, SCALES, BLOCK)
-    if first + ROWS >= blocks:
-        store_padding(scales, message, blocks, size, BLOCK, BITS, SCALES)
+    store_codes(messages, message, first, blocks, size, codes, low, high, inside, FORM, SCALE)
+    if first + value.shape[0] >= blocks:
+        store_padding(messages, message, blocks, size, value.shape[1] * value.shape[2], FORM, SCALE)
+
+
+@triton.jit
+def entries_of(first, blocks, BLOCK: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return the positions of a tile's entries after its first one, [ROWS, WORDS, EACH], and the blocks that exist."""
+    EACH: tl.constexpr = 32 // bits_of(FORM)
+    block, inside = inside_of(first, blocks, 1, ROWS)
+    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
+    return word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :], inside
 
 
 @triton.jit(do_not_specialize=["blocks", "size", "key"])
@@ -295,10 +309,7 @@ def encode_kernel(
     size,
     key,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_ERROR: tl.constexpr,
@@ -310,36 +321,12 @@ def encode_kernel(
     HAS_ERROR: write x minus the decoded values to `error`. STOCHASTIC: round stochastically, by `key`, or by one of
     `keys` for each row if ROW_KEYS.
     """
-    EACH: tl.constexpr = 32 // BITS
-    words, scales = parts_of(encoded, SCALE)
     message, first = tile_of(blocks, ROWS)
-    block, inside = inside_of(first, blocks, 1, ROWS)
-    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
-    entry = word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    entry, inside = entries_of(first, blocks, BLOCK, ROWS, FORM)
     start = (message * blocks + first) * BLOCK
     value = tl.load(x + start + entry, mask=inside[:, None, None], other=0.0)
     shift = None
     if STOCHASTIC:
-        if ROW_KEYS:
-            shift = uniform(tl.load(keys + message), first * BLOCK, ROWS, BLOCK // EACH, EACH)
-        else:
-            shift = uniform(key, start, ROWS, BLOCK // EACH, EACH)
-    encode_tile(
-        value,
-        shift,
-        error + start + entry,
-        words,
-        scales,
-        message,
-        first,
-        blocks,
-        size,
-        inside,
-        FORM,
-        BITS,
-        SCALES,
-        LARGEST,
-        BLOCK,
-        ROWS,
-        HAS_ERROR,
-    )
+        shift = uniform(tl.load(keys + message), first * BLOCK, value) if ROW_KEYS else uniform(key, start, value)
+    errors = error + start + entry
+    encode_tile(value, shift, errors, encoded, message, first, blocks, size, inside, FORM, SCALE, HAS_ERROR)

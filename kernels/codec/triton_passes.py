@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec import triton_decode, triton_kernels
-from torchtitan_scape.kernels.codec.formats import FORMATS, HADAMARD_SIZE, message_bytes
+from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE, message_bytes
 from torchtitan_scape.kernels.codec.rounding import row_keys
 from torchtitan_scape.kernels.codec.triton_hadamard import hadamard_kernel
 from torchtitan_scape.kernels.common import launching
@@ -39,7 +39,6 @@ def encode(
         block,
         scale,
         (one,),
-        LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         STOCHASTIC=key is not None,
         ROW_KEYS=keys is not None,
@@ -85,7 +84,6 @@ def encode_mean(
         name,
         block,
         scale,
-        LARGEST=FORMATS[name].largest,
         HAS_ERROR=error is not None,
         ADDS_ERROR=adds_error and error is not None,
     )
@@ -132,7 +130,7 @@ def _launch(
     **constants: Any,
 ) -> None:
     """Launch one program per tile and row. sizes[-2]: blocks of a row. more: scalar arguments after the sizes."""
-    form, per_tile = FORMATS[name], _TILE // block
+    per_tile = _TILE // block
     launching.launch(
         kernel,
         (rows * -(-int(sizes[-2]) // per_tile),),
@@ -141,8 +139,6 @@ def _launch(
         *more,
         warps=4,
         FORM=name,
-        BITS=form.bits,
-        SCALES=form.scales,
         SCALE=scale_type(scale),
         BLOCK=block,
         ROWS=per_tile,

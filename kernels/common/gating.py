@@ -14,6 +14,16 @@ def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return new if applied.is_cpu else torch.where(applied, new, old)
 
 
+def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:
+    """Copy `source` to `target` if `applied`, bool (), without waiting for the device."""
+    if applied.is_cpu:  # reading it costs nothing
+        if applied:
+            target.copy_(source.view(target.shape)) if isinstance(source, Tensor) else target.fill_(source)
+        return
+    value = source if isinstance(source, Tensor) else torch.full_like(target, source)
+    torch.where(applied, value.view(target.shape), target, out=target)
+
+
 def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
     """Decay in place: parameter -= rate * parameter.
 

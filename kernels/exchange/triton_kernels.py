@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.codec.triton_decode import decoded, decoded_sum, joined
-from torchtitan_scape.kernels.codec.triton_kernels import codes_of, parts_of, scales_of, store_codes, values_of
+from torchtitan_scape.kernels.codec.triton_kernels import bits_of, codes_of, scales_of, store_codes, values_of
 from torchtitan_scape.kernels.exchange import layout
 
 _FIRST, _SECOND = tl.constexpr(layout.FIRST), tl.constexpr(layout.SECOND)
@@ -99,10 +99,7 @@ def encode_kernel(
     factor,
     elsewhere,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -120,9 +117,8 @@ def encode_kernel(
     this replica it is divided by `replicas` and written to `owned_error` instead. STORES_ERROR: if `applied`, second =
     quantization error. With SUBTRACTS: encode zeros unless `applied`, else first = second, second = minus the error.
     """
-    EACH: tl.constexpr = 32 // BITS
+    EACH: tl.constexpr = 32 // bits_of(FORM)
     number, row, message, start, count = tile_of(tiles, blocks)
-    words, scales = parts_of(encoded, SCALE)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     block = tl.arange(0, ROWS)
     offset = tl.arange(0, BLOCK // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
@@ -150,10 +146,10 @@ def encode_kernel(
         owned_at = (start + block[:, None, None]) * BLOCK + offset
         tl.store(owned_error + owned_at, divided, mask=inside & owned)
         value += tl.where(owned, 0.0, error)
-    low, high = scales_of(value, FORM, LARGEST, scales.dtype.element_ty == tl.int16)
-    codes = codes_of(value, low, high, None, FORM, BITS, LARGEST)
+    low, high = scales_of(value, FORM, tl.int16 == SCALE)
+    codes = codes_of(value, low, high, None, FORM)
     if STORES_ERROR:
-        error = value - values_of(codes, low[:, None, None], high[:, None, None], FORM, BITS)
+        error = value - values_of(codes, low[:, None, None], high[:, None, None], FORM)
         _, exists = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
         kept = exists & everywhere(tl.load(applied) != 0, at)
         if SUBTRACTS:
@@ -161,7 +157,7 @@ def encode_kernel(
             error = 0.0 - error
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
-    store_codes(words, scales, message, start, blocks, size, codes, low, high, block < count, BITS, SCALES, BLOCK)
+    store_codes(encoded, message, start, blocks, size, codes, low, high, block < count, FORM, SCALE)
 
 
 @triton.jit(do_not_specialize=["tensors", "blocks", "size", "replica", "replicas", "factor", "elsewhere"])
@@ -181,8 +177,6 @@ def apply_kernel(
     factor,
     elsewhere,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -204,15 +198,14 @@ def apply_kernel(
     if SUBTRACTS:  # noqa: SIM102  # a constant and a tensor
         if not is_applied:
             return
-    EACH: tl.constexpr = 32 // BITS
+    EACH: tl.constexpr = 32 // bits_of(FORM)
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
-    words, scales = parts_of(encoded, SCALE)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
     at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
-    a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+    a, b, c, d = decoded(encoded, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
     mean = joined(a, b, c, d, EACH)
     firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
@@ -223,8 +216,7 @@ def apply_kernel(
         errors = pointer(address, tensors, first_at, _OWNER_ERROR, tl.float32, FULL) + at
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         if not ERRORS_STORED:
-            sent_words, sent_scales = parts_of(sent, SCALE)
-            a, b, c, d = decoded(sent_words, sent_scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+            a, b, c, d = decoded(sent, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
             encoded_value = joined(a, b, c, d, EACH)
             first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
             second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
@@ -269,8 +261,6 @@ def decode_kernel(
     messages,
     steps,
     FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -279,20 +269,19 @@ def decode_kernel(
     ADDS: tl.constexpr,
 ):
     """Decode: first += message (ADDS), or first = mean of `messages` messages / `steps`."""
-    EACH: tl.constexpr = 32 // BITS
+    EACH: tl.constexpr = 32 // bits_of(FORM)
     WORDS: tl.constexpr = ROWS * BLOCK // EACH
     number, row, message, start, count = tile_of(tiles, blocks)
-    words, scales = parts_of(encoded, SCALE)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     word = tl.arange(0, WORDS)[:, None]
     block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
     at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
     firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     if ADDS:
-        a, b, c, d = decoded(words, scales, message, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        a, b, c, d = decoded(encoded, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
         value = tl.load(firsts, mask=inside, other=0.0).to(tl.float32) + joined(a, b, c, d, EACH)
     else:
-        total = decoded_sum(words, scales, message, 1, messages, start, blocks, size, FORM, BITS, SCALES, BLOCK, ROWS)
+        total = decoded_sum(encoded, message, 1, messages, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
         none = tl.zeros_like(total)
         value = tl.div_rn(tl.div_rn(total, none + messages.to(tl.float32)), none + steps.to(tl.float32))
     tl.store(firsts, value.to(DTYPE), mask=inside)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.codec.triton_passes import aligned_bytes, scale_type
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable, as_flag, to_device
@@ -113,7 +112,6 @@ class BlockExchange:
                 moved=round(
                     (read if applied is None else read + second + subtracts * each.dtype.itemsize) * each.entries
                 ),
-                LARGEST=FORMATS[self.code.name].largest,
                 REPEATS=self._repeats,
                 SUBTRACTS=subtracts,
                 STORES_ERROR=applied is not None,
@@ -266,11 +264,8 @@ class BlockExchange:
         return 0.0 if not tensors.has(OWNER_ERROR) else 4.0 if elsewhere else 4.0 / self._replicas
 
     def _constants(self, each: _Launch) -> dict[str, Any]:
-        form = FORMATS[self.code.name]
         return {
-            "FORM": form.name,
-            "BITS": form.bits,
-            "SCALES": form.scales,
+            "FORM": self.code.name,
             "SCALE": scale_type(self.code.scale),
             "BLOCK": self.code.block_size,
             "ROWS": self._rows,

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.common.ordered import add_in_order_
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
 from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
@@ -74,10 +75,8 @@ def pack(
     left = torch.where(sent, 0.0, values).view(-1)[: x.numel()]
     if rest is None or applied is None:
         x.copy_(left)
-    elif applied.is_cpu:
-        rest.copy_(left if applied else rest)
     else:
-        torch.where(applied, left, rest, out=rest)
+        masked_copy_(rest, left, applied)
 
 
 def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.scape.reference import select_rows
+from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
-from torchtitan_scape.kernels.topk.reference import from_blocks, to_blocks, write_offsets
+from torchtitan_scape.kernels.topk.reference import from_blocks, select, to_blocks
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,15 @@ class TorchCosine:
             message: uint8 (bytes,), zeros; receives the encoded offsets.
             values: FP32 (values,), receives the components.
         """
-        layout = self.layout
-        for i, (grid, k) in enumerate(zip(layout.grids, layout.selected, strict=True)):
+        for i, grid in enumerate(self.layout.grids):
             momentum, x, basis = momenta[i].view(-1), gradients[i].view(-1), self.bases[grid.height, grid.width]
             if factor != 1.0:
                 x.mul_(factor)
             x.add_(momentum, alpha=beta)
             components = basis.transform(to_blocks(x, grid))
-            offsets = select_rows(components, k)
-            selected = components.gather(1, offsets)
-            values[layout.first_values[i] : layout.first_values[i + 1]] = selected.view(-1)
-            write_offsets(message, layout, i, offsets)
+            selected, offsets = select(self.layout, i, components, message, values)
             represented = basis.inverse(torch.zeros_like(components).scatter_(1, offsets, selected))
-            rest = x - from_blocks(represented, grid)
-            if not applied.is_cpu:
-                torch.where(applied, rest, momentum, out=momentum)
-            elif applied:
-                momentum.copy_(rest)
+            masked_copy_(momentum, x - from_blocks(represented, grid), applied)
 
     def inverse_(self, outputs: Sequence[Tensor]) -> None:
         """Replace the components in the tiles of FP32 tensors by their inverse transform."""

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.codec.reference import unpack
+from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.common.ordered import divisor_of
 from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
 from torchtitan_scape.kernels.scape.reference import select_rows, unpack_bits
@@ -71,16 +72,14 @@ class TorchTopk:
             message: uint8 (bytes,), zeros; receives the encoded offsets.
             values: FP32 (values,), receives the selected values.
         """
-        layout = self.layout
-        for i, (grid, k) in enumerate(zip(layout.grids, layout.selected, strict=True)):
-            residual = residuals[i].view(-1)
-            accumulate_(residual, gradients[i].view(-1), decay, factor, applied)
+        for i, grid in enumerate(self.layout.grids):
+            residual, x = residuals[i].view(-1), gradients[i].view(-1)
+            x = x if factor == 1.0 else x * factor
+            masked_copy_(residual, torch.add(x, residual, alpha=decay), applied)
             # In a skipped step the residual keeps its values, and what is sent is not used.
-            selected, offsets = select(residual, grid, k)
-            values[layout.first_values[i] : layout.first_values[i + 1]] = selected.view(-1)
-            write_offsets(message, layout, i, offsets)
-            if layout.code == "float32":
-                keep_(residual, grid, offsets, torch.zeros_like(selected), applied)
+            selected, offsets = select(self.layout, i, to_blocks(residual, grid), message, values)
+            if self.layout.code == "float32":
+                self._keep_(i, residual, offsets, torch.zeros_like(selected), applied)
 
     def keep_(self, residuals: Sequence[Tensor], message: Tensor, errors: Tensor, applied: Tensor) -> None:
         """Replace the selected entries of the residuals by `errors`, FP32 (values,), if `applied`.
@@ -89,10 +88,14 @@ class TorchTopk:
             message: uint8 (bytes,), with the encoded offsets.
         """
         layout = self.layout
-        for i, grid in enumerate(layout.grids):
-            offsets = offsets_of(layout, i, message[None])[0]
+        for i, residual in enumerate(residuals):
             own = errors[layout.first_values[i] : layout.first_values[i + 1]]
-            keep_(residuals[i].view(-1), grid, offsets, own.view(offsets.shape), applied)
+            self._keep_(i, residual.view(-1), offsets_of(layout, i, message[None])[0], own, applied)
+
+    def _keep_(self, tensor: int, residual: Tensor, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
+        grid = self.layout.grids[tensor]
+        kept = to_blocks(residual, grid).scatter(1, offsets, errors.view(offsets.shape))
+        masked_copy_(residual, from_blocks(kept, grid), applied)
 
     def mean_(self, outputs: Sequence[Tensor], messages: Tensor, decoded: Tensor | None, over_senders: bool) -> None:
         """Set the outputs, FP32, to the mean of the messages of N replicas, zero where none has an entry.
@@ -104,9 +107,19 @@ class TorchTopk:
             decoded: Values of a block code, FP32 (N, values or more); otherwise None.
             over_senders: Divide each sum by the number of messages that contain the entry, otherwise by N.
         """
-        for i, (x, grid) in enumerate(zip(outputs, self.layout.grids, strict=True)):
+        replicas = len(messages)
+        for i, (output, grid) in enumerate(zip(outputs, self.layout.grids, strict=True)):
             offsets, values = offsets_of(self.layout, i, messages), values_of(self.layout, i, messages, decoded)
-            mean_(x.view(-1), grid, offsets, values, over_senders)
+            total = torch.zeros(grid.tiles, grid.size, dtype=torch.float32, device=output.device)
+            senders = torch.zeros_like(total) if over_senders else None
+            if output.is_cpu:  # in the order of the index
+                offsets, values = (t.transpose(0, 1).reshape(1, grid.tiles, -1) for t in (offsets, values))
+            for own, added in zip(offsets, values, strict=True):  # on a GPU the order of equal indices is undefined
+                total.scatter_add_(1, own, added)
+                if senders is not None:
+                    senders.scatter_add_(1, own, torch.ones_like(added))
+            total.div_(divisor_of(total, replicas) if senders is None else senders.clamp_(min=1.0))
+            output.view(-1).copy_(from_blocks(total, grid))
 
 
 def write_offsets(message: Tensor, layout: MessageLayout, tensor: int, offsets: Tensor) -> None:
@@ -116,55 +129,23 @@ def write_offsets(message: Tensor, layout: MessageLayout, tensor: int, offsets: 
     message[layout.first_offsets[tensor] : layout.first_offsets[tensor + 1]] = coded
 
 
-def select(x: Tensor, grid: BlockGrid, k: int) -> tuple[Tensor, Tensor]:
-    """Return values, FP32 (tiles, k), and offsets, int64 (tiles, k), of the k largest |x| of every tile.
+def select(layout: MessageLayout, tensor: int, tiles: Tensor, message: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Store the entries with the k largest magnitudes of every tile of one tensor, (tiles, entries of a tile).
 
     Offsets are ascending. Ties go to the lower index; padding is selected only in tiles with fewer than k entries, and
     has the value 0.
+
+    Args:
+        message, values: See `TorchTopk.select`.
+
+    Returns:
+        Values, FP32 (tiles, k), and offsets, int64 (tiles, k).
     """
-    tiles = to_blocks(x, grid)
-    offsets = select_rows(tiles, k, valid_mask(grid, x.device))
-    return tiles.gather(1, offsets), offsets
-
-
-def accumulate_(residual: Tensor, x: Tensor, decay: float, factor: float, applied: Tensor) -> None:
-    """Set residual = factor * x + decay * residual, FP32 (n,), if `applied`, bool ()."""
-    if applied.is_cpu and not applied:
-        return
-    x = x if factor == 1.0 else x * factor
-    if applied.is_cpu:
-        torch.add(x, residual, alpha=decay, out=residual)
-    else:
-        torch.where(applied, torch.add(x, residual, alpha=decay), residual, out=residual)
-
-
-def keep_(residual: Tensor, grid: BlockGrid, offsets: Tensor, errors: Tensor, applied: Tensor) -> None:
-    """Replace the selected entries of the residual, FP32 (n,), by `errors`, if `applied`, bool ().
-
-    offsets and errors: (tiles, k).
-    """
-    if applied.is_cpu and not applied:
-        return
-    kept = from_blocks(to_blocks(residual, grid).scatter(1, offsets, errors), grid)
-    if applied.is_cpu:
-        residual.copy_(kept)
-    else:
-        torch.where(applied, kept, residual, out=residual)
-
-
-def mean_(x: Tensor, grid: BlockGrid, offsets: Tensor, values: Tensor, over_senders: bool) -> None:
-    """Set x, FP32 (n,), to the mean of `values` at `offsets`, (N, tiles, k), as `TorchTopk.mean_`."""
-    total = torch.zeros(grid.tiles, grid.size, dtype=torch.float32, device=x.device)
-    senders = torch.zeros_like(total) if over_senders else None
-    replicas = len(values)
-    if x.is_cpu:  # in the order of the index
-        offsets, values = (t.transpose(0, 1).reshape(1, grid.tiles, -1) for t in (offsets, values))
-    for own, added in zip(offsets, values, strict=True):  # on a GPU the order of equal indices is undefined
-        total.scatter_add_(1, own, added)
-        if senders is not None:
-            senders.scatter_add_(1, own, torch.ones_like(added))
-    total.div_(divisor_of(total, replicas) if senders is None else senders.clamp_(min=1.0))
-    x.copy_(from_blocks(total, grid))
+    offsets = select_rows(tiles, layout.selected[tensor], valid_mask(layout.grids[tensor], tiles.device))
+    selected = tiles.gather(1, offsets)
+    values[layout.first_values[tensor] : layout.first_values[tensor + 1]] = selected.view(-1)
+    write_offsets(message, layout, tensor, offsets)
+    return selected, offsets
 
 
 def values_of(layout: MessageLayout, tensor: int, messages: Tensor, decoded: Tensor | None) -> Tensor:

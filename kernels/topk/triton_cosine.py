@@ -20,12 +20,10 @@ from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
 from torchtitan_scape.kernels.topk.cosine import Basis, bases
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
-from torchtitan_scape.kernels.topk.triton_kernels import store_code
+from torchtitan_scape.kernels.topk.triton_kernels import store_selected
 from torchtitan_scape.kernels.topk.triton_tiles import (
-    VALUE,
     Form,
     TiledTensors,
-    column,
     power,
     tensor_at,
     tile_starts,
@@ -112,12 +110,10 @@ def components_kernel(
     components = product(scratch, stride, 1, columns, 1, width, width, height, width, HEIGHT, WIDTH)
     bits = tl.minimum(components.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFE)
     chosen = select_in_blocks(tl.reshape(tl.where(inside, bits, -1), (1, HEIGHT * WIDTH)), k)
-    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
     number = tl.arange(0, HEIGHT * WIDTH)[None, :]
     offset = (number // WIDTH) * width + number % WIDTH
-    store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, unary, low)
-    slot = column(table, tensor, VALUE) + tile * k + rank
-    tl.store(values + slot, tl.reshape(components, (1, HEIGHT * WIDTH)), mask=chosen)
+    found = tl.reshape(components, (1, HEIGHT * WIDTH))
+    store_selected(message, values, table, tensor, tile, found, offset, chosen, k, code_bytes, unary, low)
     sent = tl.where(tl.reshape(chosen.to(tl.int32), (HEIGHT, WIDTH)) != 0, components, 0.0)
     tl.debug_barrier()
     tl.store(scratch + at, sent, mask=inside)
@@ -161,15 +157,13 @@ class TritonCosine:
         values: Tensor,
     ) -> None:
         """Select as `TorchCosine.select`."""
-        given, _ = self._tiled.addresses(momenta=momenta, gradients=gradients)
-        table = self._tiled.table(message.device)
-        for form in self._tiled.forms(1, False, message.device):
+        for form, tables in self._tiled.launches(1, momenta=momenta, gradients=gradients):
             code, (basis, sides, constants) = offset_code(form.k, form.size), self._constants(form)
-            tensors = *given, basis.rows, basis.columns, message, values, as_flag(applied)
             launching.launch(
                 components_kernel,
                 (len(form.programs),),
-                *(form.programs, table, *tensors, beta, factor, form.k, code.nbytes, code.unary, code.low, *sides),
+                *(*tables, basis.rows, basis.columns, message, values, as_flag(applied)),
+                *(beta, factor, form.k, code.nbytes, code.unary, code.low, *sides),
                 warps=8,
                 moved=16 * form.entries - (1 - form.share) * (message.nbytes + values.nbytes),
                 **constants,
@@ -177,14 +171,12 @@ class TritonCosine:
 
     def inverse_(self, outputs: Sequence[Tensor]) -> None:
         """Transform as `TorchCosine.inverse_`."""
-        given, _ = self._tiled.addresses(gradients=outputs)
-        table = self._tiled.table(outputs[0].device)
-        for form in self._tiled.forms(1, False, outputs[0].device):
+        for form, tables in self._tiled.launches(1, gradients=outputs):
             basis, sides, constants = self._constants(form)
             launching.launch(
                 inverse_kernel,
                 (len(form.programs),),
-                *(form.programs, table, *given, basis.rows, basis.columns, *sides),
+                *(*tables, basis.rows, basis.columns, *sides),
                 warps=8,
                 moved=8 * form.entries,
                 **constants,

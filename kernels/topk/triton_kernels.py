@@ -11,6 +11,7 @@ encoded, error feedback writes the selected entries once more. The mean writes 4
 import triton
 import triton.language as tl
 
+from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
 from torchtitan_scape.kernels.topk.triton_tiles import (
     MEAN,
@@ -19,23 +20,37 @@ from torchtitan_scape.kernels.topk.triton_tiles import (
     VALUE,
     column,
     entry_of,
+    power,
     tensor_at,
     tile_starts,
     tiles_of,
 )
 
-FLOAT, TWO_BITS, ONE_BIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+@triton.constexpr_function
+def code_of(k, size, part):
+    """Return an attribute of the code of k offsets in `size` entries."""
+    return getattr(offset_code(k, size), part)
+
+
+@triton.constexpr_function
+def lanes_of(k, size):
+    """Return the bits or the offsets, whichever are more, of a code that is decoded, rounded up to a power of two."""
+    return power(max(k, offset_code(k, size).unary))
 
 
 @triton.jit
-def store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, unary, low):
-    """Set the bits of chosen offsets within tiles in a message of zeros; see `kernels.scape.blocks.OffsetCode`.
+def store_selected(message, values, table, tensor, tile, x, offset, chosen, k, code_bytes, unary, low):
+    """Store the chosen entries of tiles: their values, and the bits of their offsets in a message of zeros.
 
-    Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for gfx90a to a loop.
+    For the code of the offsets see `kernels.scape.blocks.OffsetCode`. Every bit is set at most once, so an addition
+    sets it. Triton compiles an atomic OR for gfx90a to a loop.
 
     Args:
-        offset, rank: int32 [ROWS, n], of the chosen entries of each tile. tile: int64 [ROWS, 1].
+        x, offset, chosen: FP32, int32 and bool [ROWS, n]. tile: int64 [ROWS, 1].
     """
+    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    tl.store(values + column(table, tensor, VALUE) + tile * k + rank, x, mask=chosen)
     byte = column(table, tensor, OFFSETS) + tile * code_bytes
     words = message.to(tl.pointer_type(tl.int32)) + (byte >> 2)
     start = ((byte & 3) * 8).to(tl.int32)
@@ -50,12 +65,15 @@ def store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, u
 
 
 @triton.jit
-def decode_offsets(code, exists, k, LOW: tl.constexpr, UNARY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def decode_offsets(code, exists, K: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Return the ranks of the offsets in the codes of tiles, the offsets, and which exist, [ROWS, LANES].
 
     Args:
         code: Address of the code of every tile, [ROWS, 1].
     """
+    LOW: tl.constexpr = code_of(K, SIZE, "low")
+    UNARY: tl.constexpr = code_of(K, SIZE, "unary")
+    LANES: tl.constexpr = lanes_of(K, SIZE)
     lane = tl.arange(0, LANES)[None, :]
     if UNARY > 0:
         used = exists & (lane < UNARY)
@@ -64,7 +82,7 @@ def decode_offsets(code, exists, k, LOW: tl.constexpr, UNARY: tl.constexpr, ROWS
         active = used & (bit != 0)
         offset = (lane - rank) << LOW
     else:
-        active = exists & (lane < k)
+        active = exists & (lane < K)
         rank = lane + tl.zeros((ROWS, LANES), tl.int32)
         offset = tl.zeros((ROWS, LANES), tl.int32)
     for i in tl.static_range(LOW):
@@ -120,12 +138,10 @@ def select_kernel(
         padding = exists & (offset < HEIGHT * WIDTH) & ~valid
         missing = k - tl.sum(chosen.to(tl.int32), 1)[:, None]
         chosen = chosen | (padding & (tl.cumsum(padding.to(tl.int32), 1) <= missing))
-    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    tl.store(values + column(table, tensor, VALUE) + tile * k + rank, x, mask=chosen)
-    store_code(message, table, tensor, tile, offset, rank, chosen, code_bytes, unary, low)
+    store_selected(message, values, table, tensor, tile, x, offset, chosen, k, code_bytes, unary, low)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit
 def keep_kernel(
     programs,
     table,
@@ -133,11 +149,7 @@ def keep_kernel(
     message,
     errors,
     applied,
-    k,
-    LOW: tl.constexpr,
-    UNARY: tl.constexpr,
-    CODE_BYTES: tl.constexpr,
-    LANES: tl.constexpr,
+    K: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -149,20 +161,20 @@ def keep_kernel(
     if tl.load(applied) != 0:
         tensor, tile, exists = tiles_of(programs, tl.program_id(0), table, ROWS)
         start, stride, rows_left, columns_left = tile_starts(table, tensor, tile, HEIGHT, WIDTH, ALIGNED)
-        code = message + column(table, tensor, OFFSETS) + tile * CODE_BYTES
-        rank, offset, active = decode_offsets(code, exists, k, LOW, UNARY, ROWS, LANES)
+        code = message + column(table, tensor, OFFSETS) + tile * code_of(K, HEIGHT * WIDTH, "nbytes")
+        rank, offset, active = decode_offsets(code, exists, K, HEIGHT * WIDTH, ROWS)
         entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
-        error = tl.load(errors + column(table, tensor, VALUE) + tile * k + rank, mask=active, other=0.0)
+        error = tl.load(errors + column(table, tensor, VALUE) + tile * K + rank, mask=active, other=0.0)
         tl.store(tensor_at(residuals, tensor, ALIGNED) + start + entry, error, mask=active & valid)
 
 
 @triton.jit
-def value_of(values, means, first, index, active, FORM: tl.constexpr):
+def value_of(values, means, first, index, active, CODE: tl.constexpr):
     """Return the values with these indices in one message, FP32. first: index of the first one, int64 [ROWS, 1]."""
-    if FORM == FLOAT:
+    if CODE == "float32":
         return tl.load(values + first + index, mask=active, other=0.0)
     index = first + index
-    if FORM == TWO_BITS:
+    if CODE == "2bit":
         byte = tl.load(values + (index >> 2), mask=active, other=0).to(tl.int32)
         code = (byte >> ((index & 3) * 2).to(tl.int32)) & 3
         return tl.load(means + code, mask=active, other=0.0)
@@ -172,7 +184,7 @@ def value_of(values, means, first, index, active, FORM: tl.constexpr):
         return tl.load(means) * sign.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["value_stride", "mean_stride", "code_stride", "replicas", "divisor", "count", "k"])
+@triton.jit(do_not_specialize=["value_stride", "mean_stride", "code_stride", "replicas", "divisor", "count"])
 def mean_kernel(
     programs,
     table,
@@ -187,13 +199,9 @@ def mean_kernel(
     replicas,
     divisor,
     count,
-    k,
-    FORM: tl.constexpr,
+    CODE: tl.constexpr,
     OVER_SENDERS: tl.constexpr,
-    LOW: tl.constexpr,
-    UNARY: tl.constexpr,
-    CODE_BYTES: tl.constexpr,
-    LANES: tl.constexpr,
+    K: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -206,7 +214,6 @@ def mean_kernel(
     A program of the grid takes every n-th of the `count` programs of the list, one after the other.
 
     counts: int16, number of senders of each entry, used inside the kernel: ROWS * COLUMNS of each program of the grid.
-    LOW, UNARY, CODE_BYTES: the code of the offsets, `kernels.scape.blocks.OffsetCode`.
     """
     # Few entries at a time need few registers, so that many programs run at once and wait for memory together.
     PIECE: tl.constexpr = min(COLUMNS, 128)
@@ -223,14 +230,14 @@ def mean_kernel(
             if OVER_SENDERS:
                 tl.store(counts + row + offset, tl.zeros((ROWS, PIECE), tl.int16))
         tl.debug_barrier()
-        first_value = column(table, tensor, VALUE if FORM == FLOAT else PACKED) + tile * k
-        code = messages + column(table, tensor, OFFSETS) + tile * CODE_BYTES
+        first_value = column(table, tensor, VALUE if CODE == "float32" else PACKED) + tile * K
+        code = messages + column(table, tensor, OFFSETS) + tile * code_of(K, HEIGHT * WIDTH, "nbytes")
         own_values, own_means = values, means + column(table, tensor, MEAN)
         for _ in range(replicas):
-            rank, offset, active = decode_offsets(code, exists, k, LOW, UNARY, ROWS, LANES)
+            rank, offset, active = decode_offsets(code, exists, K, HEIGHT * WIDTH, ROWS)
             entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
             valid = valid & active
-            value = value_of(own_values, own_means, first_value, rank, valid, FORM)
+            value = value_of(own_values, own_means, first_value, rank, valid, CODE)
             tl.store(x + entry, tl.load(x + entry, mask=valid, other=0.0) + value, mask=valid)
             if OVER_SENDERS:
                 sent = tl.load(counts + row + offset, mask=valid, other=0)

@@ -10,18 +10,13 @@ from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.topk import triton_kernels
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
-from torchtitan_scape.kernels.topk.triton_tiles import Form, TiledTensors, power
+from torchtitan_scape.kernels.topk.triton_tiles import Form, TiledTensors
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program
 # Entries of a program that selects, and of its warps: its search keeps all in registers.
 _SELECTED, _PER_WARP = 1 << 10, 1 << 8
 _PROGRAMS = 1 << 11  # of a grid with a memory for each
-_FORMS = {
-    "float32": triton_kernels.FLOAT.value,
-    "2bit": triton_kernels.TWO_BITS.value,
-    "1bit": triton_kernels.ONE_BIT.value,
-}
 
 
 def fits(grid: BlockGrid) -> bool:
@@ -46,16 +41,14 @@ class TritonTopk:
         values: Tensor,
     ) -> None:
         """Select as `TorchTopk.select`."""
-        given, aligned = self._tiled.addresses(residuals=residuals, gradients=gradients)
-        table = self._tiled.table(message.device)
-        for form in self._tiled.forms(_SELECTED, aligned, message.device):
+        for form, tables in self._tiled.launches(_SELECTED, residuals=residuals, gradients=gradients):
             code = offset_code(form.k, form.size)
-            tensors = form.programs, table, *given, message, values, as_flag(applied)
             launching.launch(
                 triton_kernels.select_kernel,
                 (len(form.programs),),
-                *(*tensors, decay, factor, form.k, code.nbytes, code.unary, code.low),
-                warps=max(1, min(16, form.rows * form.columns // _PER_WARP)),
+                *(*tables, message, values, as_flag(applied)),
+                *(decay, factor, form.k, code.nbytes, code.unary, code.low),
+                warps=max(1, min(16, form.padded // _PER_WARP)),
                 moved=12 * form.entries - (1 - form.share) * (message.nbytes + values.nbytes),
                 CLEARS=self.layout.code == "float32",
                 **form.constants,
@@ -63,50 +56,40 @@ class TritonTopk:
 
     def keep_(self, residuals: Sequence[Tensor], message: Tensor, errors: Tensor, applied: Tensor) -> None:
         """Set the residuals as `TorchTopk.keep_`."""
-        given, aligned = self._tiled.addresses(residuals=residuals)
-        table = self._tiled.table(message.device)
-        for form in self._tiled.forms(_ENTRIES, aligned, message.device):
-            tensors = form.programs, table, *given, message, errors, as_flag(applied)
+        for form, tables in self._tiled.launches(_ENTRIES, residuals=residuals):
             touched = min(4 * form.entries, 32 * form.share * errors.numel())  # a sector for each entry
             launching.launch(
                 triton_kernels.keep_kernel,
                 (len(form.programs),),
-                *(*tensors, form.k),
+                *(*tables, message, errors, as_flag(applied)),
                 warps=_warps(form),
                 moved=touched - (1 - form.share) * (message.nbytes + errors.nbytes),
-                **_code(form),
+                K=form.k,
                 **form.constants,
             )
 
     def mean_(self, outputs: Sequence[Tensor], messages: Tensor, decoded: Tensor | None, over_senders: bool) -> None:
         """Compute the mean as `TorchTopk.mean_`."""
-        given, aligned = self._tiled.addresses(gradients=outputs)
-        table, numbers = self._tiled.table(messages.device), messages.view(torch.float32)
+        numbers = messages.view(torch.float32)
         values = decoded if decoded is not None else numbers if self.layout.form == "float32" else messages
-        for form in self._tiled.forms(_ENTRIES, aligned, messages.device):
+        for form, tables in self._tiled.launches(_ENTRIES, gradients=outputs):
             grid = min(len(form.programs), _PROGRAMS) if over_senders else len(form.programs)
-            size = grid * form.rows * form.columns if over_senders else 1
+            size = grid * form.padded if over_senders else 1
             counts = torch.empty(size, dtype=torch.int16, device=messages.device)
-            tensors = form.programs, table, *given, counts, values, numbers, messages
             launching.launch(
                 triton_kernels.mean_kernel,
                 (grid,),
-                *(*tensors, values.stride(0), numbers.stride(0), messages.stride(0)),
-                *(len(messages), float(len(messages)), len(form.programs), form.k),
+                *(*tables, counts, values, numbers, messages),
+                *(values.stride(0), numbers.stride(0), messages.stride(0)),
+                *(len(messages), float(len(messages)), len(form.programs)),
                 warps=_warps(form),
                 moved=4 * form.entries - (1 - form.share) * messages.nbytes,
-                FORM=_FORMS[self.layout.form],
+                CODE=self.layout.form,
                 OVER_SENDERS=over_senders,
-                **_code(form),
+                K=form.k,
                 **form.constants,
             )
 
 
-def _code(form: Form) -> dict[str, int]:
-    """Return the constants of the code of the offsets."""
-    code = offset_code(form.k, form.size)
-    return dict(LOW=code.low, UNARY=code.unary, CODE_BYTES=code.nbytes, LANES=power(max(code.unary, form.k)))
-
-
 def _warps(form: Form) -> int:
-    return 4 if form.rows * form.columns <= 1 << 11 else 8 if form.columns <= _ENTRIES else 16
+    return 4 if form.padded <= 1 << 11 else 8 if form.padded <= _ENTRIES else 16

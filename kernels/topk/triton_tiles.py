@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import DeviceTable, to_device
+from torchtitan_scape.kernels.common.launching import DeviceTable, addresses, aligned, to_device
 from torchtitan_scape.kernels.topk.layout import MEANS, PER_BYTE, MessageLayout
 
 # Columns of the table of tensors, int64.
@@ -84,8 +83,8 @@ class Form:
     Attributes:
         programs: int32 (programs, 2): tensor and first tile of each.
         k: Number of selected entries of a tile.
-        rows: Tiles of a program.
-        columns: Entries of a tile, rounded up to a power of two.
+        size: Entries of a tile.
+        padded: Entries of a program, with those that round up a tile.
         entries: Entries of all tiles, without padding.
         share: Part of them in the entries of all forms.
         constants: Those of the kernels.
@@ -93,17 +92,11 @@ class Form:
 
     programs: Tensor
     k: int
-    rows: int
-    columns: int
+    size: int
+    padded: int
     entries: int
     share: float
     constants: dict[str, Any]
-
-    @property
-    def size(self) -> int:
-        """Entries of a tile."""
-        size: int = self.constants["HEIGHT"] * self.constants["WIDTH"]
-        return size
 
 
 class TiledTensors:
@@ -111,64 +104,61 @@ class TiledTensors:
 
     def __init__(self, layout: MessageLayout) -> None:
         self.layout = layout
-        self._numbers: dict[tuple[int, int, int, bool], list[int]] = {}
+        self._numbers: dict[Any, list[int]] = {}  # of the tensors of a form
         for i, (grid, k) in enumerate(zip(layout.grids, layout.selected, strict=True)):
             self._numbers.setdefault((grid.height, grid.width, k, grid.padded), []).append(i)
         self._forms: dict[tuple[int, bool], list[Form]] = {}
         self._table: Tensor | None = None
         self._addresses: dict[str, DeviceTable] = {}
 
-    def table(self, device: torch.device) -> Tensor:
-        """Return the table of tensors, int64 (tensors, columns)."""
-        if self._table is None:
-            layout, rows = self.layout, []
-            for i, grid in enumerate(layout.grids):
-                sides = grid.tiles, grid.across, grid.rows, grid.columns, grid.columns if grid.rows > 1 else 0
-                packed = PER_BYTE[layout.code] * layout.first_codes[i] if layout.first_codes else 0
-                values = layout.first_values[i], packed, MEANS.get(layout.code, 0) * i
-                rows.append((*sides, *values, layout.first_offsets[i]))
-            self._table = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
-        return self._table
+    def launches(self, entries: int, **lists: Sequence[Tensor]) -> list[tuple[Form, tuple[Tensor, ...]]]:
+        """Return the launches that cover all tiles, with the first arguments of a kernel.
 
-    def addresses(self, **lists: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the addresses of each list of tensors, and whether all are aligned to 16 bytes.
+        These are the programs, the table of tensors, int64 (tensors, columns), and the addresses of each list of
+        tensors, int64 (tensors, 1), which are copied if they have changed since the last list of that name.
 
-        Addresses are int64 (tensors, 1) on the device, copied if they have changed since the last list of that name.
+        Args:
+            entries: Those of a program, unless a tile has more.
+            lists: Tensors by the name of the list.
         """
-        found, aligned = [], True
+        device, is_aligned = next(iter(lists.values()))[0].device, True
+        if self._table is None:
+            self._table = to_device(self._rows(), device)
+        found = [self._table]
         for name, tensors in lists.items():
             if name not in self._addresses:
-                self._addresses[name] = DeviceTable(len(tensors), 1, torch.int64, tensors[0].device)
-            values = launching.addresses(tensors)
-            found.append(self._addresses[name].set(values))
-            aligned = aligned and not any(value % 16 for value in values)
-        return found, aligned
-
-    def forms(self, entries: int, aligned: bool, device: torch.device) -> list[Form]:
-        """Return the launches that cover all tiles.
-
-        entries: Those of a program, unless a tile has more.
-        """
-        if (entries, aligned) not in self._forms:
-            self._forms[entries, aligned] = [
-                self._form(key, numbers, entries, aligned, device) for key, numbers in self._numbers.items()
+                self._addresses[name] = DeviceTable(len(tensors), 1, torch.int64, device)
+            found.append(self._addresses[name].set(addresses(tensors)))
+            is_aligned = is_aligned and aligned(*tensors)
+        if (entries, is_aligned) not in self._forms:
+            self._forms[entries, is_aligned] = [
+                self._form(numbers, entries, is_aligned, device) for numbers in self._numbers.values()
             ]
-        return self._forms[entries, aligned]
+        return [(form, (form.programs, *found)) for form in self._forms[entries, is_aligned]]
 
-    def _form(
-        self, key: tuple[int, int, int, bool], numbers: list[int], entries: int, aligned: bool, device: torch.device
-    ) -> Form:
-        height, width, k, padded = key
-        columns = power(height * width)
-        rows, parts, grids = max(1, entries // columns), [], [self.layout.grids[i] for i in numbers]
+    def _rows(self) -> Tensor:
+        layout, rows = self.layout, []
+        for i, grid in enumerate(layout.grids):
+            sides = grid.tiles, grid.across, grid.rows, grid.columns, grid.columns if grid.rows > 1 else 0
+            packed = PER_BYTE[layout.code] * layout.first_codes[i] if layout.first_codes else 0
+            values = layout.first_values[i], packed, MEANS.get(layout.code, 0) * i
+            rows.append((*sides, *values, layout.first_offsets[i]))
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+    def _form(self, numbers: list[int], entries: int, is_aligned: bool, device: torch.device) -> Form:
+        grids, parts = [self.layout.grids[i] for i in numbers], []
+        one, k = grids[0], self.layout.selected[numbers[0]]
+        columns = power(one.size)
+        rows = max(1, entries // columns)
         for i, grid in zip(numbers, grids, strict=True):
             first = torch.arange(0, grid.tiles, rows, dtype=torch.int32, device="cpu")
             parts.append(torch.stack([torch.full_like(first, i), first], 1))
         count = sum(grid.entries for grid in grids)
-        aligned = aligned and width % 4 == 0 and all(grid.columns % 4 == 0 for grid in grids)
-        constants = dict(HEIGHT=height, WIDTH=width, PADDED=padded, ALIGNED=aligned, ROWS=rows, COLUMNS=columns)
+        is_aligned = is_aligned and one.width % 4 == 0 and all(grid.columns % 4 == 0 for grid in grids)
+        sides = dict(HEIGHT=one.height, WIDTH=one.width)
+        constants = dict(**sides, PADDED=one.padded, ALIGNED=is_aligned, ROWS=rows, COLUMNS=columns)
         share = count / sum(grid.entries for grid in self.layout.grids)
-        return Form(to_device(torch.cat(parts), device), k, rows, columns, count, share, constants)
+        return Form(to_device(torch.cat(parts), device), k, one.size, rows * columns, count, share, constants)
 
 
 def power(count: int) -> int:

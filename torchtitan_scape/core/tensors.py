@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torchtitan_scape.kernels.common.gating import masked_copy_ as masked_copy_
 from torchtitan_scape.kernels.scape.reference import pack_bits
 
 K = TypeVar("K", bound=Hashable)
@@ -43,13 +44,3 @@ def add_to_each_(counters: Sequence[Tensor], value: Tensor) -> None:
     """
     value = value.to(counters[0].dtype)
     torch._foreach_add_(list(counters), [value] * len(counters))
-
-
-def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:
-    """Copy `source` to `target` if `applied`, bool (), without waiting for the device."""
-    if applied.is_cpu:  # reading it costs nothing
-        if applied:
-            target.copy_(source.view(target.shape)) if isinstance(source, Tensor) else target.fill_(source)
-        return
-    value = source if isinstance(source, Tensor) else torch.full_like(target, source)
-    torch.where(applied, value.view(target.shape), target, out=target)
