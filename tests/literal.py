@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.kernels.codec.reference import decode, encode
 
 
 @dataclass
@@ -268,6 +268,6 @@ def rounded(values: Tensor, name: str) -> Tensor:
         return values.to(torch.bfloat16).float()
     arrived = torch.empty_like(values)
     if values.numel():
-        message = encode(values.view(1, -1), name, 128, torch.bfloat16, None)
-        decode(message, name, 128, torch.bfloat16, arrived.view(1, -1))
+        code = BlockCode(name)
+        code.decode(code.encode(values.view(1, -1)), arrived.view(1, -1))
     return arrived

@@ -36,15 +36,14 @@ class BlockCode:
             raise ValueError(f"scales in {scale}; they must be torch.float32 or torch.bfloat16")
         if backend not in _PASSES:
             raise ValueError(f"there is no backend {backend!r}; a block code has {', '.join(map(repr, _PASSES))}")
-        self.name, self.block_size, self.scale = name, block, scale
+        self.name, self.form, self.block_size, self.scale = name, FORMATS[name], block, scale
         # Imported here, because Triton may not be installed on a machine without a GPU.
         self._passes = import_module(f".{_PASSES[backend]}", __package__)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the codes and scales of a block."""
-        form = FORMATS[self.name]
-        return self.block_size * form.bits // 8 + form.scales * self.scale.itemsize
+        return self.block_size * self.form.bits // 8 + self.form.scales * self.scale.itemsize
 
     def message_bytes(self, count: int) -> int:
         """Return the bytes of a message of `count` entries. Raises ValueError if blocks are not complete."""
@@ -68,7 +67,7 @@ class BlockCode:
         self.message_bytes(values.shape[1])
         if key is not None and self.name not in STOCHASTIC:
             raise ValueError(f"{self.name!r} has no stochastic rounding; {' and '.join(STOCHASTIC)} have")
-        return self._passes.encode(values, self.name, self.block_size, self.scale, error, key)
+        return self._passes.encode(self, values, error, key)
 
     def hadamard_(self, x: Tensor) -> None:
         """Multiply each 32 entries of x, FP32, contiguous, by the Hadamard matrix H / sqrt(32), in place.
@@ -82,7 +81,7 @@ class BlockCode:
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """Decode uint8 (rows, message_bytes(m)) into `out`, FP32 (rows, m)."""
         self._check(messages, out.shape[1])
-        self._passes.decode(messages, self.name, self.block_size, self.scale, out)
+        self._passes.decode(self, messages, out)
 
     def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
         """Write the sum of the decoded messages to `out`, FP32 (m,). Rows are added in FP32, in row order.
@@ -90,7 +89,7 @@ class BlockCode:
         Messages (rows, k, bytes) have k sums, `out` (k, m).
         """
         self._check(messages, out.shape[-1])
-        self._passes.decode_and_sum(messages, self.name, self.block_size, self.scale, out)
+        self._passes.decode_and_sum(self, messages, out)
 
     def encode_mean(
         self, messages: Tensor, count: int, divisor: float, error: Tensor | None = None, adds_error: bool = False
@@ -108,9 +107,7 @@ class BlockCode:
             uint8 (1, message_bytes(count)).
         """
         self._check(messages, count)
-        return self._passes.encode_mean(
-            messages, self.name, self.block_size, self.scale, count, divisor, error, adds_error
-        )
+        return self._passes.encode_mean(self, messages, count, divisor, error, adds_error)
 
     def _check(self, messages: Tensor, m: int) -> None:
         """Raise ValueError for messages of another length; a kernel would read beyond their end."""

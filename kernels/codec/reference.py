@@ -15,7 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.formats import FORMATS, Format, message_bytes
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.formats import Format
 from torchtitan_scape.kernels.codec.rounding import hadamard_ as hadamard_
 from torchtitan_scape.kernels.codec.rounding import row_keys, uniform, uniform_by_row
 from torchtitan_scape.kernels.common.launching import to_device
@@ -33,27 +34,20 @@ WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 CHUNK = 1 << 17  # entries that stay in a CPU's cache together with all temporaries
 
 
-def encode(
-    x: Tensor,
-    name: str,
-    block: int,
-    scale: torch.dtype,
-    error: Tensor | None,
-    key: int | Sequence[int] | None = None,
-) -> Tensor:
+def encode(code: BlockCode, x: Tensor, error: Tensor | None, key: int | Sequence[int] | None = None) -> Tensor:
     """Encode x, FP32 (rows, m), as uint8 (rows, message_bytes).
 
     error: FP32 (rows, m), becomes x minus the decoded values. key: for stochastic rounding with `rounding.uniform`, of
     all rows, or one for each row; None rounds to nearest.
     """
-    form, (rows, m) = FORMATS[name], x.shape
+    form, block, (rows, m) = code.form, code.block_size, x.shape
     keys = row_keys(key, x.device)
-    codes_end, scales_end = parts(form, m, block, scale)
+    codes_end, scales_end = parts(code, m)
     blocks, errors = x.reshape(-1, block), None if error is None else error.view(-1, block)
     packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=x.device).view(-1, block * form.bits // 8)
     scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=x.device)
     for part in chunks_of(blocks):
-        scales[part] = scales_of(blocks[part], form, scale)
+        scales[part] = scales_of(blocks[part], form, code.scale)
         shift = None
         if keys is not None:
             shift = uniform_by_row(keys, m // block, part.start, blocks[part])
@@ -62,53 +56,45 @@ def encode(
         packed[part] = pack(codes_of(blocks[part], scales[part], form, shift), form).view(-1, packed.shape[1])
         if errors is not None:
             torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=errors[part])
-    size = message_bytes(name, m, block, scale.itemsize)
-    messages = torch.zeros(rows, size, dtype=torch.uint8, device=x.device)
+    messages = torch.zeros(rows, code.message_bytes(m), dtype=torch.uint8, device=x.device)
     messages[:, :codes_end] = packed.view(rows, codes_end)
-    messages[:, codes_end:scales_end] = bits_of(scales, scale).view(torch.uint8).view(rows, scales_end - codes_end)
+    messages[:, codes_end:scales_end] = bits_of(scales, code.scale).view(torch.uint8).view(rows, scales_end - codes_end)
     return messages
 
 
-def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+def decode(code: BlockCode, messages: Tensor, out: Tensor) -> None:
     """Decode uint8 (rows, message_bytes) into `out`, FP32 (rows, m), contiguous."""
-    packed, scales = split(messages, FORMATS[name], out.shape[1], block, scale)
-    values = out.view(-1, block)
+    packed, scales = split(code, messages, out.shape[1])
+    values = out.view(-1, code.block_size)
     for part in chunks_of(values):
-        values_of(packed[part], scales[part], FORMATS[name], values[part])
+        values_of(packed[part], scales[part], code.form, values[part])
 
 
-def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+def decode_and_sum(code: BlockCode, messages: Tensor, out: Tensor) -> None:
     """Write the sum of the decoded messages to `out`, FP32 (m,), contiguous. Rows are added in FP32, in row order.
 
     Messages (rows, k, bytes) have k sums, `out` (k, m).
     """
-    form, count, total = FORMATS[name], len(messages), out.zero_().view(-1, block)
+    count, total = len(messages), out.zero_().view(-1, code.block_size)
     if not messages.numel():
         return
-    packed, scales = split(messages.reshape(-1, messages.shape[-1]), form, out.shape[-1], block, scale)
+    packed, scales = split(code, messages.reshape(-1, messages.shape[-1]), out.shape[-1])
     packed, scales = packed.unflatten(0, (count, -1)), scales.unflatten(0, (count, -1))
     for part in chunks_of(total, count):
-        values = values_of(packed[:, part].flatten(0, 1), scales[:, part].flatten(0, 1), form)
-        add_in_order_(total[part], values.view(count, -1, block))
+        values = values_of(packed[:, part].flatten(0, 1), scales[:, part].flatten(0, 1), code.form)
+        add_in_order_(total[part], values.view(count, -1, code.block_size))
 
 
 def encode_mean(
-    messages: Tensor,
-    name: str,
-    block: int,
-    scale: torch.dtype,
-    count: int,
-    divisor: float,
-    error: Tensor | None,
-    adds_error: bool,
+    code: BlockCode, messages: Tensor, count: int, divisor: float, error: Tensor | None, adds_error: bool
 ) -> Tensor:
     """Encode (sum of messages) / divisor, plus `error` if `adds_error`, as one message; see `BlockCode.encode_mean`."""
     mean = torch.empty(count, dtype=torch.float32, device=messages.device)
-    decode_and_sum(messages, name, block, scale, mean)
+    decode_and_sum(code, messages, mean)
     mean.div_(divisor_of(mean, divisor))
     if error is not None and adds_error:
         mean += error
-    return encode(mean.view(1, -1), name, block, scale, None if error is None else error.view(1, -1))
+    return encode(code, mean.view(1, -1), None if error is None else error.view(1, -1))
 
 
 def chunks_of(blocks: Tensor, copies: int = 1) -> list[slice]:
@@ -121,19 +107,19 @@ def chunks_of(blocks: Tensor, copies: int = 1) -> list[slice]:
     return [slice(first, first + step) for first in range(0, count, step)]
 
 
-def split(messages: Tensor, form: Format, m: int, block: int, scale: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split messages of m entries into codes, uint8 (blocks, bytes), and scales, FP32 (blocks, form.scales)."""
-    codes_end, scales_end = parts(form, m, block, scale)
-    codes = messages[:, :codes_end].contiguous().view(-1, block * form.bits // 8)
+def split(code: BlockCode, messages: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Split messages of m entries into codes, uint8 (blocks, bytes), and scales, FP32 (blocks, scales of a block)."""
+    codes_end, scales_end = parts(code, m)
+    codes = messages[:, :codes_end].contiguous().view(-1, code.block_size * code.form.bits // 8)
     # A copy, because bytes can be viewed as scales only at a multiple of their size.
     scales = messages[:, codes_end:scales_end].clone(memory_format=torch.contiguous_format)
-    return codes, scales.view(-1).view(scale).float().view(-1, form.scales)
+    return codes, scales.view(-1).view(code.scale).float().view(-1, code.form.scales)
 
 
-def parts(form: Format, m: int, block: int, scale: torch.dtype) -> tuple[int, int]:
+def parts(code: BlockCode, m: int) -> tuple[int, int]:
     """Return (end of the codes, end of the scales) in a message, in bytes."""
-    codes_end = m * form.bits // 8
-    return codes_end, codes_end + m // block * form.scales * scale.itemsize
+    codes_end = m * code.form.bits // 8
+    return codes_end, codes_end + m // code.block_size * code.form.scales * code.scale.itemsize
 
 
 def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:

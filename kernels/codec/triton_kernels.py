@@ -299,15 +299,15 @@ def entries_of(first, blocks, BLOCK: tl.constexpr, ROWS: tl.constexpr, FORM: tl.
     return word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :], inside
 
 
-@triton.jit(do_not_specialize=["blocks", "size", "key"])
+@triton.jit(do_not_specialize=["key", "blocks", "size"])
 def encode_kernel(
     x,
     encoded,
     error,
     keys,
+    key,
     blocks,
     size,
-    key,
     FORM: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,

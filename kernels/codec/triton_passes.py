@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec import triton_decode, triton_kernels
-from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE, message_bytes
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE
 from torchtitan_scape.kernels.codec.rounding import row_keys
 from torchtitan_scape.kernels.codec.triton_hadamard import hadamard_kernel
 from torchtitan_scape.kernels.common import launching
@@ -17,76 +18,46 @@ from torchtitan_scape.kernels.common.launching import aligned
 _TILE = 2048  # entries of a tile; at least one block
 
 
-def encode(
-    x: Tensor,
-    name: str,
-    block: int,
-    scale: torch.dtype,
-    error: Tensor | None,
-    key: int | Sequence[int] | None = None,
-) -> Tensor:
+def encode(code: BlockCode, x: Tensor, error: Tensor | None, key: int | Sequence[int] | None = None) -> Tensor:
     """Encode as `reference.encode`; tensors are contiguous."""
     assert x.is_contiguous() and (error is None or error.is_contiguous())
     rows, m = x.shape
-    messages = torch.empty(rows, message_bytes(name, m, block, scale.itemsize), dtype=torch.uint8, device=x.device)
+    messages = torch.empty(rows, code.message_bytes(m), dtype=torch.uint8, device=x.device)
     one, keys = key if isinstance(key, int) else 1 << 62, row_keys(key, x.device)
-    _launch(
-        triton_kernels.encode_kernel,
-        rows,
-        (x, messages, x if error is None else error, x if keys is None else keys),
-        (m // block, messages.shape[1] // 16),
-        name,
-        block,
-        scale,
-        (one,),
-        HAS_ERROR=error is not None,
-        STOCHASTIC=key is not None,
-        ROW_KEYS=keys is not None,
-    )
+    tensors = x, messages, x if error is None else error, x if keys is None else keys
+    flags = dict(HAS_ERROR=error is not None, STOCHASTIC=key is not None, ROW_KEYS=keys is not None)
+    sizes = one, m // code.block_size, messages.shape[1] // 16
+    _launch(code, triton_kernels.encode_kernel, rows, tensors, sizes, **flags)
     return messages
 
 
-def decode(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+def decode(code: BlockCode, messages: Tensor, out: Tensor) -> None:
     """Decode as `reference.decode`; tensors are contiguous."""
     assert out.is_contiguous()
     rows, m = out.shape
-    sizes = m // block, messages.shape[1] // 16
-    _launch(triton_decode.decode_kernel, rows, (aligned_bytes(messages), out), sizes, name, block, scale)
+    sizes = m // code.block_size, messages.shape[1] // 16
+    _launch(code, triton_decode.decode_kernel, rows, (aligned_bytes(messages), out), sizes)
 
 
-def decode_and_sum(messages: Tensor, name: str, block: int, scale: torch.dtype, out: Tensor) -> None:
+def decode_and_sum(code: BlockCode, messages: Tensor, out: Tensor) -> None:
     """Sum as `reference.decode_and_sum`; tensors are contiguous. Decoded messages are never stored."""
     assert out.is_contiguous()
     rows, sums, size = messages.shape if messages.ndim > 2 else (len(messages), 1, messages.shape[1])
-    sizes = rows, sums, out.numel() // sums // block, size // 16
-    _launch(triton_decode.decode_and_sum_kernel, sums, (aligned_bytes(messages), out), sizes, name, block, scale)
+    sizes = rows, sums, out.numel() // sums // code.block_size, size // 16
+    _launch(code, triton_decode.decode_and_sum_kernel, sums, (aligned_bytes(messages), out), sizes)
 
 
 def encode_mean(
-    messages: Tensor,
-    name: str,
-    block: int,
-    scale: torch.dtype,
-    count: int,
-    divisor: float,
-    error: Tensor | None,
-    adds_error: bool,
+    code: BlockCode, messages: Tensor, count: int, divisor: float, error: Tensor | None, adds_error: bool
 ) -> Tensor:
     """Encode as `reference.encode_mean`, in one launch that stores no decoded values."""
     assert error is None or error.is_contiguous()
     rows, size = messages.shape
     out = torch.empty(1, size, dtype=torch.uint8, device=messages.device)
-    _launch(
-        triton_decode.encode_mean_kernel,
-        1,
-        (aligned_bytes(messages), out, out if error is None else error),
-        (divisor, rows, count // block, size // 16),
-        name,
-        block,
-        scale,
-        HAS_ERROR=error is not None,
-        ADDS_ERROR=adds_error and error is not None,
-    )
+    tensors = aligned_bytes(messages), out, out if error is None else error
+    flags = dict(HAS_ERROR=error is not None, ADDS_ERROR=adds_error and error is not None)
+    sizes = divisor, rows, count // code.block_size, size // 16
+    _launch(code, triton_decode.encode_mean_kernel, 1, tensors, sizes, **flags)
     return out
 
 
@@ -119,28 +90,19 @@ def scale_type(scale: torch.dtype) -> Any:
 
 
 def _launch(
-    kernel: Any,
-    rows: int,
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[float, ...],
-    name: str,
-    block: int,
-    scale: torch.dtype,
-    more: tuple[int, ...] = (),
-    **constants: Any,
+    code: BlockCode, kernel: Any, rows: int, tensors: Sequence[Tensor], sizes: Sequence[float], **constants: bool
 ) -> None:
-    """Launch one program per tile and row. sizes[-2]: blocks of a row. more: scalar arguments after the sizes."""
-    per_tile = _TILE // block
+    """Launch one program per tile and row. sizes[-2]: blocks of a row."""
+    per_tile = _TILE // code.block_size
     launching.launch(
         kernel,
         (rows * -(-int(sizes[-2]) // per_tile),),
         *tensors,
         *sizes,
-        *more,
         warps=4,
-        FORM=name,
-        SCALE=scale_type(scale),
-        BLOCK=block,
+        FORM=code.name,
+        SCALE=scale_type(code.scale),
+        BLOCK=code.block_size,
         ROWS=per_tile,
         **constants,
     )

@@ -4,6 +4,8 @@ Entries are divided into blocks of 1024; a short last block is padded with zeros
 i % 8 of byte i // 8, and have whole blocks: uint8 (blocks * 128,). The index is the bitmap that all ranks share.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -102,17 +104,49 @@ def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
         out += torch.where(sign != 0, values.index_select(0, block) * sign, 0.0)
 
 
-def solvable(bits: Tensor, sketch: Sketch) -> Tensor:
+def peel(state: Tensor, cells: Tensor | None, values: Tensor | None, sketch: Sketch) -> None:
+    """Recover entries in rounds: read those that are alone in one of their cells, and subtract them from all three.
+
+    Args:
+        state: As in `states_of`, written.
+        cells: FP32 (rows, 1024), written; None to update only the states.
+        values: FP32 (blocks, 1024), receives the recovered values.
+        sketch: Layout of the sketch.
+    """
+    count = torch.zeros(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
+    for block, sign in sketch.each_member():
+        count += (state.index_select(0, block) * sign.abs()).int()
+    for _ in range(ROUNDS):
+        state.masked_fill_(state == 2, 3)
+        left = state == 1
+        for rows, signs in sketch.each_hash():
+            alone = left & (count.index_select(0, rows) == 1)
+            state.masked_fill_(alone, 2)
+            left &= ~alone
+            if cells is not None and values is not None:
+                values.copy_(torch.where(alone, cells.index_select(0, rows) * signs, values))
+        if state.is_cpu and not in_dry_run() and not (state == 2).any():
+            return
+        for block, sign in sketch.each_member():
+            removed = (state.index_select(0, block) == 2) & (sign != 0)
+            count -= removed.int()
+            if cells is not None and values is not None:
+                cells -= torch.where(removed, values.index_select(0, block) * sign, 0.0)
+
+
+def solvable(bits: Tensor, sketch: Sketch, peel: Callable[..., None] = peel) -> Tensor:
     """Return the bitmap of the entries that peeling recovers from a sketch of the entries in `bits`.
 
-    It depends on `bits` and the sketch only, not on the values.
+    It depends on `bits` and the sketch only, not on the values. peel: `peel` of this module or of `triton_passes`.
     """
     state = states_of(bits)
-    _peel(state, None, None, sketch)
+    peel(state, None, None, sketch)
     return pack_bits((state > 1).view(-1))
 
 
-def unfold(cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Tensor) -> None:
+def unfold(
+    cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Tensor, peel: Callable[..., None] = peel
+) -> None:
     """Recover the entries in `bits` from their sketch, to `out`, FP32 (blocks * 1024,); zero elsewhere.
 
     Args:
@@ -121,12 +155,12 @@ def unfold(cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Ten
         sketch: Layout of the sketch.
         estimate: Set entries that peeling cannot recover to the median of their three cells; otherwise to zero.
         out: Written.
+        peel: See `solvable`.
     """
     state, values = states_of(bits), out.zero_().view(-1, BLOCK)
-    _peel(state, cells, values, sketch)
+    peel(state, cells, values, sketch)
     if estimate:
-        median = estimates(cells, sketch)
-        values.copy_(torch.where(state == 1, median, values))
+        values.copy_(torch.where(state == 1, estimates(cells, sketch), values))
 
 
 # ----------------------------------------------------------------------------------------------------- helpers
@@ -156,33 +190,3 @@ def estimates(cells: Tensor, sketch: Sketch) -> Tensor:
     """Return the median of the three cells of every entry, FP32 (blocks, 1024)."""
     a, b, c = (cells.index_select(0, rows) * signs for rows, signs in sketch.each_hash())
     return torch.maximum(torch.minimum(a, b), torch.minimum(torch.maximum(a, b), c))
-
-
-def _peel(state: Tensor, cells: Tensor | None, values: Tensor | None, sketch: Sketch) -> None:
-    """Recover entries in rounds: read those that are alone in one of their cells, and subtract them from all three.
-
-    Args:
-        state: As in `states_of`, written.
-        cells: FP32 (rows, 1024), written; None to update only the states.
-        values: FP32 (blocks, 1024), receives the recovered values.
-        sketch: Layout of the sketch.
-    """
-    count = torch.zeros(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
-    for block, sign in sketch.each_member():
-        count += (state.index_select(0, block) * sign.abs()).int()
-    for _ in range(ROUNDS):
-        state.masked_fill_(state == 2, 3)
-        left = state == 1
-        for rows, signs in sketch.each_hash():
-            alone = left & (count.index_select(0, rows) == 1)
-            state.masked_fill_(alone, 2)
-            left &= ~alone
-            if cells is not None and values is not None:
-                values.copy_(torch.where(alone, cells.index_select(0, rows) * signs, values))
-        if state.is_cpu and not in_dry_run() and not (state == 2).any():
-            return
-        for block, sign in sketch.each_member():
-            removed = (state.index_select(0, block) == 2) & (sign != 0)
-            count -= removed.int()
-            if cells is not None and values is not None:
-                cells -= torch.where(removed, values.index_select(0, block) * sign, 0.0)

@@ -1,5 +1,7 @@
 """The functions of `reference.py` on Triton kernels, without synchronization."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,11 +10,11 @@ from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape import triton_masks
 from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code
-from torchtitan_scape.kernels.scape.reference import mask_indices, pack_bits
-from torchtitan_scape.kernels.tagc import triton_kernels
+from torchtitan_scape.kernels.scape.reference import mask_indices
+from torchtitan_scape.kernels.tagc import reference, triton_kernels
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK
 from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
-from torchtitan_scape.kernels.tagc.reference import ROUNDS, estimates, states_of
+from torchtitan_scape.kernels.tagc.reference import ROUNDS
 from torchtitan_scape.kernels.tagc.sketch import Sketch
 
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
@@ -108,24 +110,9 @@ def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
     _by_rows(triton_kernels.fold_kernel, sketch, x, own, sketch.members, out)
 
 
-def solvable(bits: Tensor, sketch: Sketch) -> Tensor:
-    """Return the recoverable entries as `reference.solvable`."""
-    state = states_of(bits)
-    _peel(state, None, None, sketch)
-    return pack_bits((state > 1).view(-1))
-
-
-def unfold(cells: Tensor, bits: Tensor, sketch: Sketch, estimate: bool, out: Tensor) -> None:
-    """Recover entries as `reference.unfold`; tensors are contiguous."""
-    assert cells.is_contiguous() and out.is_contiguous()
-    state, found = states_of(bits), out.zero_().view(-1, BLOCK)
-    _peel(state, cells, found, sketch)
-    if estimate:
-        found.copy_(torch.where(state == 1, estimates(cells, sketch), found))
-
-
-def _peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Sketch) -> None:
-    """Peel as `reference._peel`, always with the maximum number of rounds, because the host does not see the states."""
+def peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Sketch) -> None:
+    """Peel as `reference.peel`, always with the maximum number of rounds, because the host does not see the states."""
+    assert all(each is None or each.is_contiguous() for each in (cells, found))
     counts = torch.empty(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
     _by_rows(triton_kernels.count_kernel, sketch, state, sketch.members, counts)
     # Without values `counts` is a placeholder for these arguments.
@@ -141,6 +128,9 @@ def _peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Ske
             VALUES=has_values,
         )
         _by_rows(triton_kernels.remove_kernel, sketch, state, sketch.members, counts, cells, found, VALUES=has_values)
+
+
+solvable, unfold = partial(reference.solvable, peel=peel), partial(reference.unfold, peel=peel)
 
 
 def _by_rows(kernel: object, sketch: Sketch, *tensors: Tensor, **constants: bool) -> None:

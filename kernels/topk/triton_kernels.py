@@ -20,7 +20,6 @@ from torchtitan_scape.kernels.topk.triton_tiles import (
     VALUE,
     column,
     entry_of,
-    power,
     tensor_at,
     tile_starts,
     tiles_of,
@@ -36,7 +35,7 @@ def code_of(k, size, part):
 @triton.constexpr_function
 def lanes_of(k, size):
     """Return the bits or the offsets, whichever are more, of a code that is decoded, rounded up to a power of two."""
-    return power(max(k, offset_code(k, size).unary))
+    return 1 << (max(k, offset_code(k, size).unary) - 1).bit_length()
 
 
 @triton.jit
