@@ -20,7 +20,7 @@ from torchtitan_scape.kernels.tagc.sketch import Sketch
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
 _WARPS = 8  # 512 entries each
 _ROW_WARPS = 4  # of a program for one row
-_OFFSETS, _CODED = 1024, 512  # offsets that a program encodes; bytes of unary bits that a program decodes
+_OFFSETS, _DECODED = 1024, 64  # offsets that a program encodes; words of masks that a program decodes
 
 
 def select(x: Tensor, k: int) -> Tensor:
@@ -49,17 +49,16 @@ def union_of_offsets(coded: Tensor, blocks: int, k: int) -> Tensor:
     assert coded.is_contiguous()
     ranks, size = coded.shape
     code = offset_code(k, BLOCK)
-    width = 1 << (-(-(code.unary or k) // 8) - 1).bit_length()  # bytes of the unary part, as a power of two
-    rows = max(1, _CODED // width)
-    masks = torch.zeros(ranks, blocks * BITMAP, dtype=torch.uint8, device=coded.device)
+    masks = torch.empty(ranks, blocks * BITMAP, dtype=torch.uint8, device=coded.device)
+    words = masks.numel() // 4
     launching.launch(
         triton_masks.decode_offsets_kernel,
-        (-(-ranks * blocks // rows),),
-        *(coded, masks, masks, ranks * blocks, blocks, size, k, code.nbytes, code.unary, code.low),
-        warps=4,
+        (-(-words // _DECODED),),
+        *(coded, masks, masks, masks, words, blocks, size, k, code.nbytes, code.unary, code.low),
+        warps=1,
         BLOCK=BLOCK,
-        ROWS=rows,
-        BYTES=width,
+        UNIT=32,
+        TILE=_DECODED,
         LISTS=False,
     )
     return union_of_bitmaps(masks)

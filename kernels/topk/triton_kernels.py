@@ -11,7 +11,6 @@ encoded, error feedback writes the selected entries once more. The mean writes 4
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
 from torchtitan_scape.kernels.topk.triton_tiles import (
     MEAN,
@@ -24,18 +23,6 @@ from torchtitan_scape.kernels.topk.triton_tiles import (
     tile_starts,
     tiles_of,
 )
-
-
-@triton.constexpr_function
-def code_of(k, size, part):
-    """Return an attribute of the code of k offsets in `size` entries."""
-    return getattr(offset_code(k, size), part)
-
-
-@triton.constexpr_function
-def lanes_of(k, size):
-    """Return the bits or the offsets, whichever are more, of a code that is decoded, rounded up to a power of two."""
-    return 1 << (max(k, offset_code(k, size).unary) - 1).bit_length()
 
 
 @triton.jit
@@ -64,15 +51,12 @@ def store_selected(message, values, table, tensor, tile, x, offset, chosen, k, c
 
 
 @triton.jit
-def decode_offsets(code, exists, K: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
+def decode_offsets(code, exists, k, LOW: tl.constexpr, UNARY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Return the ranks of the offsets in the codes of tiles, the offsets, and which exist, [ROWS, LANES].
 
     Args:
         code: Address of the code of every tile, [ROWS, 1].
     """
-    LOW: tl.constexpr = code_of(K, SIZE, "low")
-    UNARY: tl.constexpr = code_of(K, SIZE, "unary")
-    LANES: tl.constexpr = lanes_of(K, SIZE)
     lane = tl.arange(0, LANES)[None, :]
     if UNARY > 0:
         used = exists & (lane < UNARY)
@@ -81,7 +65,7 @@ def decode_offsets(code, exists, K: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.c
         active = used & (bit != 0)
         offset = (lane - rank) << LOW
     else:
-        active = exists & (lane < K)
+        active = exists & (lane < k)
         rank = lane + tl.zeros((ROWS, LANES), tl.int32)
         offset = tl.zeros((ROWS, LANES), tl.int32)
     for i in tl.static_range(LOW):
@@ -140,7 +124,7 @@ def select_kernel(
     store_selected(message, values, table, tensor, tile, x, offset, chosen, k, code_bytes, unary, low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def keep_kernel(
     programs,
     table,
@@ -148,7 +132,11 @@ def keep_kernel(
     message,
     errors,
     applied,
-    K: tl.constexpr,
+    k,
+    LOW: tl.constexpr,
+    UNARY: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -160,10 +148,10 @@ def keep_kernel(
     if tl.load(applied) != 0:
         tensor, tile, exists = tiles_of(programs, tl.program_id(0), table, ROWS)
         start, stride, rows_left, columns_left = tile_starts(table, tensor, tile, HEIGHT, WIDTH, ALIGNED)
-        code = message + column(table, tensor, OFFSETS) + tile * code_of(K, HEIGHT * WIDTH, "nbytes")
-        rank, offset, active = decode_offsets(code, exists, K, HEIGHT * WIDTH, ROWS)
+        code = message + column(table, tensor, OFFSETS) + tile * CODE_BYTES
+        rank, offset, active = decode_offsets(code, exists, k, LOW, UNARY, ROWS, LANES)
         entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
-        error = tl.load(errors + column(table, tensor, VALUE) + tile * K + rank, mask=active, other=0.0)
+        error = tl.load(errors + column(table, tensor, VALUE) + tile * k + rank, mask=active, other=0.0)
         tl.store(tensor_at(residuals, tensor, ALIGNED) + start + entry, error, mask=active & valid)
 
 
@@ -183,7 +171,7 @@ def value_of(values, means, first, index, active, CODE: tl.constexpr):
         return tl.load(means) * sign.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["value_stride", "mean_stride", "code_stride", "replicas", "divisor", "count"])
+@triton.jit(do_not_specialize=["value_stride", "mean_stride", "code_stride", "replicas", "divisor", "count", "k"])
 def mean_kernel(
     programs,
     table,
@@ -198,9 +186,13 @@ def mean_kernel(
     replicas,
     divisor,
     count,
+    k,
     CODE: tl.constexpr,
     OVER_SENDERS: tl.constexpr,
-    K: tl.constexpr,
+    LOW: tl.constexpr,
+    UNARY: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -213,6 +205,7 @@ def mean_kernel(
     A program of the grid takes every n-th of the `count` programs of the list, one after the other.
 
     counts: int16, number of senders of each entry, used inside the kernel: ROWS * COLUMNS of each program of the grid.
+    LOW, UNARY, CODE_BYTES: the code of the offsets, `kernels.scape.blocks.OffsetCode`.
     """
     # Few entries at a time need few registers, so that many programs run at once and wait for memory together.
     PIECE: tl.constexpr = min(COLUMNS, 128)
@@ -229,11 +222,11 @@ def mean_kernel(
             if OVER_SENDERS:
                 tl.store(counts + row + offset, tl.zeros((ROWS, PIECE), tl.int16))
         tl.debug_barrier()
-        first_value = column(table, tensor, VALUE if CODE == "float32" else PACKED) + tile * K
-        code = messages + column(table, tensor, OFFSETS) + tile * code_of(K, HEIGHT * WIDTH, "nbytes")
+        first_value = column(table, tensor, VALUE if CODE == "float32" else PACKED) + tile * k
+        code = messages + column(table, tensor, OFFSETS) + tile * CODE_BYTES
         own_values, own_means = values, means + column(table, tensor, MEAN)
         for _ in range(replicas):
-            rank, offset, active = decode_offsets(code, exists, K, HEIGHT * WIDTH, ROWS)
+            rank, offset, active = decode_offsets(code, exists, k, LOW, UNARY, ROWS, LANES)
             entry, valid = entry_of(offset, stride, rows_left, columns_left, HEIGHT, WIDTH, PADDED)
             valid = valid & active
             value = value_of(own_values, own_means, first_value, rank, valid, CODE)

@@ -10,7 +10,7 @@ from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.topk import triton_kernels
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
-from torchtitan_scape.kernels.topk.triton_tiles import Form, TiledTensors
+from torchtitan_scape.kernels.topk.triton_tiles import Form, TiledTensors, power
 
 _LARGEST = 1 << 15  # entries of a tile; larger ones, of a whole tensor, use PyTorch
 _ENTRIES = 1 << 13  # of a program
@@ -61,10 +61,10 @@ class TritonTopk:
             launching.launch(
                 triton_kernels.keep_kernel,
                 (len(form.programs),),
-                *(*tables, message, errors, as_flag(applied)),
+                *(*tables, message, errors, as_flag(applied), form.k),
                 warps=_warps(form),
                 moved=touched - (1 - form.share) * (message.nbytes + errors.nbytes),
-                K=form.k,
+                **_code(form),
                 **form.constants,
             )
 
@@ -81,14 +81,20 @@ class TritonTopk:
                 (grid,),
                 *(*tables, counts, values, numbers, messages),
                 *(values.stride(0), numbers.stride(0), messages.stride(0)),
-                *(len(messages), float(len(messages)), len(form.programs)),
+                *(len(messages), float(len(messages)), len(form.programs), form.k),
                 warps=_warps(form),
                 moved=4 * form.entries - (1 - form.share) * messages.nbytes,
                 CODE=self.layout.form,
                 OVER_SENDERS=over_senders,
-                K=form.k,
+                **_code(form),
                 **form.constants,
             )
+
+
+def _code(form: Form) -> dict[str, int]:
+    """Return the constants of the code of the offsets."""
+    code = offset_code(form.k, form.size)
+    return dict(LOW=code.low, UNARY=code.unary, CODE_BYTES=code.nbytes, LANES=power(max(code.unary, form.k)))
 
 
 def _warps(form: Form) -> int:

@@ -50,7 +50,8 @@ def tile_starts(table, tensor, tile, height, width, ALIGNED: tl.constexpr):
     if ALIGNED:
         stride, columns = tl.multiple_of(stride, 4), tl.multiple_of(columns, 4)
     row, first = (tile // across) * height, (tile % across) * width
-    return row * stride + first, stride.to(tl.int32), (rows - row).to(tl.int32), columns - first
+    columns_left = tl.minimum(columns - first, width).to(tl.int32)
+    return row * stride + first, stride.to(tl.int32), (rows - row).to(tl.int32), columns_left
 
 
 @triton.jit
