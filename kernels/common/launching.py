@@ -36,6 +36,30 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [t.data_ptr() for t in tensors]
 
 
+class _LastUpload:
+    """The last copy to a table, for which other streams wait; nothing on a CPU.
+
+    Hooks of a backward pass may run on several streams, which have no order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, -1
+        self._event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copy, if it was on another one."""
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            if stream.cuda_stream != self._stream:
+                stream.wait_event(self._event)
+
+    def record(self) -> None:
+        """Remember a copy on the current stream."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            self._stream, self._event = stream.cuda_stream, stream.record_event()
+
+
 class DeviceTable:
     """A matrix on the device that is copied from the host when its content changes.
 
@@ -44,20 +68,25 @@ class DeviceTable:
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
+        self._last_upload = _LastUpload(self.values.device)
+        self._last_upload.record()
         self._content: list[Any] | None = None
         self._numbers: list[int] = []
         self._numbers_on_device = self.values  # until they are set
 
     def set(self, content: list[Any]) -> Tensor:
         """Update the rows if they differ from the previous content. Returns the tensor on the device."""
+        self._last_upload.wait()
         if content != self._content:
             rows = torch.tensor(content, dtype=self.values.dtype, device="cpu").view(self.values.shape)
             self.values.copy_(to_device(rows, self.values.device))
+            self._last_upload.record()
             self._content = content
         return self.values
 
     def set_repeated(self, distinct: list[Any], numbers: list[int]) -> Tensor:
         """Set row i to distinct[numbers[i]]. A change of a few distinct rows takes less time than in `set`."""
+        self._last_upload.wait()
         if numbers != self._numbers:
             on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             self._numbers_on_device = to_device(on_host, self.values.device)
@@ -66,6 +95,7 @@ class DeviceTable:
             rows = torch.tensor(distinct, dtype=self.values.dtype, device="cpu").view(-1, self.values.shape[1])
             rows = to_device(rows, self.values.device)
             torch.index_select(rows, 0, self._numbers_on_device, out=self.values)
+            self._last_upload.record()
             self._content = distinct
         return self.values
 
@@ -81,18 +111,22 @@ class AddressTable:
 
     def __init__(self, lists: int, tensors: int, device: torch.device) -> None:
         self.values = torch.zeros(lists, tensors, dtype=torch.int64, device=device)
+        self._last_upload = _LastUpload(self.values.device)
+        self._last_upload.record()
         self._found: list[list[tuple[int, torch.dtype | None]]] = [[(0, None)] * tensors for _ in range(lists)]
         self._has = [False] * lists
         self.kinds: tuple[tuple[bool, tuple[torch.dtype | None, ...]], ...] = ()
 
     def set(self, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Set a list. It is copied to the device if an address differs from the previous one."""
+        self._last_upload.wait()
         found = [(0, None) if t is None else (t.data_ptr(), t.dtype) for t in tensors]
         if found == self._found[number]:
             return
         self._found[number], self._has[number] = found, any(dtype is not None for _, dtype in found)
         on_host = torch.tensor([address for address, _ in found], dtype=torch.int64, device="cpu")
         self.values[number].copy_(to_device(on_host, self.values.device))
+        self._last_upload.record()
         self.kinds = tuple(
             (not any(address % 16 for address, _ in column), tuple(dtype for _, dtype in column))
             for column in zip(*self._found, strict=True)
@@ -125,6 +159,7 @@ class TileSchedule:
         self._most_lists = 128 + 16 * len(sizes)
         self._lists: dict[Any, list[tuple[Tensor, bool, Any]]] = {}
         self._of_same: dict[tuple[int, int], tuple[Any, Any, list[tuple[Tensor, bool, Any]]]] = {}
+        self._whole = tuple([(i, 0, -(-n // block_size)) for i, n in enumerate(sizes)])
 
     @property
     def shape(self) -> dict[str, int]:
@@ -136,9 +171,9 @@ class TileSchedule:
         units = self.bytes * 8 // width
         return {"ROWS": self.rows, "UNITS": units, "WIDTH": width, "BLOCK": self.block_size}
 
-    def whole(self) -> list[Range]:
-        """Return all blocks of all tensors."""
-        return [(i, 0, -(-n // self.block_size)) for i, n in enumerate(self.sizes)]
+    def whole(self) -> tuple[Range, ...]:
+        """Return all blocks of all tensors, every time the same object."""
+        return self._whole
 
     def lists(self, ranges: tuple[Range, ...], kinds: tuple[tuple[bool, Any], ...]) -> list[tuple[Tensor, bool, Any]]:
         """Return the launches that cover `ranges` as (tiles, int32 (tiles, 4); ALIGNED_TILE; kind).

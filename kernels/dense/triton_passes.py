@@ -109,7 +109,7 @@ class _Tables:
             self.addresses.set([table_row(*row) for row in rows])
             is_aligned = [aligned(*each) for each in zip(*columns, strict=True)]
             keys = tuple(zip(is_aligned, zip(*kinds, strict=True) if kinds else none, strict=True))
-            return self.tiles.lists(tuple(self.tiles.whole()), keys)
+            return self.tiles.lists(self.tiles.whole(), keys)
 
         return self._latest.get((pointers, kinds), build)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import DeviceTable, TileSchedule, aligned, as_flag, to_device
+from torchtitan_scape.kernels.common.launching import DeviceTable, Range, TileSchedule, aligned, as_flag, to_device
 from torchtitan_scape.kernels.common.triton_common import (
     FIRST_BLOCK,
     PARAMETER,
@@ -138,6 +138,7 @@ class MaskedTensors:
         self.is_aligned = aligned(*residuals)
         device = masks[0].device
         self.tiles = TileSchedule(tuple(self.sizes), _BLOCK, _BLOCK, _WARP, device)
+        self._tiles_with: dict[tuple[int, int], tuple[Range, ...]] = {}
         self.kinds = {flag: ((flag, None),) * len(self.sizes) for flag in (False, True)}
         self.addresses = DeviceTable(len(self.sizes), 1, torch.int64, device)
         pointers = [(mask.data_ptr(), residual.data_ptr()) for mask, residual in zip(masks, residuals, strict=True)]
@@ -147,6 +148,14 @@ class MaskedTensors:
         full = [(torch.arange(0, size, _BLOCK, device="cpu") - size).neg().clamp(max=_BLOCK) for size in whole]
         in_tiles = [_bits_of_tiles(mask) for mask in masks] + ([to_device(torch.cat(full), device)] if full else [])
         self.positions = pad(torch.cat(in_tiles).cumsum(0), (1, 0))
+
+    def tiles_with(self, first: int, end: int) -> tuple[Range, ...]:
+        """Return the tiles of the tensors in payload entries [first, end), every time the same object."""
+        if (first, end) not in self._tiles_with:
+            bounds = zip([0, *self.ends], self.ends, self.tiles.whole(), strict=False)
+            found = [tiles for start, stop, tiles in bounds if start < end and stop > first]
+            self._tiles_with[first, end] = tuple(found)
+        return self._tiles_with[first, end]
 
 
 def _bits_of_tiles(mask: Tensor) -> Tensor:
@@ -188,10 +197,7 @@ class MaskedPayload:
 
     def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
         masked, end = self._masked, first + chunk.numel()
-        starts = [0, *masked.ends]
-        tensors = [i for i, stop in enumerate(masked.ends) if starts[i] < end and stop > first]
-        ranges = tuple((i, 0, masked.first_tiles[i + 1] - masked.first_tiles[i]) for i in tensors)
-        lists = masked.tiles.lists(ranges, self._kinds)
+        lists = masked.tiles.lists(masked.tiles_with(first, end), self._kinds)
         processed = chunk.numel() / self.entries * sum(masked.sizes)
         moved = self._moved[0 if to_chunk else 1] * processed - (len(lists) - 1) * chunk.nbytes
         for listed, full, _ in lists:

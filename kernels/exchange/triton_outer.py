@@ -104,7 +104,7 @@ class OuterStep:
         for number, tensors in enumerate((anchors, thetas, velocities, means)):
             table.set(number, tensors or [None] * len(sizes))
         moved = 12 + 8 * bool(velocities) + (2 if mix else 1) * thetas[0].element_size()
-        launches = schedule.lists(tuple(schedule.whole()), table.kinds)
+        launches = schedule.lists(schedule.whole(), table.kinds)
         for tiles, full, dtypes in launches:
             launching.launch(
                 outer_kernel,

@@ -64,7 +64,7 @@ class TritonPasses(ScapePasses):
         self.any_kinds = ((False, None),) * count
         self._selection_bits = torch.zeros(0, dtype=torch.uint8, device=device)
         self._own_block = self.first_run * self.layout.run_blocks
-        self.all = tuple(self.tiles.whole())
+        self.all = self.tiles.whole()
         self.sparse = tuple(r for r in self.all if r[0] < self.sparsified)
         self.dense = tuple(r for r in self.all if r[0] >= self.sparsified)
         self.selected_blocks, self.other_blocks = self._split(

@@ -96,6 +96,11 @@ def sparta(
     return all_tensors(methods)
 
 
+def limit_chunks(collectives: Any, limits: tuple[int, int]) -> None:
+    """Set the most entries of a chunk with a buffer, and of one without."""
+    collectives.chunk_limit = lambda entries, codec=None, in_place=False: limits[in_place]
+
+
 def quantized(
     device: str,
     backend: str,
@@ -104,17 +109,19 @@ def quantized(
     full: int = 0,
     loaded: int = 0,
     unchecked: bool = False,
+    limits: tuple[int, int] = (2048, 2048),
     **options: Any,
 ) -> list[Tensor]:
     """Return the synchronized gradients and the errors of a few steps. In the second one gradients are not finite.
 
     full: Step of a full exchange.
     loaded: Step before which an owner's errors of all entries are loaded.
+    limits: Most entries of a chunk with a buffer, and of one without.
     unchecked: The exchange starts before it is known whether the step is skipped, as during a backward pass.
     """
     simulated, methods, found = SimulatedReplicas(replicas), [], []
     for endpoint in simulated.endpoints:
-        endpoint.chunk_entries = 2048
+        limit_chunks(endpoint, limits)
         named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, torch.float32, 0))]
         optimizer = torch.optim.SGD(named)
         shards = collect_shards(optimizer.param_groups)
@@ -222,15 +229,23 @@ def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOpti
     return all_tensors(methods)
 
 
-def adam(device: str, backend: str) -> list[Tensor]:
-    """Return first moments and errors after three steps; the last two send the momentum."""
+def adam(
+    device: str, backend: str, limits: tuple[int, int] = (1 << 16, 1 << 16), variance_updates: int = 0
+) -> list[Tensor]:
+    """Return first moments and errors after three steps; the last two, or one of them, send the momentum.
+
+    limits: As in `quantized`.
+    """
     simulated, own = SimulatedReplicas(2), parameters(device, torch.float32, 0)
     optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
     for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, total_steps=3)
-        methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
+        limit_chunks(endpoint, limits)
+        warmup = 1 + 2 * variance_updates
+        options = OnebitAdamOptions(warmup_steps=warmup, code="e2m1", variance_updates=variance_updates)
+        methods.append(OnebitAdam(context, options))
 
     def work(i: int) -> None:
         for number in range(1, 4):

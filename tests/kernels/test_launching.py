@@ -1,6 +1,7 @@
 """Tables and lists of launches that are kept from step to step, and the changes after which they are computed again."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,52 @@ def test_lists_of_tiles_are_those_of_the_given_ranges() -> None:
         assert tiles.lists(ranges, kinds) is tiles.lists(((0, 0, end),), kinds)
         assert sum(int(listed[:, 2].sum()) for listed, _, _ in tiles.lists(ranges, kinds)) == end
         del ranges
+
+
+def test_all_tiles_are_found_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, kinds = TileSchedule((5000, 10), 1024, 1024, 256, CPU), ((True, None),) * 2
+    assert tiles.whole() == ((0, 0, 5), (1, 0, 1))
+    lists = tiles.lists(tiles.whole(), kinds)
+    monkeypatch.setattr(tiles, "_find", None)
+    assert tiles.lists(tiles.whole(), kinds) is lists
+
+
+class _Streams:
+    """Fakes of CUDA streams, which write down their waits as (stream, stream of the event, number of the event)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.waits, self.events = 1, [], 0  # type: ignore[var-annotated]
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self._stream(self.current))
+
+    def _stream(self, number: int) -> SimpleNamespace:
+        def record() -> tuple[int, int]:
+            self.events += 1
+            return number, self.events
+
+        wait = lambda event: self.waits.append((number, *event))  # noqa: E731
+        return SimpleNamespace(cuda_stream=number, record_event=record, wait_event=wait)
+
+
+def test_another_stream_waits_for_the_last_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it finds the content in the table. On a CPU there are no streams."""
+    streams, memory = _Streams(monkeypatch), torch.zeros(8)
+    addresses = AddressTable(1, 1, CPU)
+    table, repeated = (DeviceTable(2, 1, torch.float32, CPU) for _ in range(2))
+    uploads = (
+        (addresses, lambda of: addresses.set(0, [memory[of:]])),
+        (table, lambda of: table.set([[of], [of]])),
+        (repeated, lambda of: repeated.set_repeated([[of]], [0, 0])),
+    )
+    for each, upload in uploads:
+        streams.current, streams.events = 1, 0
+        upload(0)
+        assert streams.events == 0
+        each._last_upload = launching._LastUpload(torch.device("cuda"))  # type: ignore[attr-defined]
+        for stream, of in ((1, 1), (1, 1), (2, 1), (2, 2), (2, 2), (1, 2)):
+            streams.current = stream
+            upload(of)
+        assert streams.waits == [(2, 1, 1), (2, 1, 1), (1, 2, 2)]
+        streams.waits.clear()
 
 
 def test_tables_of_tensors_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from tests.kernels.exchange_checks import sparta
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape
+from torchtitan_scape.kernels.exchange.layout import FIRST, SECOND, BlockSlice
+from torchtitan_scape.methods.coded_exchange import CodedExchange
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 
 def check_scape(kernels: str, **options: Any) -> None:
@@ -42,3 +45,20 @@ def test_scape_updates_a_new_storage(update: str) -> None:
 
 def test_sparta_exchanges_a_new_storage() -> None:
     check_sparta("torch")
+
+
+def test_views_of_replaced_tensors_are_not_kept() -> None:
+    """They would keep the memory. A chunk that is not exchanged soon has none either."""
+    device = torch.device("cpu")
+    alone = ProcessGroupCollectives(None)
+    exchange = CodedExchange(alone, None, 32, device, 1, None, repeats=True, subtracts=True)
+    chunks = [exchange.chunk([BlockSlice(0, first, 32, 32, 0)], 32) for first in (0, 32)]
+    anchors, old, new = ([torch.zeros(64)] for _ in range(3))
+    exchange.set(FIRST, anchors)
+    for tensors, kept in ((old, set()), (old, {FIRST, SECOND}), (new, {FIRST})):
+        exchange.set(SECOND, tensors)
+        assert all(set(chunk.views) == kept for chunk in chunks)
+        for chunk in chunks:
+            exchange.start(chunk, False)[1](torch.tensor(True))
+            view = chunk.views[SECOND][0]
+            assert view is not None and view.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()

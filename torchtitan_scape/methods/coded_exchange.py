@@ -24,13 +24,13 @@ class CodedChunk(NamedTuple):
     Attributes:
         entries: Entries, without padding at the end.
         passes: `BlockExchange` of `kernels.exchange.triton_passes`; None where an exchange needs a buffer.
-        views: Lists of tensors with their views, for an exchange in a buffer, by kind of list.
+        views: Views of the lists that were set, for an exchange in a buffer, by kind of list.
     """
 
     slices: Sequence[BlockSlice]
     entries: int
     passes: Any
-    views: dict[int, tuple[Tensors, list[Tensor | None]]]
+    views: dict[int, list[Tensor | None]]
 
 
 class CodedExchange:
@@ -75,6 +75,7 @@ class CodedExchange:
         self._repeats, self._subtracts, self._factor = repeats, subtracts, factor
         self._table = AddressTable(LISTS, tensors, device)
         self._lists: dict[int, Tensors] = {}
+        self._chunks: list[CodedChunk] = []
         self.in_place = self._passes is not None
 
     def set(self, kind: int, tensors: Tensors) -> None:
@@ -82,6 +83,9 @@ class CodedExchange:
 
         tensors: The same object as long as the tensors have the same memory.
         """
+        if tensors is not self._lists.get(kind):  # views keep the memory of a replaced tensor
+            for chunk in self._chunks:
+                chunk.views.pop(kind, None)
         self._lists[kind] = tensors
         self.bind(kind, tensors)
 
@@ -90,13 +94,18 @@ class CodedExchange:
         if self.in_place:
             self._table.set(kind, tensors)
 
-    def chunk(self, slices: Sequence[BlockSlice], entries: int) -> CodedChunk:
+    def chunk(self, slices: Sequence[BlockSlice], entries: int, encodes: bool = True) -> CodedChunk:
+        """Return a chunk for `start`.
+
+        encodes: It is not only for exchanges in FP32.
+        """
         passes = None
-        if self._passes is not None and self._code is not None:
+        if encodes and self._passes is not None and self._code is not None:
             ranks, size = self._collectives, self._size(entries)
             ends = ranks.replicas, ranks.replica, self._repeats, self._device
             passes = self._passes.BlockExchange(slices, self._code, size, *ends)
-        return CodedChunk(slices, entries, passes, {})
+        self._chunks.append(CodedChunk(slices, entries, passes, {}))
+        return self._chunks[-1]
 
     def start(
         self,
@@ -237,9 +246,9 @@ class CodedExchange:
     def _views_of(self, chunk: CodedChunk, tensors: Tensors) -> list[Tensor | None]:
         """Return the views of the tensors, of lists that were `set` the same ones: they take milliseconds."""
         key = next((kind for kind, each in self._lists.items() if each is tensors), None)
-        kept = chunk.views.get(key) if key is not None else None
-        if kept is None or kept[0] is not tensors:
-            views: list[Tensor | None] = []
+        views = chunk.views.get(key) if key is not None else None
+        if views is None:
+            views = []
             for s, length, is_short in _pieces(chunk, self._block):
                 tensor, rows = tensors[s.tensor], length // self._block
                 if tensor is None:
@@ -250,10 +259,9 @@ class CodedExchange:
                 else:
                     offset = tensor.storage_offset() + s.first
                     views.append(tensor.as_strided((rows, self._block), (s.stride, 1), offset))
-            kept = tensors, views
             if key is not None:
-                chunk.views[key] = kept
-        return kept[1]
+                chunk.views[key] = views
+        return views
 
 
 def _pieces(chunk: CodedChunk, block: int) -> Iterator[tuple[BlockSlice, int, bool]]:

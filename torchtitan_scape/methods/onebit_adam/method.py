@@ -129,7 +129,7 @@ class OnebitAdam(Quantized):
     def begin(self) -> None:
         full = self.take_full_exchange_request()
         self._keeps_errors = self._updates_variance and self.options.variance_updates > 0 and not full
-        self._uncompressed = self._updates_variance or full or self.collectives.replicas == 1
+        self._begin_exchange(self._updates_variance or full or self.collectives.replicas == 1)
 
     def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
         start = super(Quantized, self).start_chunk if self._keeps_errors else super().start_chunk

@@ -15,11 +15,12 @@ from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
 from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, BlockSlice
 from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
-from torchtitan_scape.methods.coded_exchange import CodedExchange
+from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
 from torchtitan_scape.optimizers.muon import hidden_names
+from torchtitan_scape.topology.partition import Chunk, chunks_of
 
 
 class Quantized(ChunkedMethod):
@@ -48,14 +49,11 @@ class Quantized(ChunkedMethod):
         rule = passes, options.fills_blocks, False, context.gradient_scale
         self._exchange = CodedExchange(context.collectives, self._code, options.block, device, tensors, *rule)
         super().__init__(context, options, self._code, self._exchange.in_place)
-        # No block contains entries of two parameters.
-        self._coded_chunks = [
-            self._exchange.chunk(
-                [BlockSlice(s.tensor, s.first, s.length, options.block, s.at // options.block) for s in chunk.slices],
-                chunk.entries,
-            )
-            for chunk in self.chunks
-        ]
+        sizes = [shard.size for shard in context.shards]
+        # No block contains entries of two parameters. Steps in FP32 have smaller chunks, because these have buffers.
+        in_fp32 = chunks_of(sizes, self.collectives.chunk_limit(sum(sizes), self._code), options.block)
+        self._divisions = {False: (in_fp32, self._coded(in_fp32, False)), True: (self.chunks, self._coded(self.chunks))}
+        self._coded_chunks = self._divisions[True][1]  # in this step, of `chunks`
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
@@ -72,6 +70,11 @@ class Quantized(ChunkedMethod):
         self._errors_elsewhere = self._bases is not None
         self._sends_errors = False  # in this step
 
+    def _coded(self, chunks: Sequence[Chunk], encodes: bool = True) -> list[CodedChunk]:
+        block = self.options.block
+        slices = [[BlockSlice(s.tensor, s.first, s.length, block, s.at // block) for s in c.slices] for c in chunks]
+        return [self._exchange.chunk(each, chunk.entries, encodes) for each, chunk in zip(slices, chunks, strict=True)]
+
     def _check_bases(self, hidden: Collection[str]) -> None:
         """Raise ValueError if no parameter of any pipeline stage is a matrix that Muon updates."""
         shards = self.context.shards
@@ -84,7 +87,12 @@ class Quantized(ChunkedMethod):
             )
 
     def begin(self) -> None:
-        self._uncompressed = self.take_full_exchange_request() or self.collectives.replicas == 1
+        self._begin_exchange(self.take_full_exchange_request() or self.collectives.replicas == 1)
+
+    def _begin_exchange(self, uncompressed: bool) -> None:
+        self._uncompressed = uncompressed
+        if self.overlap is None:  # its hooks count the gradients of a chunk, and all its buffers exist at once
+            self.chunks, self._coded_chunks = self._divisions[not uncompressed]
 
     def bind(self, gradients: Sequence[Tensor | None]) -> None:
         self._exchange.bind(FIRST, gradients)

@@ -94,8 +94,8 @@ class QuantizedCost(GradientCost):
         return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded, in_place=True)]
 
     def chunk_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of two chunks with buffers. Larger chunks without buffers have fewer bytes per entry:
-        three messages and an error of the own slice.
+        """Return the bytes of two chunks with buffers, as in all steps in FP32. Larger chunks without buffers have
+        fewer bytes per entry: three messages and an error of the own slice.
         """
         limit = chunk_limit(model.entries, replicas, encoded_size(self.options.code, self.options.block))
         levels = [LevelSize("network", replicas)] if replicas > 1 else []
