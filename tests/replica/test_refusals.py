@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import batch, make_model, make_optimizer, train
+from torchtitan_scape.replica import setup_checks
 from torchtitan_scape.replica.replicate import replicate
 from torchtitan_scape.replica.scape import Scape
 from torchtitan_scape.topology.groups import ReplicaGroups
@@ -141,6 +143,11 @@ def refuse(case: str, folder: str) -> None:
             make_optimizer(model, "dense", lr=0.1 * (1 + rank))
         case "options":
             replicate(model, adamw, {"method": "topk", "density": 0.1 * (1 + rank)}, world)
+        case "kernels":  # "auto" without Triton on one machine
+            with patch.object(setup_checks, "choose_backend", return_value=("torch", "triton")[rank]):
+                replicate(model, adamw, "quantized", world)
+        case "kernels of one rank":
+            replicate(model, adamw, "quantized", world, kernels=("torch", "triton")[rank])
         case "models":
             other = nn.Linear(4 + rank, 4)
             replicate(other, torch.optim.AdamW(other.parameters()), "dense", world)
@@ -205,6 +212,8 @@ REFUSALS = {
     "reduction": "reduction is 'average'; it must be 'mean' or 'sum'",
     "rates": "lr of group 0=0.[12].*every replica needs the same",
     "options": "density=0.[12].*every replica needs the same",
+    "kernels": "has kernels='(torch|triton)', rank [01] has.*install triton on all machines, or set kernels to 'torch'",
+    "kernels of one rank": "kernels is 'triton', and the parameters are on 'cpu'; Triton needs a GPU",
     "models": "parameters=.*every replica needs the same model",
     "state of another method": "the saved state has method='quantized', this run has 'topk'",
     "state of another replica": "the saved state has replica=[01], this run has [01].*load the file that it saved",

@@ -117,6 +117,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 "max_skipped_steps": max_skipped_steps,
                 "consistency_interval": consistency_interval,
                 "optimizer": type(optimizer).__name__,
+                "kernels": setup_checks.chosen_kernels(self.collectives, kernels, self._shards),
             },
             frozen,
         )

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
+from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import MethodEntry
 from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
 from torchtitan_scape.optimizers.muon import Muon
@@ -29,6 +30,11 @@ _UNSUPPORTED = {
     torch.optim.SparseAdam: "needs sparse gradients, which no method exchanges",
 }
 
+
+# What to do about a setting that differs between replicas.
+_ADVICE = {
+    "kernels": "they divide the gradients differently: install triton on all machines, or set kernels to 'torch' on all"
+}
 
 ONE_OPTIMIZER = (
     "replicate() takes one optimizer with all trainable parameters: use param groups for different rates, and in place "
@@ -208,6 +214,21 @@ def parameter_checksum(shards: Sequence[Shard]) -> int:
     return zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in shards]).encode())
 
 
+def chosen_kernels(collectives: ReplicaCollectives, kernels: str, shards: Sequence[Shard]) -> str:
+    """Return the kernels of this rank, "triton" or "torch". Collective.
+
+    Raises:
+        ValueError: on every rank if one cannot run `kernels`.
+    """
+    chosen = error = ""
+    try:
+        chosen = choose_backend(kernels, shards[0].device, {shard.parameter.dtype for shard in shards})
+    except ValueError as raised:
+        error = str(raised)
+    raise_on_all_ranks(collectives, error)
+    return chosen
+
+
 def agree(
     optimizer: Any,
     checkpoint_settings: dict[str, Any],
@@ -262,8 +283,6 @@ def check_replicas_agree(
         different = [key for key in {**settings, **other} if other.get(key) != settings.get(key)]
         if different and not error:
             key = different[0]
-            error = (
-                f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[own]} has "
-                f"{settings.get(key)!r}; every replica needs the same model, optimizer and options"
-            )
+            advice = _ADVICE.get(key, "every replica needs the same model, optimizer and options")
+            error = f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[own]} has {settings.get(key)!r}; {advice}"
     raise_on_all_ranks(collectives, error)
