@@ -47,10 +47,10 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
                 held = reference.unpack_bits(bits, shard.size)
             total = torch.zeros(shard.size, dtype=torch.float64)
             if isinstance(passes.updater, ShardedUpdate):
-                for number, (parameter, piece) in enumerate(scape.slices):
+                for number, (parameter, start, end) in enumerate(passes.updater.slices):
                     if parameter != i:
                         continue
-                    stretch = slice(piece.start, piece.end)
+                    stretch = slice(start, end)
                     if i < len(layout.sizes):
                         total[stretch] += passes.kept("state")[number].double()
                     if passes.updater.owns(number):
@@ -59,9 +59,8 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
             else:
                 total += passes.kept("state")[i].double() * torch.where(held, 0.9, 1.0)
             if passes.code_residual.numel() and passes.at_target(masks.previous) and not masks.in_use.dense:
-                for number, (parameter, piece) in enumerate(scape.slices):
+                for number, (parameter, start, end) in enumerate(passes.updater.slices):
                     if parameter == i:
-                        start, end = (piece.start, piece.end) if piece else (0, shard.size)
                         total[start:end][held[start:end]] += passes.code_residual_of(number).double()
             if scape.collectives.groups.replicate is not None:
                 dist.all_reduce(total, group=scape.collectives.groups.replicate)
