@@ -169,7 +169,7 @@ def _take_steps(quick: bool) -> None:
             anchor, theta, mean = ([torch.zeros(4100)] for _ in range(3))
             outer_step("triton")(anchor, theta, velocity, mean, 0.7, 0.9, mix)
     _tagc_step()
-    for form in ("float32",) if quick else ("float32", "2bit", "1bit"):
+    for form in ("float32", "2bit") if quick else ("float32", "2bit", "1bit"):
         for entries in (4096, 5000):
             _topk_step(BlockGrid(1, entries, 1, 1024), 10, form)
         _topk_step(BlockGrid(128, 128, 64, 64), 64, form)

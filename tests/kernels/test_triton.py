@@ -103,7 +103,7 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
             old = Version(triton.__version__) < (3, 7) and row["kernel"] == "components_kernel"
             assert row["spilled_bytes"] <= (16 if old else 0), row
         passes = ("update_kernel", "write_kernel", "pack_kernel")
-        if row["kernel"] in passes and row["constants"]["ALIGNED_TILE"]:
+        if row["kernel"] in passes and row["constants"].get("ALIGNED_TILE"):  # not the packing of TAGC
             assert row["load_bits"] == row["store_bits"] == 128, row
 
 
