@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.flat import Flat
-from torchtitan_scape.kernels.common.gating import gated, known_false
+from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.dense.reference import adams_update_, adamw_update_, frozen_adam_update_
 
@@ -91,7 +91,7 @@ class TorchMuon:
         for gradient, average, momentum, is_needed in zip(gradients, averages, momenta, needed, strict=True):
             gradient = gradient if factor is None else gradient * factor
             new = average.lerp(gradient, 1 - momentum)
-            average.copy_(gated(applied, new, average)) if not known_false(applied) else None
+            masked_copy_(average, new, applied)
             directions.append(gradient.lerp(new, momentum).bfloat16() if is_needed else gradient.new_empty(0))
         return directions
 
@@ -105,7 +105,5 @@ class TorchMuon:
             directions: BF16, of the shapes of the weights.
             factors: Of every weight.
         """
-        if known_false(applied):
-            return
         for weight, direction, (kept, moved) in zip(weights, directions, factors, strict=True):
-            weight.copy_(gated(applied, (weight * kept).add_(direction, alpha=moved), weight))
+            masked_copy_(weight, (weight * kept).add_(direction, alpha=moved), applied)

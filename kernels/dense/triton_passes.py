@@ -59,7 +59,7 @@ def set_rates(rows: DeviceTable, betas: DeviceTable, rates: list[Rates]) -> None
 class TensorTables:
     """Tiles and tables of lists of tensors, by their sizes: addresses, sizes and hyper-parameters.
 
-    Every list of sizes has its own, so that several lists take turns without copies from the host.
+    Lists of other sizes have tables of their own: a step that uses several lists copies none of them again.
     """
 
     def __init__(self) -> None:

@@ -79,12 +79,12 @@ class OptimizerStep:
             store_gradient(shard, gradient)
         if adamw is not None:
             adamw.step(applied, factor)
-        elif hasattr(optimizer, "gradient_factor"):
-            optimizer.gradient_factor = factor
+        elif multiplies:
+            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
             try:
                 self._step(applied)
             finally:
-                optimizer.gradient_factor = None
+                optimizer.gradient_factor = None  # type: ignore[attr-defined]
         else:
             self._step(applied)
 
