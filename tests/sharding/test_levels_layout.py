@@ -1,16 +1,10 @@
-"""Row layout of three-level sharding against a list of entries, and slices of tensors in checkpoints."""
-
-from pathlib import Path
-from typing import Any
+"""Row layout of three-level sharding against a list of entries."""
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.checkpoint.safe_load import SafePlanner
-from torchtitan_scape.checkpoint.slices import FlatSlices, SlicePlanner, boxes_of
 from torchtitan_scape.sharding.levels_layout import RowLayout
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.topology.layout import plan_layout
@@ -78,31 +72,6 @@ def test_uneven_rows_have_shorter_slices() -> None:
     layout = RowLayout([6, 3], [True, False], 4, 2, 1)
     assert [tuple(s) for s in layout.slices(1, [6, 3])] == [(4, 6, 0), (2, 3, 4)]
     assert [tuple(s) for s in layout.slices(1, [5, 0])] == [(4, 5, 0), (0, 0, 0)]
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_of_a_flat_slice(shape: list[int], data: Any) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, whole.numel()))
-    stop = data.draw(st.integers(start, whole.numel()))
-    found = [
-        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
-        for offsets, sizes in boxes_of(shape, start, stop)
-    ]
-    assert torch.cat([whole.view(-1)[:0], *found]).tolist() == list(range(start, stop))
-    assert len(found) <= 2 * len(shape) - 1
-
-
-def test_slices_in_a_checkpoint(tmp_path: Path) -> None:
-    """A tensor written as slices can be read as any other tensor: whole, or in other slices."""
-    whole = torch.arange(60.0).view(4, 5, 3)
-    parts = [(0, whole.view(-1)[:22].clone()), (22, whole.view(-1)[22:60].clone())]
-    dcp.save({"a": FlatSlices(whole.shape, whole.dtype, parts)}, checkpoint_id=tmp_path, planner=SlicePlanner())
-    plain, others = torch.zeros(4, 5, 3), [(7, torch.zeros(1, 1, 30)), (50, torch.zeros(10))]
-    dcp.load({"a": plain}, checkpoint_id=tmp_path)
-    assert torch.equal(plain, whole)
-    dcp.load({"a": FlatSlices(whole.shape, whole.dtype, others)}, checkpoint_id=tmp_path, planner=SafePlanner())
-    assert others[0][1].view(-1).tolist() == list(range(7, 37)) and others[1][1].tolist() == list(range(50, 60))
 
 
 @pytest.mark.parametrize(

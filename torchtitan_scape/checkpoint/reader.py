@@ -24,7 +24,7 @@ from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.param_groups import PREFIX, group_values
 from torchtitan_scape.checkpoint.record_format import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
-from torchtitan_scape.checkpoint.slices import FlatSlices
+from torchtitan_scape.checkpoint.slices import FlatSlices, flat_boxes
 from torchtitan_scape.checkpoint.state import (
     dense_state,
     gather_state,
@@ -76,17 +76,43 @@ class GlobalLayout:
     def whole(self, parameter: Tensor, values: Tensor) -> Any:
         """Return `values` (local shape) as a tensor for DCP that is sharded like the parameter."""
         if is_slice(parameter):
-            return FlatSlices(parameter.whole, values.dtype, [(parameter.start, values)])
+            boxes = flat_boxes(parameter.whole, parameter.start, values)
+            return FlatSlices(parameter.whole, values.dtype, boxes)
         if not isinstance(parameter, DTensor):
             return values
         return _dtensor(values, parameter.device_mesh, parameter.placements, parameter.shape)
+
+    def part(self, parameter: Tensor, values: Tensor, start: int) -> Any:
+        """Return `values`, entries [start, start + n) of this rank's flat local tensor, as a part of the whole tensor.
+
+        Ranks may save different parts under one name; of equal ones DCP writes one. All together must be the whole
+        tensor.
+
+        Args:
+            parameter: a plain tensor, a DTensor without partial sums, or a slice, to which `start` is relative.
+            values: (n,) or any contiguous shape. DCP reads and writes them in place.
+
+        Returns:
+            The result of `whole` if `values` are all entries, otherwise `FlatSlices`.
+        """
+        values, shape = own_storage(values), local(parameter).shape
+        if values.numel() == shape.numel():
+            return self.whole(parameter, values.view(shape))
+        if is_slice(parameter):
+            boxes = flat_boxes(parameter.whole, parameter.start + start, values)
+            return FlatSlices(parameter.whole, values.dtype, boxes)
+        origin = parameter.__create_chunk_list__()[0].offsets if isinstance(parameter, DTensor) else None
+        return FlatSlices(parameter.shape, values.dtype, flat_boxes(shape, start, values, origin))
 
     def rows(self, parameter: Tensor, values: Tensor, count: int) -> Any:
         """Return `values` (rows of this rank, *local shape) as a tensor for DCP, (count, *global shape)."""
         if is_slice(parameter):
             first, size = self.replica * self.share_at_most(count), parameter.whole.numel()
-            slices = [((first + i) * size + parameter.start, row) for i, row in enumerate(values)]
-            return FlatSlices((count, *parameter.whole), values.dtype, slices)
+            shape = (count, *parameter.whole)
+            boxes: dict[tuple[int, ...], Tensor] = {}
+            for i, row in enumerate(values):
+                boxes |= flat_boxes(shape, (first + i) * size + parameter.start, row)
+            return FlatSlices(shape, values.dtype, boxes)
         placements: list[Any] = []
         if isinstance(parameter, DTensor):
             placements = [_after_rows(p) for p in parameter.placements]

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torchtitan_scape.checkpoint.metadata_checks import Index, RefusedError, check_metadata, check_opcodes
-from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.core.command import one_line
 
 # All classes that FileSystemWriter of torch 2.10 to 2.14 writes into `.metadata`, except torch.dtype (see below).
@@ -161,23 +159,6 @@ class CheckedReader(FileSystemReader):
 
 class SafePlanner(DefaultLoadPlanner):
     """DCP's load planner for tensors and plain data: numbers, text, bytes, and containers of these."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Hide slices from DCP's planner, which replaces values of unknown classes by None."""
-        found, paths = flatten_state_dict(state_dict)
-        slices = {name: value for name, value in found.items() if isinstance(value, FlatSlices)}
-        for name in slices:
-            set_element(state_dict, paths[name], 0)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        for name, value in slices.items():
-            set_element(state_dict, paths[name], value)
-        self.state_dict.update(slices)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = self.state_dict.get(index.fqn)
-        return found.__get_tensor_shard__(index) if isinstance(found, FlatSlices) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor.

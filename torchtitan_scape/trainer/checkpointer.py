@@ -32,7 +32,6 @@ from torchtitan_scape.checkpoint.reader import (
     load_into,
 )
 from torchtitan_scape.checkpoint.safe_load import forget_metadata
-from torchtitan_scape.checkpoint.slices import SlicePlanner
 from torchtitan_scape.checkpoint.state import load_counters
 from torchtitan_scape.checkpoint.storage import MANIFEST, CheckedWriter, is_complete, is_finished, remove
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -154,7 +153,7 @@ class ReplicaCheckpointer(CheckpointManager):
         self._being_written = checkpoint_id
         self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
         writer = CheckedWriter(checkpoint_id)
-        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "planner": SlicePlanner()}
+        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id}
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, process_group=self._saving_group, **options)
         options["process_group"] = self.pg
