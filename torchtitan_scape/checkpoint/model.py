@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_scape.checkpoint.reader import GlobalLayout, own_storage
+from torchtitan_scape.checkpoint.global_layout import GlobalLayout, own_storage
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.core.parameters import is_slice, plain_name
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer

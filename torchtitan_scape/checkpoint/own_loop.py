@@ -16,16 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_scape.checkpoint.folder import names_in, read_record
+from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
 from torchtitan_scape.checkpoint.model import ModelCheckpoint
 from torchtitan_scape.checkpoint.param_groups import restore_groups
-from torchtitan_scape.checkpoint.reader import (
-    GlobalLayout,
-    OptimizerCheckpoint,
-    StateReader,
-    load_into,
-)
+from torchtitan_scape.checkpoint.reader import OptimizerCheckpoint, StateReader, load_into
 from torchtitan_scape.checkpoint.safe_load import forget_metadata
 from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters
 from torchtitan_scape.core.parameters import plain_name

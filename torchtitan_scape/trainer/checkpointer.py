@@ -21,16 +21,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan_scape.checkpoint import failed_steps
 from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.folder import call_on_rank_0, first_damage, names_in, read_record, steps_in
+from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
 from torchtitan_scape.checkpoint.migration import migrate
 from torchtitan_scape.checkpoint.model import ModelCheckpoint
 from torchtitan_scape.checkpoint.parts import RANDOM, RandomState, sizes_line
-from torchtitan_scape.checkpoint.reader import (
-    GlobalLayout,
-    OptimizerCheckpoint,
-    StateReader,
-    load_into,
-)
+from torchtitan_scape.checkpoint.reader import OptimizerCheckpoint, StateReader, load_into
 from torchtitan_scape.checkpoint.safe_load import forget_metadata
 from torchtitan_scape.checkpoint.state import load_counters
 from torchtitan_scape.checkpoint.storage import MANIFEST, CheckedWriter, is_complete, is_finished, remove
