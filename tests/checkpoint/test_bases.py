@@ -1,5 +1,8 @@
 """The bases of Muon with quantized updates in checkpoints: what other layouts lose, and what earlier versions lack."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,11 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests import training
+from tests.checkpoint.runs import ALONE
 from tests.checkpoint.sizes import bytes_on_disk
 from tests.pool import Pool
+from tests.training import METHODS
 from torchtitan_scape.checkpoint.state import sizes
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.imported import for_moment
+from torchtitan_scape.methods.quantized.options import BASIS_LAYOUT
+from torchtitan_scape.methods.quantized.whitening import MatrixBasis
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica.replicate import replicate
 
@@ -43,7 +51,22 @@ def train(model: Any, optimizer: Any, *steps: int) -> None:
         optimizer.zero_grad()
 
 
-def load_update_in_bases(path: str, into: str, shards: int = 1) -> tuple[str, list[Tensor], list[Tensor]]:
+@contextmanager
+def bases_of_whole_sides() -> Iterator[None]:
+    """Save as before bases had blocks: matrices (d, d) in FP32, and nothing about blocks in the record."""
+
+    def tensors(basis: MatrixBasis) -> dict[str, Tensor]:
+        found = present(basis)
+        return {kind: torch.block_diag(*blocks.float()) for kind, blocks in found.items()}
+
+    present = MatrixBasis.tensors
+    with patch.object(MatrixBasis, "tensors", tensors), patch.dict(BASIS_LAYOUT, clear=True):
+        yield
+
+
+def load_update_in_bases(
+    path: str, into: str, shards: int = 1, before_blocks: bool = False
+) -> tuple[str, list[Tensor], list[Tensor]]:
     """Save a run of Muon with quantized updates, and load it into another method, or one replica of two shards.
 
     Returns:
@@ -59,7 +82,8 @@ def load_update_in_bases(path: str, into: str, shards: int = 1) -> tuple[str, li
         moment, pending = run[1].methods[0].moment_and_residual(shard)
         dist.all_reduce(pending)
         wanted.append(moment + for_moment(pending / 2, run[1].param_groups[0]["betas"][0]))
-    dcp.save(checkpoint_states(*run), checkpoint_id=path)
+    with bases_of_whole_sides() if before_blocks else nullcontext():
+        dcp.save(checkpoint_states(*run), checkpoint_id=path)
     other = build(into, shards)
     train(*other, 20)
     text = load_checkpoint(path, *other)
@@ -97,6 +121,14 @@ def test_pending_gradients_in_bases_are_decoded(into: str, pool2: Pool, tmp_path
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("into", ["dense", "quantized_update"])
+def test_pending_gradients_in_bases_of_whole_sides_are_decoded(into: str, pool2: Pool, tmp_path: Path) -> None:
+    for text, found, wanted in pool2(load_update_in_bases, str(tmp_path), into, 1, True):
+        assert "lost" not in text and "was added to the first moment" in text
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_load_names_pending_gradients_that_are_lost(pool2: Pool, tmp_path: Path) -> None:
     for text, _, _ in pool2(load_update_in_bases, str(tmp_path), "dense", 2):
         assert "pending gradients are lost: they are stored in the bases of other shards" in text
@@ -122,3 +154,14 @@ def sizes_with_shards(path: str) -> tuple[dict[str, int], dict[str, int]]:
 def test_the_size_of_bases_is_that_of_all_shards(pool4: Pool, tmp_path: Path) -> None:
     for expected, on_disk in pool4(sizes_with_shards, str(tmp_path)):
         assert expected == on_disk and on_disk["basis"] > 0
+
+
+def test_simulated_replicas_resume_bit_for_bit(pool1: Pool, tmp_path: Path) -> None:
+    """Each matrix has one simulated owner, whose moments no other replica has; bases change after steps 3 and 6."""
+    arguments = [*METHODS["quantized-update"], *ALONE, "--topology.simulate_replicas=3", "--training.steps=8"]
+    arguments += ["--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.no-last-save-model-only"]
+    (whole,) = pool1(training.train, str(tmp_path / "whole"), arguments)
+    step = Path("checkpoint", "step-5")
+    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    (resumed,) = pool1(training.train, str(tmp_path / "resumed"), arguments)
+    assert resumed["losses"] == whole["losses"][5:] and torch.equal(resumed["parameters"], whole["parameters"])

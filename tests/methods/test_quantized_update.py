@@ -168,12 +168,17 @@ def test_bases_are_equal_on_all_replicas_and_change_with_the_moments_of_the_owne
         steps(method, range(1, 6))
         return dict(next(s for s in method.states() if s.kind == "basis").tensors)
 
-    first, second = run_replicas(2, run)
+    each = run_replicas(2, run)
+    first, second = each
     start = next(s for s in make(DryRunCollectives(replicas=2)).states() if s.kind == "basis").tensors
-    equal = [name for name in first if not name.endswith("moment")]
+    equal = [name for name in first if name.endswith("forward")]
     assert {name.rpartition(".left")[0] or name.rpartition(".right")[0] for name in equal} == set(MATRICES)
     assert all(torch.equal(first[name], second[name]) for name in equal)
     assert not any(torch.equal(first[name], start[name]) for name in equal)
+    # What its owner alone uses, no other replica has.
+    for kind in ("backward", "moment"):
+        owned = [{name for name in tensors if name.endswith(kind)} for tensors in each]
+        assert not owned[0] & owned[1] and len(owned[0] | owned[1]) == len(equal)
 
 
 def test_weak_directions_keep_their_signal() -> None:
@@ -273,6 +278,24 @@ def test_the_mean_of_the_sent_bytes_is_the_planned_one(replicas: int) -> None:
     levels = [LevelSize("network", replicas)]
     calls = options.cost().collective_calls(model, levels, 512)
     assert sum(stage.sent for call in calls for stage in call.stages(levels)) == pytest.approx(found[0][1])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_planned_memory_of_bases_is_that_of_the_busiest_owner(replicas: int) -> None:
+    def run(collectives: ReplicaCollectives) -> int:
+        states = {state.kind: state for state in make(collectives).states()}
+        return sum(t.nbytes for t in states["basis"].tensors.values()) if "basis" in states else 0
+
+    model, cost = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(block=32).cost()
+    assert cost.device_memory(model, replicas).get("bases", 0) == max(run_replicas(replicas, run))
+
+
+@pytest.mark.parametrize(("replicas", "per_parameter"), [(8, 0.377), (64, 0.269)])
+def test_bases_of_llama_1_8b_are_small(replicas: int, per_parameter: float) -> None:
+    """Less than a byte per parameter, as the page says."""
+    model = get_workload("llama_1_8b").local(1)
+    bases = QuantizedUpdateOptions().cost().device_memory(model, replicas)["bases"]
+    assert bases / model.entries == pytest.approx(per_parameter, abs=0.001)
 
 
 @pytest.mark.parametrize("replicas", [4, 16, 64])
@@ -436,7 +459,7 @@ def test_parameters_that_are_not_contiguous_are_refused() -> None:
 def test_the_planner_has_no_bases_without_muon() -> None:
     model = get_workload("llama_1_8b").local(1)
     muon, adamw = (PlannedRun(QuantizedUpdateOptions(), name) for name in ("Muon", "AdamW"))
-    assert muon.device_memory(model, 16)["bases"] > 1e10
+    assert muon.device_memory(model, 16)["bases"] > 4e8
     assert "bases" not in adamw.device_memory(model, 16)
     assert adamw.options.cost().matrix_flops(model, 16) == (0.0, 0.0)
 

@@ -29,7 +29,7 @@ from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.simulation import ReplicaWeights
+from torchtitan_scape.replica.simulation import ReplicaWeights, rows_of
 
 # By parameter, a function that returns its pending gradients in the model's own coordinates.
 Decoders = dict[str, Callable[[Tensor], Tensor]]
@@ -284,11 +284,13 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
     each = [method.states() for method in optimizer.methods]
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
-    missing = not reader.fill_of_this_shard(each[0])
-    for states in each[1:]:
-        for state, first in zip(states, each[0], strict=True):
-            for name, values in state.tensors.items() if not state.by_parameter else ():
-                values.copy_(first.tensors[name])
+    each = [[state for state in states if not state.by_parameter] for states in each]
+    loaded = rows_of(each)
+    missing = not reader.fill_of_this_shard(loaded)
+    for states in each:
+        for state, source in zip(states, loaded, strict=True):
+            for name, values in state.tensors.items():
+                values.copy_(source.tensors[name])
     return missing
 
 

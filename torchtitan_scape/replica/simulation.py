@@ -137,11 +137,14 @@ def weights_of_replicas(
 
 
 def rows_of(each: Sequence[list[State]]) -> list[State]:
-    """Combine the states of this process's replicas: tensors of per-replica states get one row per replica."""
+    """Combine the states of this process's replicas: tensors of per-replica states get one row per replica.
+
+    A tensor of another state is that of the first replica that has it.
+    """
     found = []
     for states in zip(*each, strict=True):
         first = states[0]
-        tensors = first.tensors
+        tensors = {name: values for state in reversed(states) for name, values in state.tensors.items()}
         if first.per_replica:
             rows = {name: [state.tensors[name] for state in states] for name in tensors}
             tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}

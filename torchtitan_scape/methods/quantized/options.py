@@ -17,6 +17,10 @@ from torchtitan_scape.topology.ring_bytes import LevelSize
 
 ITERATIONS = 14  # of the inverse root of second moments, see `whitening.roots`
 ROTATED_TOGETHER = 256  # entries at most that the cosine transform mixes
+WHITENED_TOGETHER = 512  # entries at most that a matrix of second moments relates
+BASIS_LAYOUT = {"whitened_together": WHITENED_TOGETHER}  # in a checkpoint's record; earlier bases had whole sides
+BASIS_BYTES = 2.0  # of an entry of a basis: BF16
+OWNER_BYTES = 8.0  # of its second moment and of its inverse, FP32
 
 Code = Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
 
@@ -51,7 +55,10 @@ class QuantizedOptions(MethodOptions):
 
     def layout(self) -> dict[str, Any]:
         """Return the options that determine the states. In a basis, errors of one code are not those of another."""
-        return super().layout() | ({"code": self.code} if self.whiten_every else {})
+        return super().layout() | ({"code": self.code} | BASIS_LAYOUT if self.whiten_every else {})
+
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint() | (BASIS_LAYOUT if self.whiten_every else {})
 
     @property
     def fills_blocks(self) -> bool:
@@ -140,21 +147,24 @@ class QuantizedCost(GradientCost):
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         return self.basis_flops(model, replicas)
 
-    def basis_flops(self, model: LocalModel, replicas: int, received: float = 1.0) -> tuple[float, float]:
+    def basis_flops(
+        self, model: LocalModel, replicas: int, owned: float = 1.0, interval: int = 1
+    ) -> tuple[float, float]:
         """Return (products with bases, in and out, and second moments, in TF32; updates of the bases, in FP32).
 
         Args:
-            received: Share of the matrices whose synchronized gradients this rank receives.
+            owned: Share of the matrices whose second moments this rank has.
+            interval: Steps between synchronized gradients of a matrix.
         """
         products = updates = 0.0
+        received = owned / interval
         for shape, sides in self._whitened(model) if replicas > 1 else ():
             for side, whitened in zip(shape, sides, strict=True):
                 other = math.prod(shape) // side
-                width = side if whitened else min(side, ROTATED_TOGETHER)
-                products += (2.0 + 2.0 * received) * width * side * other
-                if whitened:
-                    products += received * 2.0 * side * side * other
-                    updates += 6.0 * ITERATIONS * side**3 / self.options.whiten_every
+                width = largest_divisor(side, WHITENED_TOGETHER if whitened else ROTATED_TOGETHER)
+                products += (2.0 + (4.0 if whitened else 2.0) * received) * width * side * other
+                if whitened:  # the inverse of the present basis or of the new one, and the root of an owned one
+                    updates += (2.0 + 6.0 * ITERATIONS * owned) * side * width**2 / self.options.whiten_every
         return products, updates
 
     def _whitened(self, model: LocalModel) -> list[tuple[Shape, tuple[bool, bool]]]:
@@ -177,9 +187,9 @@ class QuantizedCost(GradientCost):
         kinds = super().device_memory(model, replicas)
         if self.options.keeps_owner_error(replicas):
             kinds["owner_error"] = 4.0 * model.entries
-        sides = [n for shape, each in self._whitened(model) for n, on in zip(shape, each, strict=True) if on]
-        if sides and replicas > 1:
-            kinds["bases"] = 12.0 * sum(n * n for n in sides)  # two products and the second moments
+        entries = sum(basis_entries(shape) for shape, _ in self._whitened(model))
+        if entries and replicas > 1:
+            kinds["bases"] = (BASIS_BYTES + OWNER_BYTES) * entries
         return kinds
 
 
@@ -190,6 +200,17 @@ def has_basis(shape: Shape) -> bool:
     their rows differ by the frequency of a token.
     """
     return len(shape) == 2 and min(shape) > 1
+
+
+def basis_entries(shape: Shape) -> int:
+    """Return the entries of the bases of a matrix: `largest_divisor` of each whitened side for each of its entries."""
+    sides = zip(shape, whitened_sides(shape), strict=True)
+    return sum(n * largest_divisor(n, WHITENED_TOGETHER) for n, whitened in sides if whitened)
+
+
+def largest_divisor(size: int, limit: int) -> int:
+    """Return the largest divisor of a size up to a limit."""
+    return next(n for n in range(min(size, limit), 0, -1) if size % n == 0)
 
 
 def whitened_sides(shape: Shape) -> tuple[bool, bool]:

@@ -1,5 +1,6 @@
 """Pending gradients that were saved in the bases of `whitening`, in the model's own coordinates."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,12 +30,13 @@ def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[
     wanted: dict[str, Tensor] = {}
     readable = reader.saved.get("shard") == reader.model_ranks
     for shard in (shard for shard in shards if shard.name in with_a_basis and len(shard.local_shape) == 2):
-        basis = MatrixBasis.of((shard.local_shape[0], shard.local_shape[1]), torch.device("cpu"))
-        for kind, tensor in basis.tensors().items():
-            name = f"basis.{shard.name}.{kind}"
-            readable = readable and saved.get(name, {}).get(rank) == tuple(tensor.shape)
-            wanted |= {f"{name}.{rank}": tensor} if kind.endswith("backward") else {}
-        bases[shard.name] = basis
+        basis = bases[shard.name] = MatrixBasis.of((shard.local_shape[0], shard.local_shape[1]), torch.device("cpu"))
+        for name, size, side in zip(("left", "right"), basis.shape, (basis.left, basis.right), strict=True):
+            if side.whitened:
+                key = f"basis.{shard.name}.{name}.backward"
+                shape = saved.get(key, {}).get(rank, (0, 0))  # (size, size) before bases had blocks
+                readable = readable and shape[-2] == shape[-1] and math.prod(shape) == size * shape[-1] > 0
+                wanted[f"{key}.{rank}"] = side.backward = torch.empty(shape, dtype=torch.float32, device="cpu")
     if not reader.all_agree(readable):
         return None
     reader.fill(wanted)
@@ -43,5 +45,6 @@ def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[
 
 def _decode(basis: MatrixBasis, values: Tensor) -> Tensor:
     for side in (basis.left, basis.right):
+        assert side.backward is not None
         side.backward = side.backward.to(values.device)
     return basis.decode(values).reshape(-1)

@@ -19,7 +19,14 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.quantized.options import ITERATIONS, ROTATED_TOGETHER, has_basis, whitened_sides
+from torchtitan_scape.methods.quantized.options import (
+    ITERATIONS,
+    ROTATED_TOGETHER,
+    WHITENED_TOGETHER,
+    has_basis,
+    largest_divisor,
+    whitened_sides,
+)
 
 DECAY = 0.95  # of the second moments, per synchronized gradient
 FLOOR = 1e-3  # added to the eigenvalues, relative to the norm of the second moments
@@ -27,43 +34,67 @@ FLOOR = 1e-3  # added to the eigenvalues, relative to the norm of the second mom
 
 @dataclass
 class Side:
-    """One side of a matrix: y = forward x, and x = backward y, along an axis of d entries.
+    """One side of a matrix: y = forward x along an axis of d entries, for b of them in turn.
 
     Attributes:
-        forward, backward: FP32, inverse to each other: (d, d), or (b, b) for each b entries in turn.
-        moment: FP32 (d, d), average of the gradient's products with itself along the other axis; None for a side that
-            is rotated only.
+        forward: BF16 (d / b, b, b); FP32 (b, b), the same for all, of a side that is rotated only.
+        backward: FP32, the inverse of `forward`; None if this replica computes it when it needs it.
+        moment: FP32 (d / b, b, b), average of the gradient's products with itself along the other axis; None for a side
+            that is rotated only, or if another replica computes `forward`.
     """
 
     forward: Tensor
-    backward: Tensor
+    backward: Tensor | None
     moment: Tensor | None = None
 
     @classmethod
-    def of(cls, size: int, whitened: bool, device: torch.device) -> "Side":
-        rotation = cosine_rotation(size, device)
+    def of(cls, size: int, whitened: bool, device: torch.device, owned: bool = True) -> "Side":
         if not whitened:
+            rotation = cosine_rotation(size, device)
             return cls(rotation, rotation.T)
-        whole = torch.block_diag(*[rotation] * (size // len(rotation)))
-        return cls(whole, whole.T.contiguous(), torch.zeros(size, size, dtype=torch.float32, device=device))
+        width = largest_divisor(size, WHITENED_TOGETHER)
+        forward = rotated(torch.eye(width, dtype=torch.float32, device=device)).repeat(size // width, 1, 1).bfloat16()
+        return (
+            cls(forward, inverse(forward), torch.zeros_like(forward, dtype=torch.float32))
+            if owned
+            else cls(forward, None)
+        )
+
+    @property
+    def whitened(self) -> bool:
+        """Whether the second moments determine it."""
+        return self.forward.ndim == 3
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; a rotation is made anew."""
-        if self.moment is None:
-            return {}
-        return {"forward": self.forward, "backward": self.backward, "moment": self.moment}
+        found = {"forward": self.forward, "backward": self.backward, "moment": self.moment} if self.whitened else {}
+        return {kind: tensor for kind, tensor in found.items() if tensor is not None}
 
-    def observe(self, products: Tensor, applied: Tensor) -> None:
-        """Average the second moments with those of a new gradient, (d, d)."""
-        assert self.moment is not None
-        masked_copy_(self.moment, self.moment.lerp(products, 1.0 - DECAY), applied & products.isfinite().all())
+    def encode(self, values: Tensor) -> Tensor:
+        """Return FP32 (d, n) in the basis."""
+        return _times(self.forward.float(), values)
 
-    def whitening(self) -> tuple[Tensor, Tensor]:
-        """Return `forward` and `backward` for the present second moments."""
+    def decode(self, values: Tensor) -> Tensor:
+        """Return FP32 (d, n) of values in the basis."""
+        return _times(inverse(self.forward) if self.backward is None else self.backward, values)
+
+    def observe(self, gradient: Tensor, applied: Tensor) -> None:
+        """Average the second moments with those of a new gradient, (d, n)."""
+        if self.moment is not None:
+            blocks = gradient.reshape(len(self.moment), -1, gradient.shape[1])
+            products = blocks @ blocks.mT
+            masked_copy_(self.moment, self.moment.lerp(products, 1.0 - DECAY), applied & products.isfinite().all())
+
+    def whitening(self) -> Tensor:
+        """Return `forward` for the present second moments."""
         assert self.moment is not None
-        root, inverse = roots(self.moment)
-        rotation = cosine_rotation(len(root), root.device)
-        return along(rotation, inverse, 0), along(rotation, root, 1)
+        return rotated(inverse_root(self.moment)).bfloat16()
+
+    def change(self, forward: Tensor, applied: Tensor) -> None:
+        """Set the basis."""
+        masked_copy_(self.forward, forward, applied)
+        if self.backward is not None:
+            masked_copy_(self.backward, inverse(forward), applied)
 
 
 @dataclass
@@ -75,9 +106,14 @@ class MatrixBasis:
     right: Side
 
     @classmethod
-    def of(cls, shape: tuple[int, int], device: torch.device) -> "MatrixBasis":
-        left, right = (Side.of(n, on, device) for n, on in zip(shape, whitened_sides(shape), strict=True))
-        return cls(shape, left, right)
+    def of(cls, shape: tuple[int, int], device: torch.device, owned: bool = True) -> "MatrixBasis":
+        sides = (Side.of(n, on, device, owned) for n, on in zip(shape, whitened_sides(shape), strict=True))
+        return cls(shape, *sides)
+
+    @property
+    def whitened(self) -> list[Side]:
+        """The sides that second moments determine."""
+        return [side for side in (self.left, self.right) if side.whitened]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of both sides by name, for example "left.moment"."""
@@ -93,32 +129,34 @@ class MatrixBasis:
     def encode(self, matrix: Tensor) -> Tensor:
         """Return a gradient (n,) or (a, b) in the basis."""
         with tf32_products(matrix.device):
-            return along(self.right.forward, along(self.left.forward, matrix.view(self.shape), 0), 1)
+            return self.right.encode(self.left.encode(matrix.view(self.shape)).T).T
 
     def decode(self, matrix: Tensor) -> Tensor:
         """Return the gradient (a, b) of (n,) or (a, b) in the basis."""
         with tf32_products(matrix.device):
-            return along(self.right.backward, along(self.left.backward, matrix.view(self.shape), 0), 1)
+            return self.right.decode(self.left.decode(matrix.view(self.shape)).T).T
 
     def observe(self, gradient: Tensor, applied: Tensor) -> None:
         """Average the second moments with those of a synchronized gradient (a, b)."""
         with tf32_products(gradient.device):
-            if self.left.moment is not None:
-                self.left.observe(gradient @ gradient.T, applied)
-            if self.right.moment is not None:
-                self.right.observe(gradient.T @ gradient, applied)
+            self.left.observe(gradient, applied)
+            self.right.observe(gradient.T, applied)
 
-    def update(self, pending: Sequence[Tensor], applied: Tensor) -> None:
-        """Change to the basis of the present second moments, and pending errors with it."""
+    def decode_and_observe_(self, gradient: Tensor, applied: Tensor) -> None:
+        """Replace a synchronized gradient (n,) or (a, b) in the basis by its values without it, and observe it."""
+        decoded = self.decode(gradient)
+        self.observe(decoded, applied)
+        gradient.view(self.shape).copy_(decoded)
+
+    def change(self, forward: Sequence[Tensor], pending: Sequence[Tensor], applied: Tensor) -> None:
+        """Change to the bases `forward` of the whitened sides, and pending errors (n,) or (a, b) with them."""
         gradients = [self.decode(error) for error in pending]
-        found = [(side, side.whitening()) for side in (self.left, self.right) if side.moment is not None]
-        for value in (value for _, pair in found for value in pair):
-            applied = applied & value.isfinite().all()
-        for side, (forward, backward) in found:
-            masked_copy_(side.forward, forward, applied)
-            masked_copy_(side.backward, backward, applied)
+        for new in forward:
+            applied = applied & new.isfinite().all()
+        for side, new in zip(self.whitened, forward, strict=True):
+            side.change(new, applied)
         for error, gradient in zip(pending, gradients, strict=True):
-            masked_copy_(error, self.encode(gradient), applied)
+            masked_copy_(error.view(self.shape), self.encode(gradient), applied)
 
 
 @dataclass
@@ -137,13 +175,20 @@ class WhiteningBases:
     numbers: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, shards: Sequence[Shard], interval: int, hidden: Collection[str]) -> "WhiteningBases":
-        """Return bases of the matrices among the parameters `hidden`, which Muon updates or would update."""
+    def of(
+        cls, shards: Sequence[Shard], interval: int, hidden: Collection[str], owned: Collection[str] | None = None
+    ) -> "WhiteningBases":
+        """Return bases of the matrices among the parameters `hidden`, which Muon updates or would update.
+
+        Args:
+            owned: The names of those whose second moments this replica has; all if None.
+        """
         found = cls(interval)
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
             if shard.name in hidden and has_basis(shape):
-                found.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device)
+                mine = owned is None or shard.name in owned
+                found.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device, mine)
                 found.numbers.append(i)
         return found
 
@@ -158,20 +203,19 @@ class WhiteningBases:
         """
         if number > 1 and (number - 1) % self.interval == 0:
             for name, basis in self.bases.items():
-                basis.update([errors[name] for errors in pending if errors], applied)
+                forward = [side.whitening() for side in basis.whitened]
+                basis.change(forward, [errors[name] for errors in pending if errors], applied)
         self.encode(gradients)
 
     def encode(self, gradients: Sequence[Tensor]) -> None:
         """Replace the gradients of these parameters, FP32, (n,) or (a, b), by their values in the bases."""
         for i, basis in zip(self.numbers, self.bases.values(), strict=True):
-            gradients[i].copy_(basis.encode(gradients[i]).view_as(gradients[i]))
+            gradients[i].view(basis.shape).copy_(basis.encode(gradients[i]))
 
     def finish(self, gradients: Sequence[Tensor], applied: Tensor) -> None:
         """Replace the synchronized gradients by their values in the model's own basis."""
         for i, basis in zip(self.numbers, self.bases.values(), strict=True):
-            gradient = basis.decode(gradients[i])
-            basis.observe(gradient, applied)
-            gradients[i].copy_(gradient.view_as(gradients[i]))
+            basis.decode_and_observe_(gradients[i], applied)
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""
@@ -204,13 +248,20 @@ def tf32_products(device: torch.device) -> Iterator[None]:
         products.fp32_precision = kept
 
 
-def along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:
-    """Multiply FP32 (a, b) by a matrix along an axis: by (d, d), or by (b, b) for each b entries in turn."""
-    rows, columns = values.shape
-    size = len(matrix)
-    if axis == 0:
-        return (matrix @ values.reshape(rows // size, size, columns)).view(rows, columns)
-    return (values.reshape(-1, size) @ matrix.T).view(rows, columns)
+def _times(matrix: Tensor, values: Tensor) -> Tensor:
+    """Multiply FP32 (d, n) by (b, b), for each b entries in turn, or by (d / b, b, b)."""
+    return (matrix @ values.reshape(-1, matrix.shape[-1], values.shape[1])).reshape(values.shape)
+
+
+def inverse(matrices: Tensor) -> Tensor:
+    """Return the inverse matrices in FP32, of (k, b, b)."""
+    return torch.linalg.inv_ex(matrices.float()).inverse
+
+
+def rotated(matrices: Tensor) -> Tensor:
+    """Multiply FP32 (..., b, b) from the left by the rotation of b entries."""
+    rotation = cosine_rotation(matrices.shape[-1], matrices.device)
+    return (rotation @ matrices.unflatten(-2, (-1, len(rotation)))).flatten(-3, -2)
 
 
 @functools.cache
@@ -219,7 +270,7 @@ def cosine_rotation(size: int, device: torch.device) -> Tensor:
 
     b is the largest divisor of `size` up to `ROTATED_TOGETHER`. It is computed in FP64 and equal on all machines.
     """
-    width = next(n for n in range(min(size, ROTATED_TOGETHER), 0, -1) if size % n == 0)
+    width = largest_divisor(size, ROTATED_TOGETHER)
     signs = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width), device="cpu").double() * 2 - 1
     k = torch.arange(width, dtype=torch.float64, device="cpu")
     rotation = torch.cos(math.pi / width * torch.outer(k, k + 0.5)) * math.sqrt(2.0 / width)
@@ -227,19 +278,22 @@ def cosine_rotation(size: int, device: torch.device) -> Tensor:
     return (rotation * signs).float().to(device)
 
 
-def roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Return square root and inverse square root of a matrix (d, d) with non-negative eigenvalues, up to a factor.
+def inverse_root(moment: Tensor) -> Tensor:
+    """Return the inverse square root of a block-diagonal matrix with non-negative eigenvalues, up to a factor.
 
     The matrix is divided by its norm, and `FLOOR` is added to its eigenvalues. The coupled Newton-Schulz iteration
     (Higham, "Functions of Matrices", 2008, equation 6.35) consists of matrix products; the smallest eigenvalue of
-    root times inverse grows by up to 2.25 in each, from `FLOOR` to 1. Root times inverse is the identity.
+    root times inverse grows by up to 2.25 in each, from `FLOOR` to 1.
+
+    Args:
+        moment: The blocks of the diagonal, (k, b, b).
     """
-    identity = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    identity = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
     largest = moment.abs().amax()  # the norm squares the entries, and small ones would become zero
     scaled = torch.where(largest > 1e-30, moment / largest.clamp(min=1e-30), 0.0)
     root = (scaled / scaled.norm().clamp(min=1.0) + FLOOR * identity) / (1.0 + FLOOR)
-    inverse = identity
+    found = identity.expand_as(root)
     for _ in range(ITERATIONS):
-        correction = 1.5 * identity - 0.5 * inverse @ root
-        root, inverse = root @ correction, correction @ inverse
-    return root, inverse
+        correction = 1.5 * identity - 0.5 * found @ root
+        root, found = root @ correction, correction @ found
+    return found

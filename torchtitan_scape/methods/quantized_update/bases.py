@@ -1,4 +1,4 @@
-"""Bases of equal variance, made of second moments that the owner of a matrix sends to the other replicas at times."""
+"""Bases of equal variance, which the owner of a matrix computes and sends to the other replicas at times."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,19 +6,16 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.quantized.whitening import Side, WhiteningBases
+from torchtitan_scape.methods.quantized.whitening import MatrixBasis, WhiteningBases
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-
-MOMENT_DTYPE = torch.bfloat16
 
 
 class SharedBases:
     """The bases of all matrices that a single replica updates.
 
-    A basis changes on all replicas at once, to that of the second moments of its owner, rounded to BF16. The rest is as
-    in `methods.quantized.whitening`.
+    A basis changes on all replicas at once, to that of the second moments of its owner. Other replicas have neither
+    these nor the inverse. The rest is as in `methods.quantized.whitening`.
 
     Args:
         shards: All parameters of this rank.
@@ -32,7 +29,8 @@ class SharedBases:
 
     def __init__(self, shards: Sequence[Shard], owners: Mapping[str, int], collectives: ReplicaCollectives) -> None:
         self._owners, self._collectives = owners, collectives
-        self.whitening = WhiteningBases.of(shards, interval=0, hidden=owners)
+        owned = {name for name, owner in owners.items() if owner == collectives.replica}
+        self.whitening = WhiteningBases.of(shards, interval=0, hidden=owners, owned=owned)
         self.start = torch.full((), -1, dtype=torch.int64, device="cpu")
 
     def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:
@@ -43,9 +41,7 @@ class SharedBases:
         """
         for i, (name, basis) in zip(self.whitening.numbers, self.whitening.bases.items(), strict=True):
             if i in numbers and self._owners[name] == self._collectives.replica:
-                gradient = basis.decode(gradients[i])
-                basis.observe(gradient, applied)
-                gradients[i].copy_(gradient.view(-1))
+                basis.decode_and_observe_(gradients[i], applied)
 
     def number_of(self, step: int) -> int:
         """Return the number of an attempted step of the run among those that use these bases, from 1."""
@@ -74,38 +70,23 @@ class SharedBases:
 
     def change(self, residuals: Sequence[Tensor], applied: Tensor) -> None:
         """Change to the bases of the owners' second moments, and the residuals of all shards with them. Collective."""
-        self._receive_moments(applied)
-        for i, basis in zip(self.whitening.numbers, self.whitening.bases.values(), strict=True):
-            basis.update([residuals[i]], applied)
-
-    def _receive_moments(self, applied: Tensor) -> None:
-        """Replace all second moments by those of the owners, one triangle of each in BF16. Collective."""
-        for name, side in self._sides():
-            moment = _moment_of(side)
-            rows, columns = torch.triu_indices(*moment.shape, device=moment.device)
-            message = moment[rows, columns].to(MOMENT_DTYPE)
+        for i, (name, basis) in zip(self.whitening.numbers, self.whitening.bases.items(), strict=True):
+            is_own, sides = self._owners[name] == self._collectives.replica, basis.whitened
+            each = [(side.whitening() if is_own else side.forward).flatten() for side in sides]
+            message = torch.cat(each)
             self._collectives.broadcast_from(message.view(torch.uint8), self._owners[name], "basis")
-            received = torch.empty_like(moment)
-            received[rows, columns] = received[columns, rows] = message.float()
-            masked_copy_(moment, received, applied)
-
-    def _sides(self) -> list[tuple[str, Side]]:
-        """Return (name of the matrix, side) of all sides with second moments."""
-        sides = [(name, side) for name, one in self.whitening.bases.items() for side in (one.left, one.right)]
-        return [(name, side) for name, side in sides if side.moment is not None]
-
-    def gather(self) -> None:
-        """Distribute the second moments of the owners, as they are. Collective."""
-        for name, side in self._sides():
-            self._collectives.broadcast_from(_moment_of(side), self._owners[name])
+            parts = message.split([len(part) for part in each])
+            forward = [part.view_as(side.forward) for part, side in zip(parts, sides, strict=True)]
+            basis.change(forward, [residuals[i]], applied)
 
     def replicated(self, name: str) -> list[tuple[str | None, Tensor]]:
         """Return the tensors of a parameter that are bitwise equal on all replicas."""
         basis = self.whitening.bases.get(name)
         tensors = {} if basis is None else basis.tensors()
-        return [(f"basis.{kind}", tensor) for kind, tensor in tensors.items() if not kind.endswith("moment")]
+        return [(f"basis.{kind}", tensor) for kind, tensor in tensors.items() if kind.endswith("forward")]
 
-
-def _moment_of(side: Side) -> Tensor:
-    assert side.moment is not None
-    return side.moment
+    def declared(self) -> State:
+        """Return the state of the bases with all tensors that checkpoints contain, without values."""
+        meta = torch.device("meta")
+        every = {name: MatrixBasis.of(basis.shape, meta) for name, basis in self.whitening.bases.items()}
+        return WhiteningBases(0, every).state()

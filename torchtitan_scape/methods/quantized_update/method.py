@@ -274,8 +274,6 @@ class QuantizedUpdate(Method):
             for kind, tensor in self._tensors_of_state(i).items():
                 if kind != "step":
                     self._owners.broadcast(i, tensor)
-        if self._bases is not None and self.collectives.is_simulated:
-            self._bases.gather()
 
     def saves_optimizer_state(self, name: str) -> bool:
         return name in self._owners.saved
@@ -291,6 +289,10 @@ class QuantizedUpdate(Method):
             of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
             states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
         return states if self._bases is None else [*states, *self._bases.states(name)]
+
+    def declared_states(self) -> list[State]:
+        # The owner of a matrix alone has all tensors of its basis.
+        return [self._bases.declared() if self._bases and s.kind == "basis" else s for s in self.states()]
 
     def checkpoint_states(self, residual: str) -> list[State]:
         states = {state.kind: state for state in self.states()}

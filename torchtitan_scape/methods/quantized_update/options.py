@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
-from torchtitan_scape.core.workloads import LocalModel, Shape
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.codes import EncodedSize, encoded_bytes
 from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import (
+    BASIS_BYTES,
+    BASIS_LAYOUT,
+    OWNER_BYTES,
     Code,
     QuantizedCost,
     QuantizedOptions,
+    basis_entries,
     has_basis,
-    whitened_sides,
 )
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
 from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
@@ -22,7 +25,6 @@ from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
-MOMENT_BYTES = 2  # of an entry of the second moments in a message: BF16
 
 
 @dataclass
@@ -57,6 +59,12 @@ class QuantizedUpdateOptions(MethodOptions):
         self.require(
             self.whiten_every >= 0, "whiten_every", "it must be 1 or more, or 0 to encode the entries themselves"
         )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint() | (BASIS_LAYOUT if self.whiten_every else {})
+
+    def layout(self) -> dict[str, Any]:
+        return super().layout() | (BASIS_LAYOUT if self.whiten_every else {})
 
     def changes_bases(self, number: int) -> bool:
         """Return whether the bases change before step `number` of those that use them, from 1."""
@@ -144,10 +152,10 @@ class QuantizedUpdateCost(GradientCost):
                 CollectiveCall("all_gather", updates(column.width), chunks=1, active=active),
             ]
         calls = scaled(calls, 1.0 / len(groups))
-        moments = [moment_entries(shape) for shape in model.hidden_shapes if has_basis(shape)]
-        if has_bases and moments:  # each is broadcast by its owner
-            sent, share = MOMENT_BYTES * sum(moments), 1.0 / self.options.whiten_every
-            calls.append(CollectiveCall("all_gather", sent, share=share, chunks=len(moments), active=1.0 / replicas))
+        bases = [basis_entries(shape) for shape in model.hidden_shapes if has_basis(shape)]
+        if has_bases and bases:  # each is broadcast by its owner
+            sent, share = int(BASIS_BYTES) * sum(bases), 1.0 / self.options.whiten_every
+            calls.append(CollectiveCall("all_gather", sent, share=share, chunks=len(bases), active=1.0 / replicas))
         return calls
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:
@@ -183,7 +191,7 @@ class QuantizedUpdateCost(GradientCost):
         return [model.select_numbers(group) for group in assign_groups(model.sizes, self.options.interval)]
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        return self.bases.basis_flops(model, replicas, received=1.0 / (replicas * self.options.interval))
+        return self.bases.basis_flops(model, replicas, 1.0 / replicas, self.options.interval)
 
     def residual_entries(self, model: LocalModel) -> int:
         return model.entries
@@ -201,11 +209,19 @@ class QuantizedUpdateCost(GradientCost):
         return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in entries)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        kinds = super().device_memory(model, replicas) | {"unsent_update": 4.0 * model.entries}
-        return kinds | {k: v for k, v in self.bases.device_memory(model, replicas).items() if k == "bases"}
+        return (
+            super().device_memory(model, replicas)
+            | {"unsent_update": 4.0 * model.entries}
+            | self._basis_memory(model, replicas)
+        )
 
-
-def moment_entries(shape: Shape) -> int:
-    """Return the entries of a matrix's second moments in a message: the upper triangle of each whitened side."""
-    sides = zip(shape, whitened_sides(shape), strict=True)
-    return sum(n * (n + 1) // 2 for n, whitened in sides if whitened)
+    def _basis_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory of the bases on the replica whose own ones have most entries."""
+        shapes = {i: shape for i, shape in enumerate(model.shapes) if model.is_hidden(i) and has_basis(shape)}
+        if not shapes or replicas == 1 or not self.options.whiten_every:
+            return {}
+        entries, owned = {i: basis_entries(shape) for i, shape in shapes.items()}, [0] * replicas
+        for group in self.groups(model, replicas):
+            for replica, row in enumerate(group.rows):
+                owned[replica] += sum(entries.get(s.tensor, 0) for s in row)
+        return {"bases": BASIS_BYTES * sum(entries.values()) + OWNER_BYTES * max(owned)}
