@@ -79,10 +79,14 @@ def chunk_sizes(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1)
         block: Each tensor begins at a multiple of it, and no block is divided between chunks.
     """
     total = sum(-(-size // block) * block for size in sizes)
-    small = max(_MIN_ENTRIES, -(-total // _CHUNKS))
-    each = most if small > CHUNK_ENTRIES else min(most, small)
-    each = max(block, each // block * block)
+    each = max(block, entries_of_chunk(total, most) // block * block)
     return [min(each, total - first) for first in range(0, total, each)]
+
+
+def entries_of_chunk(total: int, most: int) -> int:
+    """Return the entries of a chunk of `total` ones: `most`, or less for a small model."""
+    small = max(_MIN_ENTRIES, -(-total // _CHUNKS))
+    return most if small > CHUNK_ENTRIES else min(most, small)
 
 
 def chunks_of(sizes: Sequence[int], most: int = CHUNK_ENTRIES, block: int = 1) -> list[Chunk]:

@@ -21,7 +21,7 @@ def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> Non
             target.copy_(source.view(target.shape)) if isinstance(source, Tensor) else target.fill_(source)
         return
     value = source if isinstance(source, Tensor) else torch.full_like(target, source)
-    torch.where(applied, value.view(target.shape), target, out=target)
+    torch.where(applied, value.view(target.shape).to(target.dtype), target, out=target)
 
 
 def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:

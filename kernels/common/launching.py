@@ -117,10 +117,17 @@ class AddressTable:
         self._has = [False] * lists
         self.kinds: tuple[tuple[bool, tuple[torch.dtype | None, ...]], ...] = ()
 
-    def set(self, number: int, tensors: Sequence[Tensor | None]) -> None:
-        """Set a list. It is copied to the device if an address differs from the previous one."""
+    def set(self, number: int, tensors: Sequence[Tensor | None], firsts: Sequence[int] = ()) -> None:
+        """Set a list. It is copied to the device if an address differs from the previous one.
+
+        firsts: The position of the first entry of each tensor, if kernels count from an earlier one.
+        """
         self._last_upload.wait()
         found = [(0, None) if t is None else (t.data_ptr(), t.dtype) for t in tensors]
+        if firsts:
+            found = [
+                (at - first * t.itemsize, t) if t else (at, t) for (at, t), first in zip(found, firsts, strict=True)
+            ]
         if found == self._found[number]:
             return
         self._found[number], self._has[number] = found, any(dtype is not None for _, dtype in found)

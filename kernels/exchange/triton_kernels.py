@@ -10,7 +10,7 @@ them again with two messages and writes both (16 bytes). The quantization error 
 was sent. If `encode_kernel` stores it (4 bytes more), `apply_kernel` reads one message and writes one tensor (4 bytes).
 A sum of steps adds 8 bytes to the second pass. The first pass reads an owner's error and the second one writes it, 4
 bytes each, in the message of this replica, and with `elsewhere` in all. `decode_kernel` writes a tensor (4 bytes), and
-reads it if it adds to it (4 more). `move_kernel` reads two tensors and writes one or both (12 or 16 bytes). Values are
+reads it if it adds to it (4 more). `move_kernel` reads two tensors and writes one (12 bytes). Values are
 bitwise those of the PyTorch operators of the methods.
 """
 
@@ -115,7 +115,8 @@ def encode_kernel(
 
     HAS_OWNER_ERROR: add the owner's error; without `elsewhere` it is zero in the messages of other owners. In that of
     this replica it is divided by `replicas` and written to `owned_error` instead. STORES_ERROR: if `applied`, second =
-    quantization error. With SUBTRACTS: encode zeros unless `applied`, else first = second, second = minus the error.
+    quantization error. With SUBTRACTS as well: encode second - first, or zeros unless `applied`, and then second =
+    first + decoded value, rounded to the dtype of first, - second.
     """
     EACH: tl.constexpr = 32 // bits_of(FORM)
     number, row, message, start, count = tile_of(tiles, blocks)
@@ -123,19 +124,19 @@ def encode_kernel(
     block = tl.arange(0, ROWS)
     offset = tl.arange(0, BLOCK // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
     at, inside = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, REPEATS)
-    value = tl.load(pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at, mask=inside, other=0.0).to(
+    first = tl.load(pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at, mask=inside, other=0.0).to(
         tl.float32
     )
     if HAS_SECOND:
         second = tl.load(
             pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at, mask=inside, other=0.0
         ).to(tl.float32)
-    if SUBTRACTS:
-        value -= second
-        if STORES_ERROR:
-            value = tl.where(everywhere(tl.load(applied) != 0, at), value, 0.0)
+    if SUBTRACTS and STORES_ERROR:
+        value = tl.where(everywhere(tl.load(applied) != 0, at), second - first, 0.0)
+    elif SUBTRACTS:
+        value = first - second
     else:
-        value *= factor
+        value = first * factor
         if HAS_SECOND:
             value += second
     if HAS_OWNER_ERROR:
@@ -149,12 +150,10 @@ def encode_kernel(
     low, high = scales_of(value, FORM, tl.int16 == SCALE)
     codes = codes_of(value, low, high, None, FORM)
     if STORES_ERROR:
-        error = value - values_of(codes, low[:, None, None], high[:, None, None], FORM)
+        sent = values_of(codes, low[:, None, None], high[:, None, None], FORM)
+        error = (first + sent).to(DTYPE).to(tl.float32) - second if SUBTRACTS else value - sent
         _, exists = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
         kept = exists & everywhere(tl.load(applied) != 0, at)
-        if SUBTRACTS:
-            tl.store(pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at, second.to(DTYPE), mask=kept)
-            error = 0.0 - error
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
     store_codes(encoded, message, start, blocks, size, codes, low, high, block < count, FORM, SCALE)
@@ -301,21 +300,20 @@ def move_kernel(
     DTYPE: tl.constexpr,
     SECOND_DTYPE: tl.constexpr,
     FULL: tl.constexpr,
-    SWAPS: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
 ):
-    """If `applied`, first -= second and second = first before (SWAPS), or second += first * factor."""
+    """If `applied`, second = first - second (SUBTRACTS), or second += first * factor."""
     if tl.load(applied) == 0:
         return
     number, row, _, _, count = tile_of(tiles, blocks)
     address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
     block, offset = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
-    firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
+    first = tl.load(pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at, mask=inside, other=0.0)
     seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
-    first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
-    if SWAPS:
-        tl.store(firsts, (first - second).to(DTYPE), mask=inside)
-        tl.store(seconds, first.to(SECOND_DTYPE), mask=inside)
+    first, second = first.to(tl.float32), tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
+    if SUBTRACTS:
+        second = first - second
     else:
-        tl.store(seconds, (second + first * factor).to(SECOND_DTYPE), mask=inside)
+        second += first * factor
+    tl.store(seconds, second.to(SECOND_DTYPE), mask=inside)

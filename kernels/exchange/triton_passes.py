@@ -89,7 +89,8 @@ class BlockExchange:
 
         The owner's error of the slice of this replica is not added here, but to the mean: `SentMessages.error` contains
         it. With `applied`, bool (), second becomes the quantization error if it is true, and `apply` adds the owner's.
-        With `subtracts` as well: zeros are encoded unless it is true, else first = second, second = minus the error.
+        With `subtracts` as well: second - first is encoded, or zeros unless it is true, and second becomes the first
+        one after `add`, minus second.
 
         Args:
             errors_elsewhere: The owner's errors may be nonzero outside the message of this replica, for example after a
@@ -109,9 +110,7 @@ class BlockExchange:
                 each.tiles if applied is None else as_flag(applied),
                 *self._scalars(sent, factor),
                 warps=_WARPS,
-                moved=round(
-                    (read if applied is None else read + second + subtracts * each.dtype.itemsize) * each.entries
-                ),
+                moved=round((read if applied is None else read + second) * each.entries),
                 REPEATS=self._repeats,
                 SUBTRACTS=subtracts,
                 STORES_ERROR=applied is not None,
@@ -180,15 +179,15 @@ class BlockExchange:
                 **self._constants(each),
             )
 
-    def swap(self, tensors: AddressTable, applied: Tensor) -> None:
-        """If `applied`, bool (): first -= second, and second becomes the value of first before."""
+    def subtract(self, tensors: AddressTable, applied: Tensor) -> None:
+        """If `applied`, bool (): second = first - second."""
         self._move(tensors, applied, 1.0, True)
 
     def accumulate(self, tensors: AddressTable, applied: Tensor, factor: float) -> None:
         """If `applied`, bool (): second += first * factor."""
         self._move(tensors, applied, factor, False)
 
-    def _move(self, tensors: AddressTable, applied: Tensor, factor: float, swaps: bool) -> None:
+    def _move(self, tensors: AddressTable, applied: Tensor, factor: float, subtracts: bool) -> None:
         for each in self._launches_of(tensors):
             assert each.second is not None
             launching.launch(
@@ -199,13 +198,13 @@ class BlockExchange:
                 self._blocks,
                 factor,
                 warps=_WARPS,
-                moved=((1 + swaps) * each.dtype.itemsize + 2 * each.second.itemsize) * each.entries,
+                moved=(each.dtype.itemsize + 2 * each.second.itemsize) * each.entries,
                 BLOCK=self.code.block_size,
                 ROWS=self._rows,
                 DTYPE=DTYPES[each.dtype],
                 SECOND_DTYPE=DTYPES[each.second],
                 FULL=each.full,
-                SWAPS=swaps,
+                SUBTRACTS=subtracts,
             )
 
     def _allocate(self, tensors: AddressTable, errors_elsewhere: bool, stores_errors: bool) -> SentMessages:

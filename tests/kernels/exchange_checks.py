@@ -185,7 +185,7 @@ def quantized_update(
 
     with torch.no_grad():
         simulated.run(work)
-    return all_tensors(methods) + [t for state in inner.state.values() for t in state.values()]
+    return all_tensors(methods) + [t for m in methods for state in m.owned.states() for t in state.tensors.values()]
 
 
 def radius(device: str, backend: str, replicas: int, chunk_entries: int, **options: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from tests.replicas import run_replicas as run_with_chunks
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.parameters import collect_shards, store_gradient
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
-from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
+from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.simulation import mean_of_rows
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -57,16 +57,27 @@ def gradients(step: int, replica: int) -> list[Tensor]:
 
 def kept(method: Method) -> dict[str, Tensor]:
     """Return copies of all states. Collective."""
-    method.gather_state()
-    return {f"{s.kind}.{name}": t.clone() for s in method.states() for name, t in s.tensors.items()}
+    return {f"{s.kind}.{name}": t.clone() for s in method.states() for name, t in of_all_replicas(method, s).items()}
+
+
+def of_all_replicas(method: Method, state: State) -> dict[str, Tensor]:
+    """Return the tensors of a state; the parts of all replicas, if each has its own, as (n,). Collective."""
+    if state.starts is None:
+        return state.tensors
+    whole = {shard.name: torch.zeros(shard.size) for shard in method.context.shards}
+    for name, values in state.tensors.items():
+        whole[name][state.starts[name] : state.starts[name] + values.numel()] = values
+    for values in whole.values():
+        method.collectives.sum_over_replicas(values)
+    return whole
 
 
 def pending(method: Method) -> list[Tensor]:
     """Return the pending update of every parameter, flat FP64. Collective."""
-    method.gather_state()
     found = [torch.zeros(torch.Size(shape).numel(), dtype=torch.float64) for shape in SHAPES]
     for state in method.states():
-        for name, values in state.tensors.items() if state.on_migration in ("gradient", "displacement") else ():
+        is_pending = state.on_migration in ("gradient", "displacement")
+        for name, values in of_all_replicas(method, state).items() if is_pending else ():
             found[int(name[1:])] += values.double().view(-1)
     for i, anchor in enumerate(shared_model(method) if method.per_replica_weights else ()):
         found[i] += (anchor.double() - method.context.shards[i].parameter.detach().double()).view(-1)
@@ -114,7 +125,8 @@ def play(
         sent = sum(sent_by_level(collectives).values())
         played.sent.append(sent - before)
         before = sent
-    played.replicated = {f"{s.kind}.{name}" for s in method.states() if not s.per_replica for name in s.tensors}
+    shared = [state for state in method.states() if not state.per_replica]
+    played.replicated = {f"{state.kind}.{name}" for state in shared for name in of_all_replicas(method, state)}
     return played
 
 

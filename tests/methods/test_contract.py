@@ -63,6 +63,7 @@ def test_applied_plus_pending_equals_the_sum_of_gradients(case: Case, replicas: 
     """In the mean over replicas, for every parameter and step; and all replicas receive the same bits."""
     ranks = as_replicas(case, replicas)
     total, delivered = ([torch.zeros_like(t) for t in mean(0, 1)] for _ in range(2))
+    rounds = any(values.dtype == torch.bfloat16 for values in ranks[0].kept[0].values())
     for i in range(STEPS):
         for n, (all_given, got) in enumerate(zip(mean(i + 1, replicas), ranks[0].given[i], strict=True)):
             assert all(torch.equal(got, rank.given[i][n]) for rank in ranks), (i, n)
@@ -71,7 +72,7 @@ def test_applied_plus_pending_equals_the_sum_of_gradients(case: Case, replicas: 
             total[n] += all_given
             delivered[n] += got.double()
             left = torch.stack([rank.pending[i][n] for rank in ranks]).mean(0)
-            assert close(delivered[n] + left, total[n]), (i, n)
+            assert close(delivered[n] + left, total[n], 2e-3 if rounds else 1e-5), (i, n)
     assert all(rank.kept[-1].keys() == ranks[0].kept[-1].keys() for rank in ranks)
     assert torch.equal(ranks[0].given[-1][WITHOUT], torch.zeros_like(ranks[0].given[-1][WITHOUT]))
 
@@ -103,8 +104,8 @@ def test_declared_states_determine_all_later_steps(case: Case, at: int) -> None:
         for key in whole.kept[at - 1]:
             method.allocate(*key.split(".", 1))
         for state in method.states():
-            for name, values in state.tensors.items():
-                values.copy_(whole.kept[at - 1][f"{state.kind}.{name}"])
+            for name in state.tensors:
+                state.load_entries(name, whole.kept[at - 1][f"{state.kind}.{name}"])
         parameters, optimizer_state = whole.trained[at - 1]
         for shard, values in zip(method.context.shards, parameters, strict=True):
             shard.parameter.data.copy_(values)

@@ -3,7 +3,6 @@
 import copy
 import functools
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.methods.steps import of_all_replicas
 from tests.methods.test_whitening import SHAPES as NAMED
 from tests.methods.test_whitening import gradients, ill_conditioned
 from tests.pool import Pool
@@ -22,6 +22,7 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
+from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -98,9 +99,9 @@ def test_all_replicas_have_the_same_bits_and_owners_have_the_exact_weights(code:
     def run(collectives: ReplicaCollectives) -> tuple[list[list[Tensor]], list[Tensor]]:
         method = make(collectives, code=code, update_code=code)
         found = steps(method, range(1, 8))
-        method.gather_state()
-        unsent = next(state for state in method.states() if state.kind == "unsent_update").tensors
-        return found, [unsent[name].clone() for name in NAMED]
+        unsent = next(state for state in method.states() if state.kind == "unsent_update")
+        whole = of_all_replicas(method, unsent)
+        return found, [whole[name].view(NAMED[name]) for name in NAMED]
 
     first, *others = run_replicas(3, run)
     for other in others:
@@ -152,14 +153,14 @@ def test_the_weights_are_so_many_steps_behind_the_updates_of_a_momentum(
 def test_a_replica_updates_only_what_it_owns() -> None:
     """Matrices of Muon have one owner each; no replica computes the momentum of another's."""
 
-    def run(collectives: ReplicaCollectives) -> list[bool]:
+    def run(collectives: ReplicaCollectives) -> dict[str, int]:
         method = make(collectives)
         steps(method, range(1, 3))
-        state = method.context.optimizer.state
-        return [bool(state[shard.parameter]["exp_avg"].any()) for shard in method.context.shards]
+        return {name: moment.numel() for name, moment in method.owned.moments["exp_avg"].items() if moment.any()}
 
-    touched = dict(zip(NAMED, zip(*run_replicas(3, run), strict=True), strict=True))
-    assert all(sum(touched[name]) == 1 for name in MATRICES)
+    held = run_replicas(3, run)
+    assert all([own[name] for own in held if name in own] == [torch.Size(NAMED[name]).numel()] for name in MATRICES)
+    assert all(sum(own.get(name, 0) for own in held) == torch.Size(shape).numel() for name, shape in NAMED.items())
 
 
 def test_bases_are_equal_on_all_replicas_and_change_with_the_moments_of_the_owner() -> None:
@@ -198,13 +199,12 @@ def test_a_skipped_step_changes_nothing() -> None:
         method, same = make(collectives), []
         for n in range(1, 9):
             before, held = copy.deepcopy(method.state_dict()), weights(method)
-            optimizer = copy.deepcopy(method.context.optimizer.state_dict()["state"])
             steps(method, range(n, n + 1), skipped=(4, 6))  # 4 changes the bases
             if n in (4, 6):
-                after, later = method.state_dict(), method.context.optimizer.state_dict()["state"]
+                after = method.state_dict()
+                assert torch.equal(before.pop("applied_steps"), after.pop("applied_steps"))
                 same += [torch.equal(before[k][name], v) for k, kind in after.items() for name, v in kind.items()]
                 same += list(map(torch.equal, held, weights(method)))
-                same += [torch.equal(optimizer[i][k], v) for i, kinds in later.items() for k, v in kinds.items()]
         return same
 
     for same in run_replicas(3, run):
@@ -217,7 +217,6 @@ def test_resume_is_exact() -> None:
         wanted = steps(whole, range(1, 11))
         steps(first, range(1, 6))
         second.load_state_dict(copy.deepcopy(first.state_dict()))
-        second.context.optimizer.load_state_dict(copy.deepcopy(first.context.optimizer.state_dict()))
         for one, other in zip(first.context.shards, second.context.shards, strict=True):
             other.parameter.data.copy_(one.parameter.data)
         return all(map(torch.equal, steps(second, range(6, 11))[-1], wanted[-1]))
@@ -225,11 +224,45 @@ def test_resume_is_exact() -> None:
     assert all(run_replicas(3, run))
 
 
-def test_weights_in_bf16_are_refused() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))])
+def test_weights_in_fp16_are_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, dtype=torch.float16))])
     context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)
-    with pytest.raises(ValueError, match=r"needs weights in FP32, and 'group0\.0' is torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"needs weights in FP32 or BF16, and 'group0\.0' is torch\.float16"):
         QuantizedUpdate(context, QuantizedUpdateOptions())
+
+
+@pytest.mark.parametrize("update_code", ["int8", "1bit_unbiased"])
+def test_owners_of_weights_in_bf16_have_them_in_fp32(update_code: str) -> None:
+    """Steps far below the rounding of BF16 add up, and weight minus unsent update is what FP32 gives."""
+
+    def run(collectives: ReplicaCollectives, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        parameter = nn.Parameter(torch.ones(64, 32, dtype=dtype))
+        optimizer = torch.optim.SGD([("weight", parameter)], lr=1e-4)
+        context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+        method = QuantizedUpdate(context, QuantizedUpdateOptions(code="int8", update_code=update_code))
+        for n in range(1, 101):
+            method.step([torch.ones(2048) + 0.5 * collectives.replica], StepInfo(n, APPLIED))
+            method.finish_previous_step(True)
+        unsent = next(state for state in method.states() if state.kind == "unsent_update")
+        return parameter.detach(), parameter.detach().float() - of_all_replicas(method, unsent)["weight"].view(64, 32)
+
+    with torch.no_grad():
+        in_fp32 = run_replicas(2, lambda collectives: run(collectives, torch.float32))
+        (first, exact), (second, _) = run_replicas(2, lambda collectives: run(collectives, torch.bfloat16))
+    assert torch.equal(first, second) and first.dtype == torch.bfloat16
+    assert torch.allclose(exact, in_fp32[0][1], atol=1e-5)
+    assert (first.float() - exact).abs().max() < 2**-7  # the spacing of BF16 below 1 is 2^-8
+
+
+def test_muon_accepts_weights_in_bf16_only_where_owners_have_them_in_fp32() -> None:
+    def made(method: str) -> ReplicaOptimizer:
+        named = [(name, nn.Parameter(start_of(name).bfloat16())) for name in NAMED]
+        options = METHODS[method].options()
+        return ReplicaOptimizer(Muon(named, lr=0.02), options, SimulatedReplicas(2))
+
+    assert all(part.values.dtype == torch.float32 for part in made("quantized_update").methods[0].owned.parts.values())
+    with pytest.raises(ValueError, match="Muon needs parameters in FP32"):
+        made("dense")
 
 
 def test_bases_change_early_and_then_at_multiples() -> None:
@@ -326,8 +359,8 @@ def test_a_gradient_of_few_directions_is_learned() -> None:
 
 
 @pytest.mark.parametrize("make_optimizer", [Muon, torch.optim.AdamW], ids=["Muon", "AdamW"])
-def test_simulated_replicas_that_share_an_optimizer_equal_separate_ones(make_optimizer: Any) -> None:
-    """Several replicas own parts of one parameter; each must leave the moments of the others as they are."""
+def test_simulated_replicas_with_one_optimizer_equal_separate_ones(make_optimizer: Any) -> None:
+    """Several replicas own parts of one parameter."""
     replicas = 5
 
     def separate(collectives: ReplicaCollectives) -> list[Tensor]:
@@ -349,52 +382,36 @@ def test_simulated_replicas_that_share_an_optimizer_equal_separate_ones(make_opt
         shared.step()
     for found in run_with_chunks(replicas, separate, chunk_entries=0):
         assert all(map(torch.equal, found, (parameter.detach() for parameter in parameters.values())))
-    steps_of = {float(optimizer.state[parameter]["step"]) for parameter in parameters.values()}
-    assert steps_of == {5.0}
+    shared.finish_previous_step()
+    assert [float(method.owned.applied) for method in shared.methods] == [5.0] * replicas
+    assert not optimizer.state  # the parts of all replicas together have it
 
 
 # ------------------------------------------------------------------------------------------- on real ranks
 
 
-def on_two_levels() -> tuple[bool, list[Tensor], dict[str, Tensor], int]:
+def on_two_levels() -> tuple[list[Tensor], dict[str, int]]:
     """Two levels of two ranks, where the owner's number and its rank in the group differ.
 
     Returns:
-        Whether `gather_state` keeps the owner's moments, the weights, the moments that this replica saves, and the
-        entries that `gather_state` broadcasts.
+        The weights, and the numbers of entries of which this replica has moments.
     """
     collectives = on_levels("pairs")
     assert len(collectives.levels) == 2
     method = make(collectives, code="int8", update_code="int8")
     taken = steps(method, range(1, 4))[-1]
-    state = method.context.optimizer.state
-    own = [(s, method.context.shards[s.tensor].parameter) for s in method._groups[0].rows[collectives.replica]]
-    before = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length].clone() for s, parameter in own]
-    with patch.object(collectives, "broadcast_from", wraps=collectives.broadcast_from) as broadcast:
-        method.gather_state()
-    after = [state[parameter]["exp_avg"].view(-1)[s.first : s.first + s.length] for s, parameter in own]
-    saved = [shard for shard in method.context.shards if method.saves_optimizer_state(shard.name)]
-    unsent = next(one for one in method.checkpoint_states("exact") if one.kind == "unsent_update")
-    assert list(unsent.tensors) == [shard.name for shard in saved]
-    moments = {shard.name: state[shard.parameter]["exp_avg"].clone() for shard in saved}
-    entries = sum(call.args[0].numel() for call in broadcast.call_args_list)
-    return all(map(torch.equal, before, after)), taken, moments, entries
+    return taken, {name: moment.numel() for name, moment in method.owned.moments["exp_avg"].items()}
 
 
-def test_owners_on_two_levels_keep_their_moments(pool4: Pool) -> None:
+def test_owners_on_two_levels_have_the_moments(pool4: Pool) -> None:
     results = pool4(on_two_levels)
     wanted = dense(3, 4)
-    names = [name for _, _, moments, _ in results for name in moments]
-    divided = [name for name in NAMED if names.count(name) == 4]
-    assert divided and set(MATRICES) & set(divided) == set()
-    assert sorted(names) == sorted([*divided * 4, *(name for name in NAMED if name not in divided)])
-    for kept, taken, moments, entries in results:
-        assert kept
-        assert all(map(torch.equal, taken, results[0][1]))
-        assert all(torch.equal(moments[name], results[0][2][name]) for name in divided)
-        # Two moments of AdamW, and the update that was not sent.
-        assert entries == 3 * sum(torch.Size(NAMED[name]).numel() for name in divided)
-    for name, weight, exact in zip(NAMED, results[0][1], wanted, strict=True):
+    for name, shape in NAMED.items():
+        held = [owned[name] for _, owned in results if name in owned]
+        assert sum(held) == torch.Size(shape).numel() and (len(held) == 1 or name not in MATRICES)
+    for taken, _ in results:
+        assert all(map(torch.equal, taken, results[0][0]))
+    for name, weight, exact in zip(NAMED, results[0][0], wanted, strict=True):
         assert (weight - exact).norm() < 0.05 * exact.norm(), name
 
 
@@ -441,12 +458,10 @@ def test_the_state_that_an_optimizer_has_is_kept() -> None:
     first.grad = torch.ones(8)
     optimizer.step()
     moment = optimizer.state[first]["exp_avg"].clone()
-    QuantizedUpdate(
-        MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer),
-        QuantizedUpdateOptions(),
-    )
-    assert torch.equal(optimizer.state[first]["exp_avg"], moment) and float(optimizer.state[first]["step"]) == 1.0
-    assert not optimizer.state[second]["exp_avg"].any()
+    context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=1), optimizer)
+    owned = QuantizedUpdate(context, QuantizedUpdateOptions()).owned
+    assert torch.equal(owned.moments["exp_avg"]["group0.0"], moment) and float(owned.applied) == 1.0
+    assert not owned.moments["exp_avg"]["group0.1"].any()
 
 
 def test_parameters_that_are_not_contiguous_are_refused() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
 from torchtitan_scape.checkpoint.param_groups import PREFIX
 from torchtitan_scape.checkpoint.record_format import damaged
-from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, usual_norms
+from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, stores, usual_norms
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
@@ -134,7 +134,7 @@ class _Receiver:
                 load_dense_state(optimizer, state | moments)
         summary.copied = not self.same_optimizer
         self.second_moments_continue = True
-        self.stores = optimizer.weights or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
+        self.stores = stores(optimizer) or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
 
     def load(self) -> None:
         for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader, self.decoders)):
@@ -164,7 +164,7 @@ class _Receiver:
                 method.allocate(kind, shard.name)
         each = [method.states() for method in methods]
         each[0] = [*each[0], *self.shard_residuals]
-        return [[state for state in states if state.by_parameter and shard.name in state.tensors] for states in each]
+        return [[state for state in states if state.by_parameter] for states in each]
 
     def _put_weights(
         self, store: ReplicaWeights, index: int, imported: ImportedState, row: int, states: list[State]
@@ -178,8 +178,9 @@ class _Receiver:
             weight.copy_(mean.view(weight.shape))
             return
         start = imported.weights.of_replica(row)
+        name = store.shards[index].name
         displacements = {
-            s.kind: s.tensors[store.shards[index].name] for s in states if s.on_migration == "displacement"
+            s.kind: s.tensors[name] for s in states if s.on_migration == "displacement" and name in s.tensors
         }
         for kind, values in imported.displacements.items():
             if kind in displacements:
@@ -192,18 +193,17 @@ class _Receiver:
         """Load changes that all replicas have in common: into the state of their kind, else into the weights."""
         name = self.optimizer.shards()[index].name
         for kind, values in imported.displacements.items():
-            target = next(
-                (s.tensors[name] for s in states if s.kind == kind and s.on_migration == "displacement"), None
-            )
-            if target is not None:
-                target.copy_(values.of_replica(row).view(target.shape))
-            elif row < len(self.stores):
+            kept = [s for s in states if s.kind == kind and s.on_migration == "displacement"]
+            if kept and (kept[0].starts is not None or name in kept[0].tensors):
+                if name in kept[0].tensors:  # else another replica keeps it
+                    kept[0].load_entries(name, values.of_replica(row))
+            elif row < len(self.stores) and (row == 0 or self.optimizer.weights):
                 weight = stored(self.stores[row].shards[index].parameter)
                 weight.sub_(values.of_replica(row).view(weight.shape))
 
     def _put_pending(self, shard: Shard, imported: ImportedState, row: int, states: list[State]) -> bool:
         """Load pending gradients; return whether this method keeps any of this parameter."""
-        targets = [state for state in states if state.on_migration == "gradient"]
+        targets = [state for state in states if state.on_migration == "gradient" and shard.name in state.tensors]
         pending, reader = imported.pending, self.reader
         # Several kinds keep what they had if every replica does.
         each_its_own = len(targets) > 1 and pending is not None and pending.shared is None and reader.same_count
@@ -245,14 +245,14 @@ class _Receiver:
         self.summary.moments_continue |= moment is not None and target is not None
         if target is None:
             return
-        target.copy_(torch.zeros_like(target) if moment is None else moment.view(target.shape))
+        target.copy_(torch.zeros_like(target) if moment is None else store.within(shard.name, moment))
         target_sq = store.moments.get(SECOND, {}).get(shard.name)
         if target_sq is None:
             return
         # With the first moment's square, AdamW's next step is that of AdamS, which normalizes by its moment. A second
         # moment that has seen single gradients only would make a step of any length out of pending gradients of many.
         square = target.square()
-        saved = target_sq if self.same_optimizer else None if second is None else second.view(target_sq.shape)
+        saved = target_sq if self.same_optimizer else None if second is None else store.within(shard.name, second)
         if saved is not None:
             square = torch.maximum(saved, square) if flush else saved
         target_sq.copy_(square)
@@ -268,9 +268,10 @@ class _Receiver:
             if not continues and not (state.on_migration in ("rebuild", "pending") and self.same_layout):
                 continue
             values, described = imported.kinds.get(state.kind), self.reader.saved["states"].get(state.kind, {})
-            if values is None or described.get("on_migration") != state.on_migration:
+            if values is None or described.get("on_migration") != state.on_migration or shard.name not in state.tensors:
                 continue
-            if values.dtype != state.tensors[shard.name].dtype:
+            target = state.tensors[shard.name]
+            if values.dtype != target.dtype and not (values.is_floating_point() and target.is_floating_point()):
                 continue
             if state.per_replica and described["per_replica"]:
                 values = imported.replica_copies[state.kind].of_replica(row)
@@ -282,6 +283,8 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
     complete.
     """
     each = [method.states() for method in optimizer.methods]
+    for states, store in zip(each, stores(optimizer) if not optimizer.weights else (), strict=False):
+        states += [state for state in store.states() if not state.by_parameter]
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
     each = [[state for state in states if not state.by_parameter] for states in each]

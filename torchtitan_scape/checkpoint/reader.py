@@ -24,7 +24,6 @@ from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.slices import FlatSlices
 from torchtitan_scape.checkpoint.state import (
     dense_state,
-    gather_state,
     has_dense_state,
     needs_second_moment,
     saved_weights,
@@ -59,7 +58,6 @@ class OptimizerCheckpoint(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         self._optimizers.finish_previous_step()
-        gather_state(self._optimizers)
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
         others = {name for name in parameters if not self._optimizers.methods[0].saves_optimizer_state(name)}
         dense = {key: t for key, t in dense_state(self._optimizers).items() if parameter_of(key) not in others}
@@ -80,6 +78,8 @@ class OptimizerCheckpoint(Stateful):
                     found[shard_key(self._optimizers, key)] = values
                 elif state.per_replica:
                     found[key] = self._layout.rows(parameters[name], values, total)
+                elif state.starts is not None:
+                    found[key] = self._layout.part(parameters[name], values, state.starts[name])
                 else:
                     found[key] = self._layout.whole(parameters[name], values)
         return found

@@ -26,7 +26,13 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def has_dense_state(optimizer: ReplicaOptimizer) -> bool:
     """Return whether the wrapped optimizer's state is stored by parameter, as by PyTorch; else `states` contains it."""
-    return not (optimizer.weights or optimizer.methods[0].holds_optimizer_state)
+    method = optimizer.methods[0]
+    return not (optimizer.weights or method.holds_optimizer_state or method.divides_optimizer_state)
+
+
+def stores(optimizer: ReplicaOptimizer) -> list[Any]:
+    """Return what has moments of its own: the replicas of this process, or their parts; empty if the optimizer has."""
+    return optimizer.weights or [method.owned for method in optimizer.methods if method.divides_optimizer_state]
 
 
 def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
@@ -47,11 +53,6 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
             module.reshard()  # Names of gathered weights, as after a validation, are not found.
     with _without_empty_groups(optimizer.inner):
         return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
-
-
-def gather_state(optimizer: ReplicaOptimizer) -> None:
-    """Make the state that replicas divide among themselves current on all, before it is saved. Collective."""
-    optimizer.replicas.run(lambda i: optimizer.methods[i].gather_state())
 
 
 def load_dense_state(optimizer: ReplicaOptimizer, state: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def usual_norms(optimizer: ReplicaOptimizer) -> list[State]:
 def _of_replica(optimizer: ReplicaOptimizer, replica: int, residual: str) -> list[State]:
     """Return the states of one replica, without weights that are saved as the model."""
     found = [s for s in optimizer.methods[replica].checkpoint_states(residual) if not s.is_in_model(residual)]
-    return [*found, *optimizer.weights[replica].states()] if optimizer.weights else found
+    return [*found, *stores(optimizer)[replica].states()] if stores(optimizer) else found
 
 
 def _mean(optimizer: ReplicaOptimizer, state: State) -> State:
@@ -112,8 +113,8 @@ def _mean(optimizer: ReplicaOptimizer, state: State) -> State:
 def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dict[str, Any]]:
     """Return the description of each kind in `states`, for the checkpoint's record. No communication."""
     declared = [s for s in optimizer.methods[0].declared_states() if not s.is_in_model(residual)]
-    if optimizer.weights:
-        declared += optimizer.weights[0].states()
+    if each := stores(optimizer):
+        declared += each[0].states()
     declared += usual_norms(optimizer)
     found = {}
     for state in declared:
@@ -153,7 +154,7 @@ def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int
         for state in optimizer.weights[0].states():
             if not (residual == "drop" and state.is_pending):
                 found[state.kind] = rows * sum(entries[n] * t.element_size() for n, t in state.tensors.items())
-    elif has_dense_state(optimizer):
+    elif not optimizer.methods[0].holds_optimizer_state:
         moments = OPTIMIZERS[type(optimizer.inner).__name__].moments
         found["moments"] = sum(
             4 * len(moments(optimizer.inner, shard)) * entries[shard.name] for shard in optimizer.shards()
@@ -167,7 +168,7 @@ def record(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     guard = optimizer.guard
     counters = {"skipped": guard.skipped, "skipped_in_a_row": guard.skipped_in_a_row}
     found = {"counters": counters, "attempted_steps": optimizer.attempted_steps, **optimizer.methods[0].record()}
-    if optimizer.weights and (steps := optimizer.weights[0].steps()):
+    if (each := stores(optimizer)) and (steps := each[0].steps()):
         found["applied_steps"] = float(steps[0])
     return found
 
@@ -181,7 +182,7 @@ def needs_second_moment(optimizer: ReplicaOptimizer, saved_by: str) -> bool:
     """Return whether loading reads the second moments of the optimizer class `saved_by` parameter by parameter."""
     if optimizer.methods[0].holds_optimizer_state:
         return False
-    return bool(optimizer.weights) or saved_by != type(optimizer.inner).__name__
+    return bool(stores(optimizer)) or saved_by != type(optimizer.inner).__name__
 
 
 def shard_key(optimizer: ReplicaOptimizer, key: str) -> str:

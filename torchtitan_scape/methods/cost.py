@@ -24,6 +24,7 @@ class GradientCost:
     supports_overlap: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 1  # the finite flag
+    residual_bytes: ClassVar[float] = 4.0  # of an entry
     # Kinds of memory that a process with simulated replicas allocates once per replica.
     per_replica: ClassVar[tuple[str, ...]] = (
         "gradients",
@@ -65,6 +66,9 @@ class GradientCost:
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         return 1.0
 
+    def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
+        return model
+
     def residual_entries(self, model: LocalModel) -> int:
         """Return the entries of the error-feedback residual."""
         return 0
@@ -83,7 +87,8 @@ class GradientCost:
         return self.chunk_bytes * entries_in_flight(self, model, replicas)
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        kinds = {"residual": 4.0 * self.residual_entries(model), "messages": self.message_memory(model, replicas)}
+        residual = self.residual_bytes * self.residual_entries(model)
+        kinds = {"residual": residual, "messages": self.message_memory(model, replicas)}
         kinds["chunks in flight"] = self.chunk_memory(model, replicas)
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
+from torchtitan_scape.methods.interface import PENDING_GRADIENTS, REPLICA_WEIGHTS, State
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 
 
@@ -136,7 +136,8 @@ def import_state(
     imported, states = ImportedState(kinds), reader.saved["states"]
     for kind, tensor in kinds.items():
         described = states.get(kind, {"per_replica": False, "on_migration": "copy"})
-        values = tensor.to(device)
+        is_pending = described["on_migration"] in PENDING_GRADIENTS
+        values = tensor.to(device, torch.float32 if is_pending else None)
         saved = SavedValues(reader, values) if described["per_replica"] else SavedValues(reader, None, values)
         if kind == FIRST:
             imported.exp_avg = saved

@@ -10,7 +10,7 @@ global gradient. Residuals and synchronized gradients are in the same units.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -44,14 +44,13 @@ class State:
     Attributes:
         kind: its name in checkpoints, for example "residual".
         tensors: by parameter name, of the parameter's local shape if `by_parameter`.
-        per_replica: True if every replica has its own values; else all have the same, at the latest after
-            `Method.gather_state`.
+        per_replica: True if every replica has its own values; else all have the same, or their parts of them.
         on_migration: the treatment under another layout, replica count or method.
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
             "pending": pending gradients in coordinates of their own, see `MethodEntry.decoders_function`. Elsewhere
                 they are decoded if the shards are the same, and lost otherwise.
             "displacement": pending changes of the weights, to be subtracted from them: anchor minus weight of a method
-                with per-replica weights, or what only the owner of a parameter has applied.
+                with per-replica weights, or what only the owner of an entry has applied.
             "model": FP32 weights that are saved, validated and exported as the model: those that replicas share, or if
                 `per_replica` their mean over replicas. As the state of single replicas they are saved besides it.
             "copy": copied if the next run has a state of that kind.
@@ -60,6 +59,8 @@ class State:
         packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
         if_absent: the value under the same layout if the checkpoint was saved before this kind existed, for state that
             is not `by_parameter`; None if the next exchange must then be complete.
+        starts: if every replica has a part of each tensor of its own, or none: the position of its first entry in the
+            flat local tensor, by parameter name. None for whole tensors.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class State:
     by_parameter: bool = True
     packed: bool = False
     if_absent: float | None = None
+    starts: Mapping[str, int] | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -95,11 +97,13 @@ class State:
         return unpack_bits(values, shape.numel()).view(shape).byte() if self.packed else values
 
     def load_entries(self, name: str, values: Tensor) -> None:
-        """Load the result of `entries`, of any shape."""
+        """Load the result of `entries`, of any shape: all values of the local tensor."""
         target = self.tensors[name]
-        target.copy_(
-            packed_bits(values.bool().view(-1)).to(target.device) if self.packed else values.view(target.shape)
-        )
+        if self.packed:
+            target.copy_(packed_bits(values.bool().view(-1)).to(target.device))
+        else:
+            start = self.starts[name] if self.starts else 0
+            target.copy_(values.view(-1)[start : start + target.numel()].view(target.shape))
 
 
 class StepInfo(NamedTuple):
@@ -187,6 +191,8 @@ class Method(ABC):
         holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
             supplies the rates alone.
         reads_moments: True if the method computes with the optimizer's moments, so that it depends on its algorithm.
+        divides_optimizer_state: True if every replica has the optimizer's state of the parts that it alone updates, in
+            `owned`, a `methods.owned.OwnedParts`. The wrapped optimizer then supplies the rates alone.
     """
 
     gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
@@ -195,6 +201,8 @@ class Method(ABC):
     supports_overlap: ClassVar[bool] = False
     holds_optimizer_state: ClassVar[bool] = False
     reads_moments: ClassVar[bool] = False
+    divides_optimizer_state: ClassVar[bool] = False
+    owned: Any = None
 
     def __init__(self, context: MethodContext, options: Any) -> None:
         self.context, self.options, self.collectives = context, options, context.collectives
@@ -260,7 +268,9 @@ class Method(ABC):
             if not state.by_parameter or state.is_in_model(residual) or (residual == "drop" and state.is_pending):
                 continue
             rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
-            sizes[state.kind] = rows * sum(entries[name] * t.element_size() for name, t in state.tensors.items())
+            names = state.tensors if state.starts is None else entries  # every replica has its parts
+            width = max((t.element_size() for t in state.tensors.values()), default=0)
+            sizes[state.kind] = rows * sum(entries[name] * width for name in names)
         return sizes
 
     def prepare_to_load(self) -> None:
@@ -277,17 +287,6 @@ class Method(ABC):
             loaded: the optimizer continues with saved second moments of all parameters.
             step: attempted steps of the run that saved.
         """
-
-    def gather_state(self) -> None:
-        """Make state that replicas divide among themselves, the optimizer's included, current on all. Collective.
-
-        Called before a checkpoint reads `checkpoint_states` and the optimizer's state. State that its owner alone saves
-        need not be current on other replicas.
-        """
-
-    def saves_optimizer_state(self, name: str) -> bool:
-        """Return whether this replica saves the optimizer's state of a parameter. All do, or a single one."""
-        return True
 
     def allocate(self, kind: str, name: str) -> None:
         """Create a parameter's state that exists only at times, before it is loaded."""
@@ -366,7 +365,7 @@ class Method(ABC):
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
         """Return a parameter's pending gradient of a state, FP32 (n,), in the model's own coordinates."""
-        return state.tensors[name].reshape(-1)
+        return state.tensors[name].reshape(-1).float()
 
     def root_mean_square(self, squares: Tensor, local: bool) -> float:
         """Return the root of `mean_over_replicas` of a sum of squares."""
@@ -409,13 +408,13 @@ class Method(ABC):
 
 @dataclass
 class ErrorFeedback:
-    """The pending update of a replica: FP32 tensors of the local shapes in mean units, initially zero."""
+    """The pending update of a replica: tensors of the local shapes in mean units, initially zero."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shards: Sequence[Shard]) -> "ErrorFeedback":
-        return cls({s.name: torch.zeros(s.local_shape, dtype=torch.float32, device=s.device) for s in shards})
+    def of(cls, shards: Sequence[Shard], dtype: torch.dtype = torch.float32) -> "ErrorFeedback":
+        return cls({s.name: torch.zeros(s.local_shape, dtype=dtype, device=s.device) for s in shards})
 
     def clear(self, applied: Tensor) -> None:
         """Set all residuals to zero if `applied`, bool ()."""

@@ -73,7 +73,10 @@ class MethodCost(Protocol):
         """
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:
-        """Return the share of the entries that a replica's optimizer updates; 1 unless replicas divide the update."""
+        """Return the share of the entries that a step of a replica's optimizer updates; 1 unless it is divided."""
+
+    def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
+        """Return what the optimizer of the busiest replica has: the model, unless replicas divide the update."""
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""

@@ -69,8 +69,12 @@ class AdamS(Optimizer):
                 "step": torch.zeros((), dtype=torch.float64, device=local(parameter).device),
             }
 
+    def for_parts(self, param_groups: list[dict[str, Any]]) -> "AdamS":
+        """Return an optimizer with the same settings for other param groups."""
+        return AdamS(param_groups, kernels=self._kernels)
+
     def release_state(self) -> None:
-        """Drop the moments: a method stores them and performs the update, with the rates of this optimizer."""
+        """Drop the moments: a method stores them, and reads the rates of this optimizer."""
         self.state.clear()
         self._allocates_state = False
 

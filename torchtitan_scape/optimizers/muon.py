@@ -36,6 +36,7 @@ from torchtitan_scape.optimizers.matrix_choice import (
     choose_matrices,
     is_hidden,
     report_choice,
+    unreported,
 )
 from torchtitan_scape.optimizers.matrix_exchange import MatrixExchange, ReplicaShare
 
@@ -88,7 +89,8 @@ class Muon(Optimizer):
         hidden: The parameters that Muon updates, the largest first.
 
     Raises:
-        ValueError: Parameters have no names, no matrix is chosen, or a matrix is sharded otherwise.
+        ValueError: Parameters have no names, no matrix is chosen, or a matrix is sharded otherwise. In a step:
+            parameters are not in FP32.
     """
 
     found_inf: Tensor | None = None  # `GradScaler` sets and deletes that of an object
@@ -113,7 +115,7 @@ class Muon(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         check_names(self.param_groups)
         self._shards = shards = collect_shards(self.param_groups)
-        _check_dtypes(shards)
+        self._is_checked = False  # by `check_dtypes`
         # Sorted by size, so that matrices exchanged together take about the same time.
         self.hidden = sorted(choose_matrices(shards, matrices), key=lambda shard: -shard.entries)
         self._blocks = blocks_of(self.hidden, split)
@@ -123,6 +125,7 @@ class Muon(Optimizer):
         self._rest_groups = [i for i, parameters in enumerate(rest) if parameters]
         self._exchange = MatrixExchange(_group_of(self.hidden), count)
         self._share = share or ReplicaShare()
+        self._settings = {"fused": fused, "foreach": foreach, "count": count, "kernels": kernels}
         self._step_supports_amp_scaling = fused
         device = shards[0].device
         backend = choose_backend(kernels, device)
@@ -154,6 +157,35 @@ class Muon(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def for_parts(self, param_groups: list[dict[str, Any]]) -> Optimizer:
+        """Return an optimizer with the same settings for other param groups, without a `share`.
+
+        Args:
+            param_groups: Have names of this optimizer's parameters. Matrices are whole.
+        """
+        blocks = {shard.name: self._blocks[id(shard.parameter)] for shard in self.hidden}
+        names = {name for group in param_groups for name in group["param_names"]}.intersection(blocks)
+        if not names:
+            settings = {key: self._settings[key] for key in ("fused", "foreach")}
+            return torch.optim.AdamW(param_groups, **settings)
+        split = {name: blocks[name].sizes for name in names if len(blocks[name].sizes) > 1}
+        with unreported():
+            return Muon(param_groups, matrices=lambda name, _: name in names, split=split, **self._settings)
+
+    def release_state(self) -> None:
+        """Drop the moments: a method stores them, and reads the rates of this optimizer."""
+        self.state.clear()
+
+    def check_dtypes(self) -> None:
+        """Raise ValueError if a parameter is not in FP32, so that small changes would be lost."""
+        for shard in self._shards:
+            if (dtype := shard.parameter.dtype) != torch.float32:
+                raise ValueError(
+                    f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
+                    "BF16 by mixed precision or autocast, or use the method 'quantized_update', which adds FP32 copies"
+                )
+        self._is_checked = True
+
     def updates(self, shard: Shard) -> bool:
         """Return whether Muon updates the parameter; if not, AdamW does."""
         return id(shard.parameter) in self._blocks
@@ -170,7 +202,8 @@ class Muon(Optimizer):
         Raises:
             ValueError: Muon updated other matrices when the state was saved, or the state is another optimizer's.
         """
-        check_state(state_dict, self._shards, self.updates)
+        if self.state:  # else it was released
+            check_state(state_dict, self._shards, self.updates)
         devices = {parameter: state["step"].device for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
         for parameter, device in devices.items():
@@ -180,6 +213,8 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step. Return the closure's value, or None without a closure."""
         loss = None
+        if not self._is_checked:
+            self.check_dtypes()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -342,15 +377,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
         gram = to_bf16(x @ x.mT)
         x = to_bf16(add_product(x, to_bf16(add_product(gram, gram, gram, beta=B, alpha=C)), x, beta=A))
     return (x.mT if is_tall else x).bfloat16()
-
-
-def _check_dtypes(shards: Iterable[Shard]) -> None:
-    for shard in shards:
-        if (dtype := shard.parameter.dtype) != torch.float32:
-            raise ValueError(
-                f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
-                "BF16 by mixed precision or autocast"
-            )
 
 
 def products_dtype(device: torch.device) -> torch.dtype:

@@ -34,6 +34,10 @@ class SignSGD(Optimizer):
             step = torch.zeros((), dtype=torch.float32, device=local(shard.parameter).device)
             self.state[shard.parameter] = {"step": step}
 
+    def for_parts(self, param_groups: list[dict[str, Any]]) -> "SignSGD":
+        """Return an optimizer with the same settings for other param groups."""
+        return SignSGD(param_groups)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step. Return the closure's value, or None without a closure."""

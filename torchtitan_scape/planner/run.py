@@ -88,7 +88,10 @@ class PlannedRun:
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of parameters, gradients and all states on a rank's device, by kind."""
-        kinds = self._optimizer_memory(model) | self.options.cost().device_memory(model, replicas)
+        cost, kinds = self.options.cost(), self._optimizer_memory(model)
+        if "state" in kinds:
+            kinds["state"] = get_optimizer_cost(self.optimizer).state(cost.updated_model(model, replicas))
+        kinds |= cost.device_memory(model, replicas)
         kinds |= self._round_memory(model, replicas)
         if self.overlap and replicas > 1:
             # All chunks are in flight at once: the gradients, and the quantization errors if these are kept.

@@ -20,7 +20,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.parts import release_state
 from torchtitan_scape.replica import checks, modes, pending, rank_state, reports, setup_checks, simulation
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
 from torchtitan_scape.replica.joint_calls import JointCalls
@@ -86,8 +86,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         entry = METHODS[options.method_name()]
         setup_checks.check_optimizer(optimizer, options.method_name(), entry)
         method = entry.method
-        if method.holds_optimizer_state and isinstance(optimizer, AdamS):
-            optimizer.release_state()
+        if method.holds_optimizer_state:
+            release_state(optimizer)
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.sharding, self.repairs = Sharding(), False
@@ -134,6 +134,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.methods = replicas.run(lambda replica: method(self._context(replica, common), self.options))
         for made in self.methods:
             made.declared_states()  # before an exchange is in flight
+        if method.divides_optimizer_state:
+            release_state(optimizer)
         self.guard = guard_of(self, scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
         self.first_step_check = setup_checks.check_at_first_step(self)

@@ -59,7 +59,7 @@ def _is_equal_on_all_ranks(optimizer: Any) -> bool:
     return optimizer.collectives.model_ranks == 1 and not (
         optimizer.weights
         or any(state.per_replica for state in first.declared_states())
-        or not all(first.saves_optimizer_state(shard.name) for shard in optimizer.shards())
+        or first.divides_optimizer_state
     )
 
 
@@ -107,6 +107,10 @@ def _mismatch(optimizer: Any, saved: dict[str, Any] | None) -> str:
         return (
             f"{different}the file of a rank needs the layout and options that saved it. To change them, load the files "
             f"with these, and save once more. {_DCP}"
+        )
+    if optimizer.methods[0].divides_optimizer_state and "applied_steps" not in saved["methods"][0]:
+        return (
+            "the saved state is that of an earlier version, where the optimizer had all moments; use checkpoint_states"
         )
     if len(saved["weights"]) != len(optimizer.weights):
         return "the saved state lacks weights of a replica, as those of earlier versions; use checkpoint_states"

@@ -74,6 +74,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEn
             f"method {name!r} works with {accepted}, not with {given} ({type(optimizer).__module__}); pass one of "
             "these as optimizer, or a subclass with the same step"
         )
+    if isinstance(optimizer, Muon) and not method.divides_optimizer_state:
+        optimizer.check_dtypes()
     if must_be_known and (difference := difference_from_adamw(optimizer)):
         raise ValueError(
             f"method {name!r} works with {accepted} without amsgrad, maximize and L2 weight decay, and this {given} "

@@ -68,6 +68,10 @@ class ReplicaWeights:
             copy.counted = shard.counted
         return cls.of(copies, optimizer)
 
+    def within(self, name: str, values: Tensor) -> Tensor:
+        """Return values of a parameter, (n,), in the shape of its moments."""
+        return values.view(next(kind[name] for kind in self.moments.values() if name in kind).shape)
+
     def states(self) -> list[State]:
         weights = {shard.name: stored(shard.parameter) for shard in self.shards}
         moments = [
@@ -139,7 +143,7 @@ def weights_of_replicas(
 def rows_of(each: Sequence[list[State]]) -> list[State]:
     """Combine the states of this process's replicas: tensors of per-replica states get one row per replica.
 
-    A tensor of another state is that of the first replica that has it.
+    A tensor of another state is that of the first replica that has it, or consists of the parts of all.
     """
     found = []
     for states in zip(*each, strict=True):
@@ -148,13 +152,26 @@ def rows_of(each: Sequence[list[State]]) -> list[State]:
         if first.per_replica:
             rows = {name: [state.tensors[name] for state in states] for name in tensors}
             tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
+        elif first.starts is not None and len(states) > 1:
+            found.append(_joined(states))
+            continue
         found.append(replace(first, tensors=tensors))
     return found
 
 
+def _joined(states: Sequence[State]) -> State:
+    """Return a state with whole tensors, of which each replica has a part."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for state in states:
+        for name, values in state.tensors.items():
+            parts.setdefault(name, {})[(state.starts or {})[name]] = values
+    whole = {name: torch.cat([each[start] for start in sorted(each)]) for name, each in parts.items()}
+    return replace(states[0], tensors=whole, starts=dict.fromkeys(whole, 0))
+
+
 def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
     """Return the mean over all replicas; `rows` (r, ...) are those of this process. Collective."""
-    mean = rows.mean(0)
+    mean = rows.mean(0, dtype=torch.promote_types(rows.dtype, torch.float32))
     collectives.sum_over_replicas(mean)
     return mean.div_(collectives.replicas)
 

@@ -150,7 +150,7 @@ class MatrixBasis:
 
     def change(self, forward: Sequence[Tensor], pending: Sequence[Tensor], applied: Tensor) -> None:
         """Change to the bases `forward` of the whitened sides, and pending errors (n,) or (a, b) with them."""
-        gradients = [self.decode(error) for error in pending]
+        gradients = [self.decode(error.float()) for error in pending]
         for new in forward:
             applied = applied & new.isfinite().all()
         for side, new in zip(self.whitened, forward, strict=True):

@@ -1,6 +1,6 @@
 """Passes of a step over tensors and messages: in PyTorch with a buffer for the rows of a column, or kernels without."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -16,7 +16,8 @@ from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.common.launching import AddressTable
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.chunked import fill_last_block
-from torchtitan_scape.methods.quantized_update.layout import Column, ExchangeGroup, OwnPart
+from torchtitan_scape.methods.owned import Part
+from torchtitan_scape.methods.quantized_update.layout import Column
 from torchtitan_scape.topology.chunks import Exchange
 from torchtitan_scape.topology.codecs import message_bytes
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -30,7 +31,9 @@ class Columns:
         shards: All parameters of this rank.
         collectives: Communication with the other replicas.
         block: Entries that share the scales of a code.
-        residuals, unsent: The states of the method, FP32, one tensor per shard.
+        residuals: What each replica has not sent of its gradients, one tensor per shard.
+        owned: By number of the shard, the part that this replica updates. Between two steps it contains the unsent
+            update: the weights of all replicas minus those of the owner.
 
     Attributes:
         gradients, weights: The tensors of a step, one per shard; empty between two steps.
@@ -42,10 +45,10 @@ class Columns:
         collectives: ReplicaCollectives,
         block: int,
         residuals: Sequence[Tensor],
-        unsent: Sequence[Tensor],
+        owned: Mapping[int, Part],
     ) -> None:
         self._collectives, self._block, self._device = collectives, block, residuals[0].device
-        self._residuals, self._unsent, self._stored = residuals, unsent, StoredTensors(shards)
+        self._residuals, self._owned, self._stored = residuals, owned, StoredTensors(shards)
         self.gradients: Sequence[Tensor] = ()
         self.weights: Sequence[Tensor] = ()
 
@@ -75,23 +78,23 @@ class Columns:
                 self._encode(column, code, factor, applied), column.owners
             )
             return handle, partial(self._store_mean, column, code, received, steps)
-        rows = self._rows(column.width, column.slices, self.gradients, self._residuals, factor)
+        rows = self._gradient_rows(column, factor)
         error = None if code is None else torch.empty_like(rows)
         flat_error = None if error is None else error.view(-1)
         handle = self._collectives.reduce_scatter(rows.view(-1), codec=code, error=flat_error)
 
         def finish() -> None:
-            self._store_errors(self._residuals, column.slices, error, applied)
+            self._store_errors(column, error, applied)
             self._store_row(column, rows[self._collectives.replica], steps)
 
         return handle, finish
 
     def _encode(self, column: Column, code: BlockCode | None, factor: float, applied: Tensor) -> Tensor:
         """Return the messages for the owners, uint8 (owners, bytes), and store the residuals."""
-        rows = self._rows(column.width, column.slices, self.gradients, self._residuals, factor)
+        rows = self._gradient_rows(column, factor)
         error = None if code is None else torch.empty_like(rows)
         messages = rows.view(torch.uint8) if code is None else code.encode(rows, error)
-        self._store_errors(self._residuals, column.slices, error, applied)
+        self._store_errors(column, error, applied)
         return messages
 
     def _store_mean(self, column: Column, code: BlockCode | None, received: Tensor, steps: int) -> None:
@@ -108,44 +111,43 @@ class Columns:
         for s in column.slices[column.owners.index(self._collectives.replica)]:
             _part(self.gradients, s).copy_(row[s.at : s.at + s.length] / steps)
 
-    def begin_update(self, own: OwnPart, applied: Tensor) -> None:
-        """Subtract the unsent updates from the weights of owned shards, and keep the weights of before in their place.
+    def begin_update(self, numbers: Sequence[int], applied: Tensor) -> None:
+        """Replace the unsent updates of owned parts by the weights of the owner, if `applied`, bool ()."""
+        for i in numbers:
+            own = self._owned[i]
+            masked_copy_(own.values, own.within(self.weights[i]) - own.values, applied)
 
-        Nothing changes unless `applied`, bool ().
-        """
-        for i in own.tensors:
-            before = self.weights[i].clone()
-            masked_copy_(self.weights[i], before - self._unsent[i], applied)
-            masked_copy_(self._unsent[i], before, applied)
+    def messages(self, columns: Sequence[Column], code: BlockCode | None, applied: Tensor) -> list[Tensor]:
+        """Encode what takes all replicas from their weights to those of the owner, nothing unless `applied`, bool ().
 
-    def end_update(self, group: ExchangeGroup, own: OwnPart, code: BlockCode | None, applied: Tensor) -> list[Tensor]:
-        """Encode the changes of the weights since `begin_update`, zeros unless `applied`, and undo them.
-
-        The unsent updates become the quantization errors.
+        The owned parts, which contain the weights of the owner, become the unsent updates, if `applied`. Without a code
+        the messages are the weights themselves.
 
         Returns:
             The messages of this replica by column, uint8 (bytes,); (0,) where it owns nothing.
         """
-        messages = [self._message(column, code, applied) for column in group.columns]
-        for s in own.others:
-            masked_copy_(_part(self.weights, s), _part(self._unsent, s), applied)
-            masked_copy_(_part(self._unsent, s), 0.0, applied)
-        return messages
+        return [self._message(column, code, applied) for column in columns]
 
     def _message(self, column: Column, code: BlockCode | None, applied: Tensor) -> Tensor:
         if (own := self._own_row(column)) is None:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        slices = column.slices[own]
-        row = self._rows(column.width, [slices], self.weights, self._unsent, 1.0, -1.0).masked_fill_(~applied, 0.0)
-        error = None if code is None else torch.empty_like(row)
-        message = row.view(torch.uint8) if code is None else code.encode(row, error)
+        slices, rows = column.slices[own], torch.zeros(1, column.width, dtype=torch.float32, device=self._device)
         for s in slices:
-            masked_copy_(_part(self.weights, s), _part(self._unsent, s), applied)
-        self._store_errors(self._unsent, [slices], None if error is None else 0.0 - error, applied)
+            view, own, weight = rows[0, s.at : s.at + s.length], self._of_owned(s), _part(self.weights, s)
+            view.copy_(torch.where(applied, own, weight) if code is None else (own - weight).masked_fill_(~applied, 0))
+            fill_last_block(rows[0], s, self._block)
+        message, sent = rows.view(torch.uint8), rows
+        if code is not None:
+            message, sent = code.encode(rows), torch.empty_like(rows)
+            code.decode(message, sent)
+        for s in slices:
+            moved, weight = sent[0, s.at : s.at + s.length], _part(self.weights, s)
+            moved = (moved if code is None else weight + moved).to(weight.dtype).float()
+            masked_copy_(self._of_owned(s), moved - self._of_owned(s), applied)
         return message.view(-1)
 
     def to_replicas(self, column: Column, message: Tensor, code: BlockCode | None) -> Exchange:
-        """Start sending the messages of `end_update` to all replicas; the returned function adds them to the weights.
+        """Start sending a result of `messages` to all replicas; the returned function changes the weights.
 
         Simulated replicas share one set of weights.
         """
@@ -161,39 +163,36 @@ class Columns:
             code.decode(messages, rows)
         placed = [(s, row) for row, slices in zip(rows, column.slices, strict=True) for s in slices]
         parts = [row[s.at : s.at + s.length] for s, row in placed]
-        torch._foreach_add_([_part(self.weights, s) for s, _ in placed], parts)
+        change = torch._foreach_copy_ if code is None else torch._foreach_add_
+        change([_part(self.weights, s) for s, _ in placed], parts)
 
     def _own_row(self, column: Column) -> int | None:
         """Return the row of this replica in a column, None if it owns none."""
         replica = self._collectives.replica
         return column.owners.index(replica) if replica in column.owners else None
 
-    def _rows(
-        self,
-        width: int,
-        rows: Sequence[Sequence[Slice]],
-        first: Sequence[Tensor],
-        second: Sequence[Tensor],
-        factor: float,
-        sign: float = 1.0,
-    ) -> Tensor:
-        """Return first * factor + sign * second as FP32 (rows, width), with zeros as padding between blocks."""
-        values = torch.zeros(len(rows), width, dtype=torch.float32, device=self._device)
-        placed = [(s, row) for row, slices in zip(values, rows, strict=True) for s in slices]
+    def _of_owned(self, s: Slice) -> Tensor:
+        """Return the entries of a slice in the owned part of its tensor."""
+        own = self._owned[s.tensor]
+        return own.values.view(-1)[s.first - own.range.first : s.first - own.range.first + s.length]
+
+    def _gradient_rows(self, column: Column, factor: float) -> Tensor:
+        """Return gradient * factor + residual as FP32 (owners, width), with zeros as padding between blocks."""
+        values = torch.zeros(len(column.slices), column.width, dtype=torch.float32, device=self._device)
+        placed = [(s, row) for row, slices in zip(values, column.slices, strict=True) for s in slices]
         if views := [row[s.at : s.at + s.length] for s, row in placed]:
-            torch._foreach_copy_(views, [_part(first, s) for s, _ in placed])
+            torch._foreach_copy_(views, [_part(self.gradients, s) for s, _ in placed])
             if factor != 1.0:
                 values.mul_(factor)
-            torch._foreach_add_(views, [_part(second, s) for s, _ in placed], alpha=sign)
+            torch._foreach_add_(views, [_part(self._residuals, s) for s, _ in placed])
         for s, row in placed:
             fill_last_block(row, s, self._block)
         return values
 
-    def _store_errors(
-        self, states: Sequence[Tensor], rows: Sequence[Sequence[Slice]], errors: Tensor | None, applied: Tensor
-    ) -> None:
-        for i, s in ((i, s) for i, slices in enumerate(rows) for s in slices):
-            masked_copy_(_part(states, s), 0.0 if errors is None else errors[i, s.at : s.at + s.length], applied)
+    def _store_errors(self, column: Column, errors: Tensor | None, applied: Tensor) -> None:
+        for i, s in ((i, s) for i, slices in enumerate(column.slices) for s in slices):
+            error = 0.0 if errors is None else errors[i, s.at : s.at + s.length]
+            masked_copy_(_part(self._residuals, s), error, applied)
 
 
 class KernelColumns(Columns):
@@ -201,7 +200,7 @@ class KernelColumns(Columns):
 
     Args:
         passes: The module `kernels.exchange.triton_passes`.
-        shards, collectives, block, residuals, unsent: As of `Columns`.
+        shards, collectives, block, residuals, owned: As of `Columns`.
     """
 
     def __init__(self, passes: Any, shards: Sequence[Shard], *arguments: Any) -> None:
@@ -209,19 +208,24 @@ class KernelColumns(Columns):
         self._passes, self._sizes = passes, [shard.size for shard in shards]
         self._code = BlockCode("int8", self._block)  # of passes without messages, for its blocks
         self._exchanges: dict[Any, Any] = {}  # columns live as long as the method, so that their identities are keys
-        self._of_gradients, self._of_weights = (AddressTable(LISTS, len(shards), self._device) for _ in range(2))
+        tables = [AddressTable(LISTS, len(shards), self._device) for _ in range(3)]
+        self._of_gradients, self._of_weights, self._of_owned_parts = tables
         self._of_gradients.set(SECOND, self._residuals)
-        self._of_weights.set(SECOND, self._unsent)
+        parts = [self._owned.get(i) for i in range(len(shards))]
+        firsts = [part.range.first if part else 0 for part in parts]
+        self._of_owned_parts.set(SECOND, [part.values if part else None for part in parts], firsts)
 
     @contextmanager
     def bound(self, gradients: Sequence[Tensor]) -> Iterator[None]:
         with super().bound(gradients):
             self._of_gradients.set(FIRST, gradients)
             self._of_weights.set(FIRST, self.weights)
+            self._of_owned_parts.set(FIRST, self.weights)
             yield
 
     def add_to_residuals(self, numbers: Sequence[int], factor: float, applied: Tensor) -> None:
-        self._whole(numbers).accumulate(self._of_gradients, applied, factor)
+        rows = [Slice(i, 0, self._sizes[i], 0) for i in numbers]
+        self._in_blocks(tuple(numbers), rows).accumulate(self._of_gradients, applied, factor)
 
     def _encode(self, column: Column, code: BlockCode | None, factor: float, applied: Tensor) -> Tensor:
         if code is None:
@@ -235,13 +239,14 @@ class KernelColumns(Columns):
         else:
             self._of_column(column, code, own).store_mean(self._of_gradients, received, steps)
 
-    def begin_update(self, own: OwnPart, applied: Tensor) -> None:
-        self._whole(own.tensors).swap(self._of_weights, applied)
+    def begin_update(self, numbers: Sequence[int], applied: Tensor) -> None:
+        rows = [Slice(i, *self._owned[i].range, 0) for i in numbers]
+        self._in_blocks(("owned", *numbers), rows).subtract(self._of_owned_parts, applied)
 
     def _message(self, column: Column, code: BlockCode | None, applied: Tensor) -> Tensor:
         if code is None or (own := self._own_row(column)) is None:
             return super()._message(column, code, applied)
-        sent = self._of_column(column, code, own).encode(self._of_weights, True, applied=applied)
+        sent = self._of_column(column, code, own).encode(self._of_owned_parts, True, applied=applied)
         return sent.messages.view(-1)
 
     def _add(self, column: Column, messages: Tensor, code: BlockCode | None) -> None:
@@ -255,12 +260,12 @@ class KernelColumns(Columns):
         rows = column.slices if row is None else column.slices[row : row + 1]
         return self._exchange((id(column), code.name, row is None), rows, column.width, code)
 
-    def _whole(self, numbers: Sequence[int]) -> Any:
-        """Return the `BlockExchange` of whole shards, whose messages are not used."""
-        blocks = [-(-self._sizes[i] // self._block) for i in numbers]
+    def _in_blocks(self, key: Any, slices: Sequence[Slice]) -> Any:
+        """Return the `BlockExchange` of slices whose messages are not used."""
+        blocks = [-(-s.length // self._block) for s in slices]
         starts = accumulate(blocks, initial=0)
-        row = [Slice(i, 0, self._sizes[i], at * self._block) for i, at in zip(numbers, starts, strict=False)]
-        return self._exchange(tuple(numbers), [row], sum(blocks) * self._block, self._code)
+        row = [Slice(s.tensor, s.first, s.length, at * self._block) for s, at in zip(slices, starts, strict=False)]
+        return self._exchange(key, [row], sum(blocks) * self._block, self._code)
 
     def _exchange(self, key: Any, rows: Sequence[Sequence[Slice]], width: int, code: BlockCode) -> Any:
         if key not in self._exchanges:
@@ -279,9 +284,13 @@ def _nothing() -> None:
     """Store nothing."""
 
 
+def has_kernels(backend: str, collectives: ReplicaCollectives) -> bool:
+    """Return whether `columns_of` returns `KernelColumns`, which need no buffers for values in a code."""
+    return len(collectives.levels) == 1 and exchange_passes(backend, (torch.float32,)) is not None
+
+
 def columns_of(backend: str, shards: Sequence[Shard], collectives: ReplicaCollectives, *arguments: Any) -> Columns:
     """Return `KernelColumns` on "triton" and one level, else `Columns`. Arguments are those of `Columns`."""
-    passes = exchange_passes(backend, (torch.float32,)) if len(collectives.levels) == 1 else None
-    if passes is None:
+    if not has_kernels(backend, collectives):
         return Columns(shards, collectives, *arguments)
-    return KernelColumns(passes, shards, collectives, *arguments)
+    return KernelColumns(exchange_passes(backend, (torch.float32,)), shards, collectives, *arguments)

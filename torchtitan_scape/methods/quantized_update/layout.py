@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchtitan_scape.topology.partition import Slice
+from torchtitan_scape.topology.partition import Slice, entries_of_chunk
+
+_PARTS = 4  # of a row: a tensor with fewer entries than one of them is not divided, if it fits
 
 Row = list[Slice]  # the slices of a replica, in order; `at` is a position in its row
 
@@ -23,18 +25,6 @@ class Column(NamedTuple):
     slices: tuple[tuple[Slice, ...], ...]
 
 
-class OwnPart(NamedTuple):
-    """The tensors of a group that one replica updates.
-
-    Attributes:
-        tensors: Those with entries that it owns, or with an empty slice of it.
-        others: The slices of these tensors that other replicas own.
-    """
-
-    tensors: tuple[int, ...]
-    others: tuple[Slice, ...]
-
-
 @dataclass(frozen=True)
 class ExchangeGroup:
     """The tensors that are exchanged in the same steps.
@@ -42,18 +32,22 @@ class ExchangeGroup:
     Attributes:
         tensors: Their numbers, in order.
         rows: By replica; a tensor that may be divided has slices in several rows.
-        columns: The exchange.
+        columns: The exchange in a code.
+        in_fp32: The exchange without a code, or through buffers, in columns with fewer entries.
     """
 
     tensors: tuple[int, ...]
     rows: tuple[tuple[Slice, ...], ...]
     columns: tuple[Column, ...]
+    in_fp32: tuple[Column, ...]
 
-    def part_of(self, replica: int) -> OwnPart:
-        """Return the part that a replica updates."""
-        tensors = {s.tensor for s in self.rows[replica]}
-        others = [s for i, row in enumerate(self.rows) if i != replica for s in row if s.tensor in tensors]
-        return OwnPart(tuple(sorted(tensors)), tuple(others))
+    def columns_for(self, coded: bool) -> tuple[Column, ...]:
+        """Return the columns of an exchange in a code, or in FP32."""
+        return self.columns if coded else self.in_fp32
+
+    def owned_by(self, replica: int) -> dict[int, Slice]:
+        """Return the slices that a replica updates, at most one of each tensor, by number of the tensor."""
+        return {s.tensor: s for s in sorted(self.rows[replica])}
 
 
 def divide(
@@ -63,6 +57,7 @@ def divide(
     *,
     block: int,
     limit: int,
+    limit_in_fp32: int = 0,
     equal_rows: bool = False,
     groups: int = 1,
     entries: Sequence[int] = (),
@@ -70,7 +65,8 @@ def divide(
     """Divide tensors into groups, and those of each group among replicas.
 
     Tensors that must not be divided are assigned first, each to the replica with the fewest entries, the largest first.
-    Blocks of the others then fill the shorter rows of the group.
+    Blocks of the others then fill the shorter rows of the group. A row begins with the last tensor, so that the backward
+    pass completes the columns one after the other, and the next forward pass needs them in the opposite order.
 
     Args:
         sizes: Entries of the tensors on this rank.
@@ -78,7 +74,9 @@ def divide(
             the same owner; 0 if it may be divided.
         replicas: Number of replicas.
         block: Every slice starts at a multiple of it, in its tensor and in its row.
-        limit: Maximum entries of a column, all rows together, unless one block of each row is more.
+        limit: Maximum entries of a column, all rows together, unless one block of each row is more. A small model has
+            about eight columns, see `topology.partition.entries_of_chunk`.
+        limit_in_fp32: The same for the columns of an exchange in FP32; 0 for `limit`.
         equal_rows: Let every row reach into all columns, for collectives that need all replicas.
         groups: Number of groups, of about equally many entries; some are empty if there are more than tensors.
         entries: Entries of the tensors over all ranks of a replica, so that these ranks choose the same groups; `sizes`
@@ -88,11 +86,17 @@ def divide(
     found = []
     for tensors in assign_groups(entries or sizes, groups):
         rows = _rows_of_group(tensors, sizes, whole, held, block)
-        ends = [_rounded(row[-1].at + row[-1].length, block) if row else 0 for row in rows]
+        ends = [sum(_rounded(s.length, block) for s in row) for row in rows]
         _fill_rows(rows, ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
+        rows = [_last_first(row, block) for row in rows]
         if equal_rows:
             ends = [max(ends)] * replicas
-        found.append(ExchangeGroup(tuple(tensors), tuple(map(tuple, rows)), tuple(_columns(rows, ends, limit, block))))
+        total = sum(sizes[i] for i in tensors)
+        columns, in_fp32 = (
+            tuple(_columns(rows, ends, entries_of_chunk(total, most), block))
+            for most in (limit, limit_in_fp32 or limit)
+        )
+        found.append(ExchangeGroup(tuple(tensors), tuple(map(tuple, rows)), columns, in_fp32))
     return tuple(found)
 
 
@@ -110,34 +114,47 @@ def assign_groups(entries: Sequence[int], groups: int) -> list[list[int]]:
 def _rows_of_group(
     tensors: Sequence[int], sizes: Sequence[int], whole: Sequence[int], held: list[int], block: int
 ) -> list[Row]:
-    """Return the rows of the tensors that are not divided, and add their entries to `held`, by replica."""
+    """Return the slices of the tensors that are not divided, and add their entries to `held`, by replica."""
     rows: list[Row] = [[] for _ in held]
-    ends = [0] * len(held)
     for i in sorted((i for i in tensors if whole[i]), key=lambda i: -whole[i]):
         owner = min(range(len(held)), key=held.__getitem__)
         held[owner] += whole[i]
-        rows[owner].append(Slice(i, 0, sizes[i], ends[owner]))  # empty on a rank without rows of the tensor
-        ends[owner] += _rounded(sizes[i], block)
+        rows[owner].append(Slice(i, 0, sizes[i], 0))  # empty on a rank without rows of the tensor
     return rows
 
 
 def _fill_rows(rows: Sequence[Row], ends: list[int], tensors: Sequence[tuple[int, int]], block: int) -> None:
     """Divide tensors, (number, entries), among the shorter rows, and let all rows end at the same position or later.
 
-    A shorter row is padded: otherwise the last block of the others would need a column of its own.
+    A shorter row is padded: otherwise the last block of the others would need a column of its own. A small tensor goes
+    to the row with most room. Others are divided in proportion to the room, one slice for each row: their gradients are
+    complete at one time, and a row of one tensor would delay the columns of the others.
     """
     level = block * _fill_level([end // block for end in ends], sum(-(-size // block) for _, size in tensors))
-    owner = 0
+    room = [max(0, level - end) // block for end in ends]
+    small = level // (_PARTS * block)
     for i, size in tensors:
+        blocks, widest = -(-size // block), max(range(len(rows)), key=room.__getitem__)
+        shares = [0] * len(rows)
+        if blocks <= min(small, room[widest]):
+            shares[widest] = blocks
+        else:
+            bounds = [blocks * below // sum(room) for below in accumulate(room, initial=0)]
+            shares = [end - begin for begin, end in pairwise(bounds)]
         first = 0
-        while first < size:
-            while ends[owner] >= level:
-                owner += 1
-            length = min(size - first, level - ends[owner])
-            rows[owner].append(Slice(i, first, length, ends[owner]))
-            ends[owner] += _rounded(length, block)
+        for row, share in ((row, share) for row, share in enumerate(shares) if share):
+            length = min(size - first, share * block)
+            rows[row].append(Slice(i, first, length, 0))
+            room[row] -= share
             first += length
     ends[:] = [max(end, level) for end in ends]
+
+
+def _last_first(row: Row, block: int) -> Row:
+    """Place the slices of a row one after the other, those of the last tensor first."""
+    ordered = sorted(row, key=lambda s: -s.tensor)
+    starts = accumulate((_rounded(s.length, block) for s in ordered), initial=0)
+    return [s._replace(at=start) for s, start in zip(ordered, starts, strict=False)]
 
 
 def _rounded(size: int, block: int) -> int:

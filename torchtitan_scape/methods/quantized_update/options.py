@@ -97,6 +97,7 @@ class QuantizedUpdateCost(GradientCost):
     options: QuantizedUpdateOptions
     divides_update: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 2  # the finite flag, and the norm
+    residual_bytes: ClassVar[float] = 2.0
 
     @property
     def message_bytes(self) -> EncodedSize:
@@ -120,12 +121,14 @@ class QuantizedUpdateCost(GradientCost):
         whole = [size if model.is_hidden(i) else 0 for i, size in enumerate(model.sizes)]
         shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
         limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
+        in_fp32 = chunk_entries or chunk_limit(model.entries, replicas)
         return divide(
             model.sizes,
             whole,
             replicas,
             block=self.options.block,
             limit=limit,
+            limit_in_fp32=in_fp32,
             equal_rows=equal_rows,
             groups=self.options.interval,
             entries=model.sizes,
@@ -159,14 +162,15 @@ class QuantizedUpdateCost(GradientCost):
         return calls
 
     def updated_share(self, model: LocalModel, replicas: int) -> float:
-        """Return the share on the replica with most entries: an optimizer updates a tensor of several owners whole."""
-        updated = sum(self.updated_entries(model, replicas)) / self.options.interval
-        return updated / max(1, model.entries)
+        return self.updated_model(model, replicas).entries / self.options.interval / max(1, model.entries)
 
-    def updated_entries(self, model: LocalModel, replicas: int) -> list[int]:
-        """Return the entries of the tensors that the busiest replica updates, by group."""
-        sizes, groups = model.sizes, self.groups(model, replicas)
-        return [max(sum(sizes[i] for i in {s.tensor for s in row}) for row in group.rows) for group in groups]
+    def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
+        """Return the owned parts of the replica with most entries."""
+        rows = zip(*(group.rows for group in self.groups(model, replicas)), strict=True)
+        each = [[s for row in of_replica for s in row] for of_replica in rows]
+        busiest = max(each, key=lambda slices: sum(s.length for s in slices))
+        shapes = [model.shapes[s.tensor] if model.is_hidden(s.tensor) else (s.length,) for s in busiest]
+        return LocalModel(tuple(model.names[s.tensor] for s in busiest), tuple(shapes), model.hidden_names)
 
     def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
         """Return the counted bytes: 47 for a parameter that is exchanged."""
@@ -201,19 +205,23 @@ class QuantizedUpdateCost(GradientCost):
         return 0.0
 
     def chunk_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of two columns: values, errors, and the messages that are sent and received."""
+        """Return the bytes of two columns: in a code the messages that are sent and received, in FP32 values as well."""
         if replicas == 1:
             return 0.0
-        columns = [column for group in self.groups(model, replicas) for column in group.columns]
-        entries = sorted(len(column.owners) * column.width for column in columns)[-2:]
-        return sum(8.0 * n + 2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in entries)
+        groups = self.groups(model, replicas)
+        coded, in_fp32 = (
+            sorted(len(c.owners) * c.width for group in groups for c in group.columns_for(is_coded))[-2:]
+            for is_coded in (True, False)
+        )
+        messages = sum(2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in coded)
+        return max(messages, 8.0 * sum(in_fp32))
+
+    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
+        return super().simulated_memory(model, replicas, optimizer) | {"unsent_update": 4.0 * model.entries}
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        return (
-            super().device_memory(model, replicas)
-            | {"unsent_update": 4.0 * model.entries}
-            | self._basis_memory(model, replicas)
-        )
+        unsent = {"unsent_update": 4.0 * self.updated_model(model, replicas).entries}
+        return super().device_memory(model, replicas) | unsent | self._basis_memory(model, replicas)
 
     def _basis_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory of the bases on the replica whose own ones have most entries."""

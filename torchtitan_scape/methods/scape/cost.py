@@ -71,6 +71,9 @@ class ScapeCost:
     def updated_share(self, model: LocalModel, replicas: int) -> float:
         return 1.0
 
+    def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
+        return model
+
     def extra_orthogonalizations(self, replicas: int) -> float:
         return 0.0
 

@@ -1,0 +1,161 @@
+"""The parts of the parameters that one replica alone updates, and an optimizer with the state of these parts only."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.methods.interface import State
+from torchtitan_scape.methods.update import one_for_several_steps
+from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.parts import optimizer_of_parts
+from torchtitan_scape.optimizers.registry import OPTIMIZERS
+
+
+class Range(NamedTuple):
+    """Entries of a shard's flat local tensor."""
+
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a shard.
+
+    Attributes:
+        range: Its entries.
+        shard: The part as a parameter of its own: FP32, of the shard's shape if it is the whole shard, else (n,).
+        values: Its local tensor.
+    """
+
+    range: Range
+    shard: Shard
+    values: Tensor
+
+    @classmethod
+    def of(cls, shard: Shard, entries: Range, whole: bool) -> "Part":
+        shape = shard.local_shape if whole else (entries.length,)
+        values = torch.zeros(shape, dtype=torch.float32, device=shard.device)
+        parameter: Tensor = shard.parameter
+        placed = values
+        if whole and isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            placed = DTensor.from_local(values, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        return cls(entries, Shard(shard.name, nn.Parameter(placed), shard.group, shard.counted), values)
+
+    def within(self, values: Tensor) -> Tensor:
+        """Return the part of a shard's contiguous tensor of any shape, as a view of the shape of `values`."""
+        return values.view(-1)[self.range.first : self.range.first + self.range.length].view(self.values.shape)
+
+
+class OwnedParts:
+    """Parts of the parameters, by number of the shard, and the state that the wrapped optimizer has of them.
+
+    Args:
+        shards: All parameters of this rank.
+        ranges: The entries that this replica updates, by number of the shard.
+        whole: The numbers of the shards that no replica divides.
+        optimizer: Supplies the class, the rates, and the state if it has one.
+
+    Attributes:
+        shards: All parameters of this rank.
+        parts: By number of the shard.
+        optimizer: Has the parts as parameters; None if there are none.
+        moments: The state of the shapes of the parts by kind and name of the parameter, FP32 (n,).
+        applied: The number of applied steps, float64 () on the host. The optimizer's own counters are set from it.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        ranges: Mapping[int, Range],
+        whole: Sequence[int],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.shards, self._rates = list(shards), optimizer
+        self.parts = {i: Part.of(shards[i], each, i in whole) for i, each in sorted(ranges.items())}
+        self._by_name = {part.shard.name: part for part in self.parts.values()}
+        self.optimizer = optimizer_of_parts(optimizer, [part.shard for part in self.parts.values()])
+        known = OPTIMIZERS.get(type(optimizer).__name__)  # a replica without parts declares the same kinds of state
+        kinds = {kind for shard in shards for kind in known.moments(optimizer, shard)} if known else set[str]()
+        self.moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in sorted(kinds)}
+        self._others: dict[str, dict[str, Tensor]] = {}  # state of other shapes
+        self.applied = torch.zeros((), dtype=torch.float64, device="cpu")
+        if self.optimizer is not None:
+            self._take_state(optimizer)
+
+    def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Create the state of the parts, and copy what another optimizer has of their parameters."""
+        assert self.optimizer is not None
+        create_state(self.optimizer)
+        for number, part in self.parts.items():
+            before = optimizer.state.get(self.shards[number].parameter, {})
+            if isinstance(counter := before.get("step"), Tensor):
+                self.applied.copy_(counter)
+            for kind, value in self.optimizer.state[part.shard.parameter].items():
+                if not isinstance(value, Tensor) or kind == "step":
+                    continue
+                values = local(value)
+                if is_moment := values.shape == part.values.shape:
+                    self.moments.setdefault(kind, {})[part.shard.name] = values.view(-1)
+                else:
+                    self._others.setdefault(kind, {})[part.shard.name] = values
+                if isinstance(held := before.get(kind), Tensor):
+                    values.copy_(part.within(local(held)) if is_moment else local(held))
+
+    @contextmanager
+    def step_for(self, numbers: Sequence[int], steps: int, since: int) -> Iterator[list[Part]]:
+        """Prepare a step of the optimizer on the parts of some shards; yield the parts. They must not be empty.
+
+        Args:
+            steps: The step stands for so many.
+            since: The steps that were applied since the previous one of these shards.
+        """
+        assert self.optimizer is not None
+        parts = [self.parts[i] for i in numbers if i in self.parts]
+        for group, rates in zip(self.optimizer.param_groups, self._rates.param_groups, strict=True):
+            group.update({key: value for key, value in rates.items() if key not in ("params", "param_names")})
+        # With `betas` to the power of `steps`, bias corrections need the number of steps divided by it.
+        self._set_counters(parts, (self.applied.item() - since) / steps)
+        try:
+            with one_for_several_steps(self.optimizer, steps):
+                yield parts
+        finally:
+            for part in parts:
+                part.shard.parameter.grad = None
+
+    def _set_counters(self, parts: Sequence[Part], value: float) -> None:
+        assert self.optimizer is not None
+        states = [self.optimizer.state[part.shard.parameter] for part in parts]
+        counters = [state["step"] for state in states if isinstance(state.get("step"), Tensor)]
+        if counters:
+            torch._foreach_zero_(counters)
+            torch._foreach_add_(counters, value)
+
+    def steps(self) -> list[Tensor]:
+        """Return the counter of applied steps, to be read and set."""
+        return [self.applied]
+
+    def within(self, name: str, values: Tensor) -> Tensor:
+        """Return the owned part of a parameter's contiguous local tensor of any shape, (n,)."""
+        return self._by_name[name].within(values).view(-1)
+
+    def starts(self) -> dict[str, int]:
+        """Return the position of the first entry of each part, by name of the parameter."""
+        return {name: part.range.first for name, part in self._by_name.items()}
+
+    def of_parts(self, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the parts by name of the parameter."""
+        return {self.parts[i].shard.name: values[i].view(-1) for i in self.parts}
+
+    def states(self) -> list[State]:
+        """Return the optimizer's state of the parts."""
+        starts = self.starts()
+        found = [State(kind, each, False, "copy", starts=starts) for kind, each in self.moments.items()]
+        return found + [State(f"optimizer_{k}", each, False, "rebuild", False) for k, each in self._others.items()]
