@@ -123,11 +123,11 @@ class AddressTable:
         firsts: The position of the first entry of each tensor, if kernels count from an earlier one.
         """
         self._last_upload.wait()
-        found = [(0, None) if t is None else (t.data_ptr(), t.dtype) for t in tensors]
-        if firsts:
-            found = [
-                (at - first * t.itemsize, t) if t else (at, t) for (at, t), first in zip(found, firsts, strict=True)
-            ]
+        firsts = firsts or [0] * len(tensors)
+        found = [
+            (0, None) if t is None else (t.data_ptr() - first * t.itemsize, t.dtype)
+            for t, first in zip(tensors, firsts, strict=True)
+        ]
         if found == self._found[number]:
             return
         self._found[number], self._has[number] = found, any(dtype is not None for _, dtype in found)

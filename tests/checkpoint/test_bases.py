@@ -76,7 +76,6 @@ def load_update_in_bases(
 
     run = build("quantized_update")
     train(*run, 0, 10)
-    run[1].methods[0].gather_state()
     wanted = []
     for shard in run[1].shards():
         moment, pending = run[1].methods[0].moment_and_residual(shard)

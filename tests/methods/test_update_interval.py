@@ -70,17 +70,16 @@ def with_adamw(collectives: ReplicaCollectives, rate: float, **options: Any) -> 
     return QuantizedUpdate(context, QuantizedUpdateOptions(block=32, interval=INTERVAL, whiten_every=0, **options))
 
 
-@pytest.mark.parametrize(("replicas", "tolerance"), [(1, 1e-5), (3, 5e-2)])
+@pytest.mark.parametrize(("replicas", "tolerance"), [(1, 2.5e-2), (3, 5e-2)])
 def test_a_parameter_is_updated_every_few_steps_with_the_mean_of_its_gradients(replicas: int, tolerance: float) -> None:
-    """One replica sends nothing, so that it has no errors of encodings."""
+    """One replica sends nothing, so that it has no errors of encodings; residuals are rounded to BF16."""
 
     def run(collectives: ReplicaCollectives) -> list[Tensor]:
         method = with_adamw(collectives, 1e-2, code="int8", update_code="int8")
         steps(method, range(1, 8))
         method.request_full_exchange()
         taken = steps(method, range(8, 9))[-1]
-        counts = [int(method.context.optimizer.state[shard.parameter]["step"]) for shard in method.context.shards]
-        assert counts == [8] * len(NAMED)
+        assert float(method.owned.applied) == 8.0
         return [each.view(-1) for each in taken]
 
     wanted = reference(8, replicas, 1e-2, 0.5)
@@ -193,7 +192,7 @@ def test_muon_orthogonalizes_a_part_of_the_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "interval", "milliseconds"), [(16, 1, 670), (16, 4, 185), (64, 1, 817), (64, 4, 354)]
+    ("replicas", "interval", "milliseconds"), [(16, 1, 667), (16, 4, 182), (64, 1, 814), (64, 4, 351)]
 )
 def test_the_exchange_times_on_the_page_are_those_of_the_planner(
     replicas: int, interval: int, milliseconds: float
@@ -271,9 +270,8 @@ def test_equal_gradients_move_a_parameter_about_as_far_as_in_single_steps(
 
 @pytest.mark.parametrize("replicas", [2, 16, 64])
 def test_updates_of_the_busiest_replica(replicas: int) -> None:
-    """It updates less in a step than with a single group, and about as much in a round."""
+    """It owns about as much as with a single group, and updates a part of that in a step."""
     model = get_workload("llama_1_8b").local(1)
     one, other = (QuantizedUpdateOptions(interval=k).cost() for k in (1, 8))
-    (whole,), parts = one.updated_entries(model, replicas), other.updated_entries(model, replicas)
-    assert max(parts) < whole <= sum(parts) and len(parts) == 8
-    assert other.updated_share(model, replicas) == sum(parts) / 8 / model.entries
+    whole, parts = one.updated_model(model, replicas).entries, other.updated_model(model, replicas).entries
+    assert whole <= parts < 1.5 * whole and other.updated_share(model, replicas) == parts / 8 / model.entries

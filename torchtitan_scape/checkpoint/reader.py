@@ -59,8 +59,7 @@ class OptimizerCheckpoint(Stateful):
     def state_dict(self) -> dict[str, Any]:
         self._optimizers.finish_previous_step()
         parameters = {shard.name: shard.parameter for shard in self._optimizers.shards()}
-        others = {name for name in parameters if not self._optimizers.methods[0].saves_optimizer_state(name)}
-        dense = {key: t for key, t in dense_state(self._optimizers).items() if parameter_of(key) not in others}
+        dense = dense_state(self._optimizers)
         saved = states(self._optimizers, self._residual)
         check_states(self._optimizers, saved, dense, self._optimizers.attempted_steps)
         found = self._layout.of_optimizer(dense, parameters)

@@ -156,9 +156,10 @@ def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int
                 found[state.kind] = rows * sum(entries[n] * t.element_size() for n, t in state.tensors.items())
     elif not optimizer.methods[0].holds_optimizer_state:
         moments = OPTIMIZERS[type(optimizer.inner).__name__].moments
-        found["moments"] = sum(
-            4 * len(moments(optimizer.inner, shard)) * entries[shard.name] for shard in optimizer.shards()
-        )
+        for shard in optimizer.shards():
+            for moment in moments(optimizer.inner, shard):
+                kind = "moments" if has_dense_state(optimizer) else moment
+                found[kind] = found.get(kind, 0) + 4 * entries[shard.name]
     return {kind: size for kind, size in found.items() if size} | optimizer.sharding.unsent.sizes(residual)
 
 

@@ -65,8 +65,8 @@ def divide(
     """Divide tensors into groups, and those of each group among replicas.
 
     Tensors that must not be divided are assigned first, each to the replica with the fewest entries, the largest first.
-    Blocks of the others then fill the shorter rows of the group. A row begins with the last tensor, so that the backward
-    pass completes the columns one after the other, and the next forward pass needs them in the opposite order.
+    Blocks of the others then fill the shorter rows of the group. A row begins with the last tensor, so that the
+    backward pass completes the columns one after the other, and the next forward pass needs them in the opposite order.
 
     Args:
         sizes: Entries of the tensors on this rank.
@@ -92,10 +92,8 @@ def divide(
         if equal_rows:
             ends = [max(ends)] * replicas
         total = sum(sizes[i] for i in tensors)
-        columns, in_fp32 = (
-            tuple(_columns(rows, ends, entries_of_chunk(total, most), block))
-            for most in (limit, limit_in_fp32 or limit)
-        )
+        limits = [entries_of_chunk(total, most) for most in (limit, limit_in_fp32 or limit)]
+        columns, in_fp32 = (tuple(_columns(rows, ends, most, block)) for most in limits)
         found.append(ExchangeGroup(tuple(tensors), tuple(map(tuple, rows)), columns, in_fp32))
     return tuple(found)
 

@@ -255,7 +255,7 @@ class QuantizedUpdate(Method):
         return super().state_dict() | moments | {"applied_steps": self.owned.applied}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        moments = [state for state in self.owned.states()]
+        moments = self.owned.states()
         own = {"applied_steps", *(state.kind for state in moments)}
         super().load_state_dict({kind: tensors for kind, tensors in saved.items() if kind not in own})
         for state in moments:

@@ -205,7 +205,7 @@ class QuantizedUpdateCost(GradientCost):
         return 0.0
 
     def chunk_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of two columns: in a code the messages that are sent and received, in FP32 values as well."""
+        """Return the bytes of two columns: messages, sent and received ones; in FP32 these and the values."""
         if replicas == 1:
             return 0.0
         groups = self.groups(model, replicas)
