@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_scape.checkpoint.failures import failure_text
-from torchtitan_scape.checkpoint.global_layout import GlobalLayout, own_storage, parameter_of
+from torchtitan_scape.checkpoint.global_layout import GlobalLayout, own_storage
 from torchtitan_scape.checkpoint.param_groups import PREFIX, group_values
 from torchtitan_scape.checkpoint.record_format import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner

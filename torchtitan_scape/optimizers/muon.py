@@ -125,7 +125,7 @@ class Muon(Optimizer):
         self._rest_groups = [i for i, parameters in enumerate(rest) if parameters]
         self._exchange = MatrixExchange(_group_of(self.hidden), count)
         self._share = share or ReplicaShare()
-        self._settings = {"fused": fused, "foreach": foreach, "count": count, "kernels": kernels}
+        self._settings: dict[str, Any] = {"fused": fused, "foreach": foreach, "count": count, "kernels": kernels}
         self._step_supports_amp_scaling = fused
         device = shards[0].device
         backend = choose_backend(kernels, device)
