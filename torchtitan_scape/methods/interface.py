@@ -359,13 +359,17 @@ class Method(ABC):
             squares = torch.zeros((), dtype=torch.float64, device=self.context.grad_norm.device)
             for state in pending:
                 for name in (name for name in state.tensors if name in counted):
-                    squares += sum_of_squares(self.pending_gradient(state, name))
+                    squares += self.pending_square(state, name)
             figures["residual_norm"] = self.root_mean_square(squares, local)
         return figures
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
         """Return a parameter's pending gradient of a state, FP32 (n,), in the model's own coordinates."""
         return state.tensors[name].reshape(-1).float()
+
+    def pending_square(self, state: State, name: str) -> Tensor:
+        """Return the squared norm of `pending_gradient`, FP64 (), or an estimate of its mean over the replicas."""
+        return sum_of_squares(self.pending_gradient(state, name))
 
     def root_mean_square(self, squares: Tensor, local: bool) -> float:
         """Return the root of `mean_over_replicas` of a sum of squares."""

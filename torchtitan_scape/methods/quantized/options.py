@@ -17,9 +17,9 @@ from torchtitan_scape.topology.ring_bytes import LevelSize
 
 ITERATIONS = 14  # of the inverse root of second moments, see `whitening.roots`
 ROTATED_TOGETHER = 256  # entries at most that the cosine transform mixes
-WHITENED_TOGETHER = 512  # entries at most that a matrix of second moments relates
-BASIS_LAYOUT = {"whitened_together": WHITENED_TOGETHER}  # in a checkpoint's record; earlier bases had whole sides
-BASIS_BYTES = 2.0  # of an entry of a basis: BF16
+WHITENED_TOGETHER = 3072  # entries at most that a matrix of second moments relates
+BASIS_LAYOUT = {"whitened_together": WHITENED_TOGETHER}  # in a checkpoint's record; earlier bases were FP32 and whole
+BASIS_BYTES = 1.0  # of an entry of a basis
 OWNER_BYTES = 8.0  # of its second moment and of its inverse, FP32
 
 Code = Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]

@@ -37,7 +37,8 @@ class Side:
     """One side of a matrix: y = forward x along an axis of d entries, for b of them in turn.
 
     Attributes:
-        forward: BF16 (d / b, b, b); FP32 (b, b), the same for all, of a side that is rotated only.
+        forward: Whole numbers, int8 (d / b, b, b): a basis may be coarse, as its inverse is exact. FP32 (b, b), the same
+            for all, of a side that is rotated only.
         backward: FP32, the inverse of `forward`; None if this replica computes it when it needs it.
         moment: FP32 (d / b, b, b), average of the gradient's products with itself along the other axis; None for a side
             that is rotated only, or if another replica computes `forward`.
@@ -53,12 +54,11 @@ class Side:
             rotation = cosine_rotation(size, device)
             return cls(rotation, rotation.T)
         width = largest_divisor(size, WHITENED_TOGETHER)
-        forward = rotated(torch.eye(width, dtype=torch.float32, device=device)).repeat(size // width, 1, 1).bfloat16()
-        return (
-            cls(forward, inverse(forward), torch.zeros_like(forward, dtype=torch.float32))
-            if owned
-            else cls(forward, None)
-        )
+        rotation = rotated(torch.eye(width, dtype=torch.float32, device=device))
+        forward = whole_numbers(rotation.repeat(size // width, 1, 1))
+        if not owned:
+            return cls(forward, None)
+        return cls(forward, inverse(forward), torch.zeros_like(forward, dtype=torch.float32))
 
     @property
     def whitened(self) -> bool:
@@ -86,9 +86,10 @@ class Side:
             masked_copy_(self.moment, self.moment.lerp(products, 1.0 - DECAY), applied & products.isfinite().all())
 
     def whitening(self) -> Tensor:
-        """Return `forward` for the present second moments."""
+        """Return `forward` for the present second moments; the present one if they are too large."""
         assert self.moment is not None
-        return rotated(inverse_root(self.moment)).bfloat16()
+        found = rotated(inverse_root(self.moment))
+        return torch.where(found.isfinite().all(), whole_numbers(found), self.forward)
 
     def change(self, forward: Tensor, applied: Tensor) -> None:
         """Set the basis."""
@@ -151,8 +152,6 @@ class MatrixBasis:
     def change(self, forward: Sequence[Tensor], pending: Sequence[Tensor], applied: Tensor) -> None:
         """Change to the bases `forward` of the whitened sides, and pending errors (n,) or (a, b) with them."""
         gradients = [self.decode(error.float()) for error in pending]
-        for new in forward:
-            applied = applied & new.isfinite().all()
         for side, new in zip(self.whitened, forward, strict=True):
             side.change(new, applied)
         for error, gradient in zip(pending, gradients, strict=True):
@@ -256,6 +255,11 @@ def _times(matrix: Tensor, values: Tensor) -> Tensor:
 def inverse(matrices: Tensor) -> Tensor:
     """Return the inverse matrices in FP32, of (k, b, b)."""
     return torch.linalg.inv_ex(matrices.float()).inverse
+
+
+def whole_numbers(matrices: Tensor) -> Tensor:
+    """Return FP32 matrices as int8, times a factor that makes the largest entry 127."""
+    return (matrices * (127.0 / matrices.abs().amax())).round().to(torch.int8)
 
 
 def rotated(matrices: Tensor) -> Tensor:

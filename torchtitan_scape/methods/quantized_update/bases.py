@@ -68,6 +68,15 @@ class SharedBases:
         basis = self.whitening.bases.get(name)
         return values if basis is None else basis.decode(values).reshape(-1)
 
+    def counted(self, name: str) -> int:
+        """Return how often this replica counts its residual of a parameter in a mean over replicas.
+
+        It counts those of its own matrices for all replicas, and not those of others, whose inverses it would compute.
+        """
+        if name not in self.whitening.bases:
+            return 1
+        return self._collectives.replicas if self._owners[name] == self._collectives.replica else 0
+
     def change(self, residuals: Sequence[Tensor], applied: Tensor) -> None:
         """Change to the bases of the owners' second moments, and the residuals of all shards with them. Collective."""
         for i, (name, basis) in zip(self.whitening.numbers, self.whitening.bases.items(), strict=True):

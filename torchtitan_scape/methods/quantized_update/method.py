@@ -282,6 +282,11 @@ class QuantizedUpdate(Method):
         errors = super().pending_gradient(state, name)
         return errors if self._bases is None else self._bases.decoded(name, errors)
 
+    def pending_square(self, state: State, name: str) -> Tensor:
+        # The owner of a matrix has the inverse of its basis. Its residual stands for those of all replicas.
+        count = 1 if self._bases is None else self._bases.counted(name)
+        return super().pending_square(state, name) * count if count else torch.zeros_like(self._squares[0])
+
     def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
         number = self.context.shards.index(shard)
         moment = torch.zeros(shard.size, dtype=torch.float32, device=shard.device)
