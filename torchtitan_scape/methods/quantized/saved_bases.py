@@ -30,7 +30,9 @@ def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[
     wanted: dict[str, Tensor] = {}
     readable = reader.saved.get("shard") == reader.model_ranks
     for shard in (shard for shard in shards if shard.name in with_a_basis and len(shard.local_shape) == 2):
-        basis = bases[shard.name] = MatrixBasis.of((shard.local_shape[0], shard.local_shape[1]), torch.device("cpu"))
+        basis = bases[shard.name] = MatrixBasis.of(
+            (shard.local_shape[0], shard.local_shape[1]), torch.device("cpu"), owned=False
+        )
         for name, size, side in zip(("left", "right"), basis.shape, (basis.left, basis.right), strict=True):
             if side.whitened:
                 key = f"basis.{shard.name}.{name}.backward"

@@ -37,8 +37,8 @@ class Side:
     """One side of a matrix: y = forward x along an axis of d entries, for b of them in turn.
 
     Attributes:
-        forward: Whole numbers, int8 (d / b, b, b): a basis may be coarse, as its inverse is exact. FP32 (b, b), the same
-            for all, of a side that is rotated only.
+        forward: Whole numbers, int8 (d / b, b, b): a basis may be coarse, as its inverse is exact. The same FP32 (b, b)
+            for all, if the side is rotated only.
         backward: FP32, the inverse of `forward`; None if this replica computes it when it needs it.
         moment: FP32 (d / b, b, b), average of the gradient's products with itself along the other axis; None for a side
             that is rotated only, or if another replica computes `forward`.
@@ -123,7 +123,8 @@ class MatrixBasis:
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""
-        start = MatrixBasis.of(self.shape, self.left.forward.device).tensors()
+        owned = any(side.moment is not None for side in self.whitened)
+        start = MatrixBasis.of(self.shape, self.left.forward.device, owned).tensors()
         for name, tensor in self.tensors().items():
             tensor.copy_(start[name])
 
