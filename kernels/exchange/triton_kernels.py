@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from torchtitan_scape.kernels.codec.triton_decode import decoded, decoded_sum, joined
-from torchtitan_scape.kernels.codec.triton_kernels import bits_of, codes_of, scales_of, store_codes, values_of
+from torchtitan_scape.kernels.codec.triton_kernels import (
+    bits_of,
+    codes_of,
+    round_nearest,
+    scales_of,
+    store_codes,
+    values_of,
+)
 from torchtitan_scape.kernels.exchange import layout
 
 _FIRST, _SECOND = tl.constexpr(layout.FIRST), tl.constexpr(layout.SECOND)
@@ -47,6 +54,12 @@ def pointer(address, tensors, first, LIST: tl.constexpr, DTYPE: tl.constexpr, FU
     if FULL:
         data = tl.multiple_of(data, 16)
     return data
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Convert FP32 to a dtype, to nearest; the interpreter alone would round to BF16 toward zero."""
+    return round_nearest(x, tl.bfloat16 == DTYPE).to(DTYPE)
 
 
 @triton.jit
@@ -151,11 +164,11 @@ def encode_kernel(
     codes = codes_of(value, low, high, None, FORM)
     if STORES_ERROR:
         sent = values_of(codes, low[:, None, None], high[:, None, None], FORM)
-        error = (first + sent).to(DTYPE).to(tl.float32) - second if SUBTRACTS else value - sent
+        error = rounded(first + sent, DTYPE).to(tl.float32) - second if SUBTRACTS else value - sent
         _, exists = entries_of(slices, number, row, count, block[:, None, None], offset, BLOCK, FULL, False)
         kept = exists & everywhere(tl.load(applied) != 0, at)
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
-        tl.store(seconds, error.to(SECOND_DTYPE), mask=kept)
+        tl.store(seconds, rounded(error, SECOND_DTYPE), mask=kept)
     store_codes(encoded, message, start, blocks, size, codes, low, high, block < count, FORM, SCALE)
 
 
@@ -283,7 +296,7 @@ def decode_kernel(
         total = decoded_sum(encoded, message, 1, messages, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
         none = tl.zeros_like(total)
         value = tl.div_rn(tl.div_rn(total, none + messages.to(tl.float32)), none + steps.to(tl.float32))
-    tl.store(firsts, value.to(DTYPE), mask=inside)
+    tl.store(firsts, rounded(value, DTYPE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tensors", "blocks", "factor"])
@@ -316,4 +329,4 @@ def move_kernel(
         second = first - second
     else:
         second += first * factor
-    tl.store(seconds, second.to(SECOND_DTYPE), mask=inside)
+    tl.store(seconds, rounded(second, SECOND_DTYPE), mask=inside)

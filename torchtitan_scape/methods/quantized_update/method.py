@@ -70,7 +70,7 @@ class QuantizedUpdate(Method):
         self._update_code = block_code(backend, options.update_code, options.block)
         shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
-        whole = [i for i, shard in enumerate(shards) if _is_whole(shard, context.optimizer)]
+        whole = [i for i, shard in enumerate(shards) if shard.entries and _is_whole(shard, context.optimizer)]
         in_place = has_kernels(backend, self.collectives)
         self._groups = divide(
             sizes,
