@@ -259,7 +259,8 @@ def count_step(
         # As in the trainer, which divides the loss by the tokens of all replicas.
         common = {"gradient_scale": float(replicas), "total_steps": 1000, "kernels": backend, "max_norm": 1.0}
         context = MethodContext(shards, ranks, optimizer, **common)
-        method = entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
+        with StepCounter():  # counters of steps are read
+            method = entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
         applied = torch.ones((), dtype=torch.bool, device=META)
         inner = getattr(method.options, "inner_steps", 1)
         number = 2 * inner if isinstance(method, LocalMethod) else 4
@@ -286,7 +287,8 @@ def count_whole_step(
     named = [(n, nn.Parameter(torch.empty(s, device=META))) for n, s in zip(model.names, model.shapes, strict=True)]
     # Whether a state or loaded weights are a copy of others cannot be read.
     with as_one_rank(counter), triton_everywhere(), replaced(torch, "equal", lambda *_: False):
-        optimizer = _whole_optimizer(name, named, replicas, max_norm, {**OPTIONS.get(name, {}), **options})
+        with StepCounter():  # counters of steps are read
+            optimizer = _whole_optimizer(name, named, replicas, max_norm, {**OPTIONS.get(name, {}), **options})
         inner = getattr(entry.options(**OPTIONS.get(name, {})), "inner_steps", 1)
         for _ in range(2 * inner if inner > 1 else 4):
             for _, parameter in named:

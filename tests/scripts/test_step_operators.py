@@ -136,12 +136,12 @@ def test_the_planner_has_the_counted_bytes_with_overlap(code: str, monkeypatch: 
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_the_planner_has_the_counted_bytes_of_quantized_update(interval: int) -> None:
-    """Within 15 percent, with equal shares. The count contains AdamS, 20 bytes for an entry that a replica updates."""
+    """Within 5 percent, with equal shares. The count contains AdamS, 20 bytes for an entry that a replica updates."""
     model = get_workload("llama_1_8b").local(1)
     cost = METHODS["quantized_update"].options(interval=interval, whiten_every=0).cost()
     planned = sum(cost.memory_traffic(model, 4)) / model.entries
     counted = count_step("quantized_update", model, 4, interval=interval).bytes / model.entries
-    assert counted == pytest.approx(planned + 20 / (4 * interval), rel=0.15)
+    assert counted == pytest.approx(planned + 20 / (4 * interval), rel=0.05)
 
 
 LARGE = get_workload("llama_1_8b").local(1)  # 219 parameters

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ class Part:
 
     def within(self, values: Tensor) -> Tensor:
         """Return the part of a shard's contiguous tensor of any shape, as a view of the shape of `values`."""
+        if values.numel() == self.values.numel():
+            return values if values.shape == self.values.shape else values.view(self.values.shape)
         return values.view(-1)[self.range.first : self.range.first + self.range.length].view(self.values.shape)
 
 
@@ -91,23 +93,22 @@ class OwnedParts:
             self._take_state(optimizer)
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Create the state of the parts, and copy what another optimizer has of their parameters."""
+        """Copy what another optimizer has of the parts, and create the state of the others."""
         assert self.optimizer is not None
-        create_state(self.optimizer)
         for number, part in self.parts.items():
-            before = optimizer.state.get(self.shards[number].parameter, {})
-            if isinstance(counter := before.get("step"), Tensor):
-                self.applied.copy_(counter)
+            if before := optimizer.state.get(self.shards[number].parameter):
+                of_part = {kind: _of_part(value, part, self.shards[number]) for kind, value in before.items()}
+                self.optimizer.state[part.shard.parameter] = of_part
+                if isinstance(counter := before.get("step"), Tensor):
+                    self.applied.fill_(float(counter))
+        create_state(self.optimizer)
+        for part in self.parts.values():
             for kind, value in self.optimizer.state[part.shard.parameter].items():
-                if not isinstance(value, Tensor) or kind == "step":
-                    continue
-                values = local(value)
-                if is_moment := values.shape == part.values.shape:
-                    self.moments.setdefault(kind, {})[part.shard.name] = values.view(-1)
-                else:
-                    self._others.setdefault(kind, {})[part.shard.name] = values
-                if isinstance(held := before.get(kind), Tensor):
-                    values.copy_(part.within(local(held)) if is_moment else local(held))
+                if isinstance(value, Tensor) and kind != "step":
+                    values = local(value)
+                    is_moment = values.shape == part.values.shape
+                    held = self.moments if is_moment else self._others
+                    held.setdefault(kind, {})[part.shard.name] = values.view(-1) if is_moment else values
 
     @contextmanager
     def step_for(self, numbers: Sequence[int], steps: int, since: int) -> Iterator[list[Part]]:
@@ -159,3 +160,11 @@ class OwnedParts:
         starts = self.starts()
         found = [State(kind, each, False, "copy", starts=starts) for kind, each in self.moments.items()]
         return found + [State(f"optimizer_{k}", each, False, "rebuild", False) for k, each in self._others.items()]
+
+
+def _of_part(value: Any, part: Part, shard: Shard) -> Any:
+    """Return a copy of an optimizer's state of a parameter, of one of its parts."""
+    if not isinstance(value, Tensor):
+        return value
+    is_divided = part.shard.parameter.shape != shard.parameter.shape and value.shape == shard.parameter.shape
+    return part.within(local(value)).clone() if is_divided else value.clone()

@@ -6,7 +6,7 @@ With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server
 feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -110,8 +110,9 @@ class QuantizedUpdate(Method):
         with self._columns.bound(gradients):
             self._to_owners(gradients, exchanged, coded, info)
             self._observe_all(gradients, exchanged, info)
-            applied, factor = self._clip(gradients, exchanged, info.applied)
-            messages = [self._update(gradients, number, coded, applied, factor) for number in exchanged]
+            own = {number: self._own_gradients(gradients, number) for number in exchanged}
+            applied, factor = self._clip(own, info.applied)
+            messages = [self._update(own[number], number, coded, applied, factor) for number in exchanged]
             self._to_replicas(exchanged, messages, coded)
         self._last_exchanged = exchanged
 
@@ -141,21 +142,21 @@ class QuantizedUpdate(Method):
                 assert bases is not None
                 bases.decode_own(gradients, self._groups[number].tensors, info.applied)
 
-    def _clip(
-        self, gradients: Sequence[Tensor], exchanged: Sequence[int], applied: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _clip(self, own: Mapping[int, Mapping[int, Tensor]], applied: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the norm of the synchronized gradient over the whole model. Collective.
 
         Other groups count with the gradient of their last exchange; with zero before their first one.
+
+        Args:
+            own: Owned parts of the gradients by group and number of the shard.
 
         Returns:
             Whether the step is applied, bool (), and the factor of clipping, FP32 (), None without clipping.
         """
         context, sound = self.context, torch.ones_like(applied)
         with context.timer.phase("clip"):
-            for number in exchanged:
-                own = self._own_gradients(gradients, number)
-                counted = [gradient for i, gradient in own.items() if context.shards[i].counted]
+            for number, gradients in own.items():
+                counted = [gradient for i, gradient in gradients.items() if context.shards[i].counted]
                 squares = torch.zeros((), dtype=torch.float32, device=context.grad_norm.device)
                 if counted:
                     squares += self.norms(counted).square().sum().float()
@@ -171,14 +172,14 @@ class QuantizedUpdate(Method):
             return applied & sound, factor
 
     def _update(
-        self, gradients: Sequence[Tensor], number: int, coded: bool, applied: Tensor, factor: Tensor | None
+        self, own: Mapping[int, Tensor], number: int, coded: bool, applied: Tensor, factor: Tensor | None
     ) -> list[Tensor]:
         """Take the optimizer's step on the owned parts of a group, with the means times a factor, FP32 ().
 
         Returns:
             The encoded changes of the weights by column, uint8 (bytes,).
         """
-        own, steps = self._own_gradients(gradients, number), self._steps_of(number)
+        steps = self._steps_of(number)
         with self.context.timer.phase("update"):
             if own:
                 self._columns.begin_update(list(own), applied)

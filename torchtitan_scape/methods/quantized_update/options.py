@@ -179,16 +179,16 @@ class QuantizedUpdateCost(GradientCost):
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the bytes that `scripts.benchmarks.step_operators` counts on one level, without the optimizer's.
 
-        For a parameter that is exchanged 12 to encode gradient and residual and store the error, 8 to add the update,
-        and two messages written and read; for others 12 to add the gradient to the residual. An owner moves 48 per
-        entry that it updates, to decode the means, compute their norm, clip them, subtract the unsent update from the
-        weights, and encode their change. Products with bases are 16.
+        For a parameter that is exchanged 8 to encode gradient and residual and store the error, 8 to add the update,
+        and two messages written and read; for others 8 to add the gradient to the residual. An owner moves 32 per entry
+        that it updates, to decode the means, compute their norm, subtract the unsent update from the weights, and
+        encode their change. Products with bases are 16.
         """
         share, options = 1.0 / self.options.interval, self.options
         messages = 2.0 * (
             encoded_bytes(options.code, options.block) + encoded_bytes(options.update_code, options.block)
         )
-        each = (20.0 + messages) * share + 12.0 * (1.0 - share) + 48.0 * self.updated_share(model, replicas)
+        each = (16.0 + messages) * share + 8.0 * (1.0 - share) + 32.0 * self.updated_share(model, replicas)
         return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
 
     def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
