@@ -470,6 +470,19 @@ def test_a_rank_without_rows_of_a_matrix_participates(interval: int, pool4: Pool
     assert all(all(map(torch.equal, weights, results[0][1])) for _, weights in results)
 
 
+def test_muon_may_have_other_names_than_the_model() -> None:
+    model = TwoMatrices()
+    optimizer = Muon(
+        [(f"mine.{name}", p) for name, p in model.named_parameters()], lr=0.02, matrices=["mine.layers.1.*"]
+    )
+    wrapped = replicate(model, optimizer, {"method": "quantized_update", "block": 32}, SimulatedReplicas(2))
+    held = {kind: set() for kind in ("exp_avg", "exp_avg_sq")}
+    for owned in (method.owned for method in wrapped.methods):
+        for kind, names in held.items():
+            names.update(owned.moments[kind])
+    assert held == {"exp_avg": {"layers.0.weight", "layers.1.weight"}, "exp_avg_sq": {"layers.0.weight"}}
+
+
 def test_the_state_that_an_optimizer_has_is_kept() -> None:
     """Of two parameters, one has taken a step before."""
     first, second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))

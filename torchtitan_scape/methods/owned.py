@@ -83,7 +83,8 @@ class OwnedParts:
         self.shards, self._rates = list(shards), optimizer
         self.parts = {i: Part.of(shards[i], each, i in whole) for i, each in sorted(ranges.items())}
         self._by_name = {part.shard.name: part for part in self.parts.values()}
-        self.optimizer = optimizer_of_parts(optimizer, [part.shard for part in self.parts.values()])
+        wholes = {part.shard.name: shards[i].parameter for i, part in self.parts.items()}
+        self.optimizer = optimizer_of_parts(optimizer, [part.shard for part in self.parts.values()], wholes)
         known = OPTIMIZERS.get(type(optimizer).__name__)  # a replica without parts declares the same kinds of state
         kinds = {kind for shard in shards for kind in known.moments(optimizer, shard)} if known else set[str]()
         self.moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in sorted(kinds)}

@@ -4,7 +4,7 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,20 +157,20 @@ class Muon(Optimizer):
             )
         super().add_param_group(param_group)
 
-    def for_parts(self, param_groups: list[dict[str, Any]]) -> Optimizer:
-        """Return an optimizer with the same settings for other param groups, without a `share`.
+    def for_parts(self, param_groups: list[dict[str, Any]], wholes: Mapping[str, Tensor]) -> Optimizer:
+        """Return an optimizer with the same settings for parts of the parameters, without a `share`.
 
         Args:
-            param_groups: Have names of this optimizer's parameters. Matrices are whole.
+            param_groups: Have names. Parts of matrices are whole matrices.
+            wholes: The parameters of which they are parts, by their names.
         """
-        blocks = {shard.name: self._blocks[id(shard.parameter)] for shard in self.hidden}
-        names = {name for group in param_groups for name in group["param_names"]}.intersection(blocks)
-        if not names:
+        found = {name: self._blocks[id(whole)] for name, whole in wholes.items() if id(whole) in self._blocks}
+        if not found:
             settings = {key: self._settings[key] for key in ("fused", "foreach")}
             return torch.optim.AdamW(param_groups, **settings)
-        split = {name: blocks[name].sizes for name in names if len(blocks[name].sizes) > 1}
+        split = {name: blocks.sizes for name, blocks in found.items() if len(blocks.sizes) > 1}
         with unreported():
-            return Muon(param_groups, matrices=lambda name, _: name in names, split=split, **self._settings)
+            return Muon(param_groups, matrices=lambda name, _: name in found, split=split, **self._settings)
 
     def release_state(self) -> None:
         """Drop the moments: a method stores them, and reads the rates of this optimizer."""
