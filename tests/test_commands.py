@@ -108,6 +108,16 @@ def test_the_embedded_recipe_runs_in_any_folder(tmp_path: Path) -> None:
     assert planned.returncode == 0 and "[sync]" in planned.stdout, planned.stderr
 
 
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
+def test_a_dry_run_divides_the_optimizer(optimizer: str, tmp_path: Path) -> None:
+    """The state of an optimizer is created, or has no values that can be read."""
+    environment = {**os.environ, "COMM_MODE": "fake_backend", "NGPU": "4"}
+    options = ["--sync.method=quantized_update", f"--optimizer.name={optimizer}"]
+    result = server.run("torchtitan_scape.__main__", "train", *options, environment=environment, folder=tmp_path)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0 and "Dry run: everything was built" in output, output
+
+
 def test_files_of_the_package_are_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     package = Path(torchtitan_scape.__file__).parent

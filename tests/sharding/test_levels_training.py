@@ -34,6 +34,12 @@ def on(w: int, g: int, **options: Any) -> list[str]:
 def moments_of(optimizers: Any) -> dict[str, Any]:
     """Return (first entry, shape of the whole parameter, values) of the existing first moments, by name."""
     states = optimizers.inner.state
+    if (owned := optimizers.methods[0].owned) is not None:
+        names = dict(optimizers.levels.parameters)
+        return {
+            name: (names[name].start + owned.starts()[name], names[name].whole, values.clone())
+            for name, values in owned.moments["exp_avg"].items()
+        }
     return {
         name: (p.start, p.whole, states[p]["exp_avg"].view(-1).clone())
         for name, p in optimizers.levels.parameters
@@ -128,6 +134,7 @@ CODED = {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochast
     "method, where, more, nan_at",
     [
         ("adamw", on(2, 4, **CODED), ["--training.mixed_precision_param=bfloat16"], 2),
+        ("quantized-update", on(1, 2, gradients_code="int8"), ["--optimizer.name=AdamW"], 2),
         slow("scape-int4", on(1, 2, gradients_code="int8"), ["--checkpoint.async_mode=async"], None),
     ],
 )
@@ -205,7 +212,10 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (on(2, 4) + METHODS["topk"], "method = 'topk' is not supported with .*weights = 2; set 'dense' or 'scape'"),
+        (
+            on(2, 4) + METHODS["topk"],
+            "method = 'topk' is not supported with .*weights = 2; set 'dense' or 'scape' or 'quantized_update'",
+        ),
         (
             [*on(2, 4), "--sync.method=scape", *METHODS["scape-offload"]],
             'weights_dtype = "bfloat16" is not supported with',

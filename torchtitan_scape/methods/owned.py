@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.update import one_for_several_steps
 from torchtitan_scape.optimizers.initial_state import create_state
@@ -100,7 +101,7 @@ class OwnedParts:
             if before := optimizer.state.get(self.shards[number].parameter):
                 of_part = {kind: _of_part(value, part, self.shards[number]) for kind, value in before.items()}
                 self.optimizer.state[part.shard.parameter] = of_part
-                if isinstance(counter := before.get("step"), Tensor):
+                if isinstance(counter := before.get("step"), Tensor) and not in_dry_run():
                     self.applied.fill_(float(counter))
         create_state(self.optimizer)
         for part in self.parts.values():

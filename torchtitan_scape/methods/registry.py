@@ -105,6 +105,7 @@ METHODS: dict[str, MethodEntry] = {
     "quantized_update": MethodEntry(
         QuantizedUpdateOptions,
         "quantized_update.method.QuantizedUpdate",
+        supports_flat_slices=True,
         supports_pipeline=True,
         decoders_function=SAVED_BASES,
     ),

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import local
+from torchtitan_scape.kernels.common.dry_run import in_dry_run
 
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
@@ -37,7 +38,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for parameter in without:
+    for parameter in without if not in_dry_run() else ():
         for key, values in optimizer.state.get(parameter, {}).items():
             is_copy = isinstance(values, Tensor) and key != "step" and torch.equal(local(values), local(parameter))
             if isinstance(values, Tensor) and not is_copy:  # schedule-free optimizers start from a copy of the weights
