@@ -289,12 +289,14 @@ class QuantizedUpdate(Method):
         return super().pending_square(state, name) * count if count else torch.zeros_like(self._squares[0])
 
     def moment_and_residual(self, shard: Shard) -> tuple[Tensor | None, Tensor | None]:
-        number = self.context.shards.index(shard)
+        residual = super().moment_and_residual(shard)[1]
+        if not any(self.collectives.gather_from_replicas(FIRST in self.owned.moments)):
+            return None, residual
         moment = torch.zeros(shard.size, dtype=torch.float32, device=shard.device)
         if (own := self.owned.moments.get(FIRST, {}).get(shard.name)) is not None:
             self.owned.within(shard.name, moment).copy_(own)
-        self._owners.broadcast(number, moment)
-        return moment, super().moment_and_residual(shard)[1]
+        self._owners.broadcast(self.context.shards.index(shard), moment)
+        return moment, residual
 
     def density(self) -> float:
         return 1.0 / self.options.interval
