@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -78,6 +79,41 @@ def fsdp_parameter_group(module: Any) -> Any:
     2.13 also has the list `_fsdp_param_groups`, which has one element unless a custom shard placement is used.
     """
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def fsdp_prefetched(module: Any) -> list[Any]:
+    """Return the parameter groups that FSDP2 gathers ahead of their turn, with those of a module."""
+    states = module._get_fsdp_state()._states_to_forward_prefetch
+    return [group for state in states if (group := state._fsdp_param_group) is not None]
+
+
+def fsdp_copy_in_streams(model: Any) -> list[Any]:
+    """Return the CUDA streams on which FSDP2 reads the shards of a model's parameters before it gathers them.
+
+    They wait for the stream of the forward pass only once, before its first module. None exists before the first pass.
+    """
+    contexts = [module._get_fsdp_state()._comm_ctx for module in model.modules() if isinstance(module, FSDPModule)]
+    streams = [getattr(context, "all_gather_copy_in_stream", None) for context in contexts]
+    return list({id(stream): stream for stream in streams if isinstance(stream, torch.cuda.Stream)}.values())
+
+
+def is_compiled(module: Any) -> bool:
+    """Return whether `torch.compile` made the module, or `Module.compile` was called on it."""
+    return module._compiled_call_impl is not None or "dynamo_ctx" in vars(module)
+
+
+def call_before(module: Any, hook: Any) -> None:
+    """Call `hook(module)` before the module runs, before all other hooks and outside of its compiled code."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        module.register_forward_pre_hook(lambda module, _: hook(module), prepend=True)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hook(module)
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def fsdp_copies(module: Any) -> int:

@@ -10,8 +10,9 @@ them again with two messages and writes both (16 bytes). The quantization error 
 was sent. If `encode_kernel` stores it (4 bytes more), `apply_kernel` reads one message and writes one tensor (4 bytes).
 A sum of steps adds 8 bytes to the second pass. The first pass reads an owner's error and the second one writes it, 4
 bytes each, in the message of this replica, and with `elsewhere` in all. `decode_kernel` writes a tensor (4 bytes), and
-reads it if it adds to it (4 more). `move_kernel` reads two tensors and writes one (12 bytes). Values are
-bitwise those of the PyTorch operators of the methods.
+reads it if it adds to it (4 more). `move_kernel` reads two tensors and writes one (12 bytes). `error_kernel` reads two
+tensors and a message and writes one (12 + b / 8 bytes). Values are bitwise those of the PyTorch operators of the
+methods.
 """
 
 import triton
@@ -330,3 +331,40 @@ def move_kernel(
     else:
         second += first * factor
     tl.store(seconds, rounded(second, SECOND_DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tensors", "blocks", "size", "factor"])
+def error_kernel(
+    tiles,
+    slices,
+    addresses,
+    tensors,
+    sent,
+    applied,
+    blocks,
+    size,
+    factor,
+    FORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """If `applied`, second = first * factor + second - message: the quantization error of a message that was sent."""
+    if tl.load(applied) == 0:
+        return
+    EACH: tl.constexpr = 32 // bits_of(FORM)
+    WORDS: tl.constexpr = ROWS * BLOCK // EACH
+    number, row, message, start, count = tile_of(tiles, blocks)
+    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
+    word = tl.arange(0, WORDS)[:, None]
+    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
+    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
+    firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
+    seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
+    value = tl.load(firsts, mask=inside, other=0.0).to(tl.float32) * factor
+    value += tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
+    a, b, c, d = decoded(sent, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
+    tl.store(seconds, rounded(value - joined(a, b, c, d, EACH), SECOND_DTYPE), mask=inside)

@@ -154,6 +154,28 @@ class BlockExchange:
                 **_errors(each, tensors),
             )
 
+    def keep_error(self, tensors: AddressTable, messages: Tensor, applied: Tensor, factor: float = 1.0) -> None:
+        """Store the quantization error of messages of `encode`, which has not: second = first * factor + second - sent.
+
+        Nothing changes unless `applied`, bool ().
+        """
+        for each in self._launches_of(tensors):
+            assert each.second is not None
+            launching.launch(
+                triton_kernels.error_kernel,
+                (len(each.tiles),),
+                *self._tables(each, tensors),
+                messages,
+                as_flag(applied),
+                self._blocks,
+                self._bytes // 16,
+                factor,
+                warps=_WARPS,
+                moved=(each.dtype.itemsize + 2 * each.second.itemsize) * each.entries,
+                SECOND_DTYPE=DTYPES[each.second],
+                **self._constants(each),
+            )
+
     def add(self, tensors: AddressTable, messages: Tensor) -> None:
         """Add the decoded messages, uint8 (messages, bytes): first += message."""
         self._decode(tensors, messages, 1, True)

@@ -303,6 +303,7 @@ def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
         messages = chunk.encode(tensors, subtracts, applied=applied).messages
     chunk.add(tensors, messages)
     chunk.store_mean(tensors, messages, 2)
+    chunk.keep_error(tensors, messages, applied)
     chunk.subtract(tensors, applied)
     chunk.accumulate(tensors, applied, 2.0)
 

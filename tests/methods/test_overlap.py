@@ -180,7 +180,7 @@ def used_twice() -> None:
     assert BackwardOverlap.of([method, method], shards) is None, "simulated replicas ignore it"
     overlap = BackwardOverlap.of([method], shards)
     assert overlap is not None
-    overlap.begin()
+    overlap.begin(1)
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
 

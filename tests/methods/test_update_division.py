@@ -25,6 +25,8 @@ def test_every_entry_has_one_owner_and_one_place(replicas: int, equal_rows: bool
     sizes, whole = [200, 96, 64, 7, 0, 33, 64], [0, 96, 64, 0, 0, 0, 64]
     found = divide(sizes, whole, replicas, block=8, limit=40 * replicas, equal_rows=equal_rows, groups=groups)
     assert sorted(i for group in found for i in group.tensors) == list(range(len(sizes))) and len(found) == groups
+    rows = [row for group in found for row in group.rows]
+    assert all(len({s.tensor for s in row}) == len(row) for row in rows), "one slice of a tensor"
     owners = entries_of(found, sizes)
     assert all(-1 not in each for each in owners)
     assert all(len(set(owners[i])) == 1 for i, entries in enumerate(whole) if entries)

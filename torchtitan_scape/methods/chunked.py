@@ -1,13 +1,14 @@
 """Methods whose exchange consists of independent chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.early import ChunkInFlight, EarlyExchange
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.topology.chunks import double_buffered, in_place
 from torchtitan_scape.topology.codecs import Codec
@@ -15,19 +16,7 @@ from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Chunk, Slice, chunks_of
 
 
-class ChunkInFlight(NamedTuple):
-    """A chunk whose exchange has started.
-
-    Attributes:
-        handle: the collective.
-        finish: waits for it, writes the result into the gradients, and updates the method's state.
-    """
-
-    handle: Handle
-    finish: Callable[[StepInfo], None]
-
-
-class ChunkedMethod(GradientMethod):
+class ChunkedMethod(GradientMethod, EarlyExchange):
     """Exchanges the gradients in chunks that do not depend on each other, starting with the last parameter.
 
     The boundaries of the chunks follow from the shapes, and the exchange of a chunk uses only its own gradients and
@@ -50,10 +39,20 @@ class ChunkedMethod(GradientMethod):
         """
         super().__init__(context, options)
         self.codec = codec
-        self.overlap: Any = None  # `methods.overlap.BackwardOverlap`, if chunks start during the backward pass
         sizes = [shard.size for shard in context.shards]
         limit = self.collectives.chunk_limit(sum(sizes), codec, in_place)
         self.chunks = chunks_of(sizes, limit, codec.block_size if codec else 1)
+
+    def early_chunks(self) -> Sequence[Collection[int]]:
+        return [{s.tensor for s in chunk.slices} for chunk in self.chunks]
+
+    def begin_early(self, step: int) -> Collection[int]:
+        self.begin()
+        return range(len(self.chunks))
+
+    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> ChunkInFlight:
+        self.bind(gradients)
+        return self.start_chunk(number, gradients, applied=None)
 
     def begin(self) -> None:
         """Prepare a step. Called before its first chunk starts."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, contiguous_gradient
-from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
+from torchtitan_scape.methods.early import ChunkInFlight, EarlyExchange
 from torchtitan_scape.methods.interface import Method, StepInfo
 
 
@@ -32,12 +32,13 @@ class BackwardOverlap:
             ranks with fewer chunks, as with uneven shards, add True.
     """
 
-    def __init__(self, method: ChunkedMethod, shards: Sequence[Shard]) -> None:
+    def __init__(self, method: EarlyExchange, shards: Sequence[Shard]) -> None:
         self._method, self._shards = method, shards
-        self._required = [{s.tensor for s in chunk.slices} for chunk in method.chunks]
+        self._required = method.early_chunks()
         self._gradients: list[Tensor | None] = [None] * len(shards)
         self._in_flight: list[ChunkInFlight] = []
         self._order = list(range(len(self._required)))
+        self._expected: list[int] = []  # the chunks of this step, in their order
         self._flags = max(method.collectives.gather_objects(len(self._order)))
         self.complete: list[bool] = []
         self.active = False
@@ -52,18 +53,20 @@ class BackwardOverlap:
             methods: one method per replica of this process.
 
         Returns:
-            None if the method is not chunked, if there is no other replica, or if the process simulates several
-            replicas, which share one backward pass.
+            None if the method cannot start chunks early, if there is no other replica, or if the process simulates
+            several replicas, which share one backward pass.
         """
         first = methods[0]
-        if isinstance(first, ChunkedMethod) and len(methods) == 1 and first.collectives.replicas > 1:
-            return cls(first, shards)
+        if isinstance(first, EarlyExchange) and len(methods) == 1 and first.collectives.replicas > 1:
+            first.overlap = cls(first, shards)
+            return first.overlap
         return None
 
-    def begin(self, complete_everywhere: Sequence[bool] = ()) -> None:
-        """Expect the last backward pass of a step.
+    def begin(self, step: int, complete_everywhere: Sequence[bool] = ()) -> None:
+        """Expect the last backward pass of a step, unless none of its chunks may start early.
 
         Args:
+            step: number of the step, see `StepInfo.number`.
             complete_everywhere: of each flag of `complete` in the previous step, whether it was true on all ranks.
 
         Raises:
@@ -74,10 +77,11 @@ class BackwardOverlap:
                 "prepare_last_backward() was called again before step(); call it once per step, before the backward "
                 "pass of the last micro-batch. If that pass failed and is repeated, call zero_grad() first"
             )
-        self._method.begin()
+        expected = self._method.begin_early(step)
         if len(complete_everywhere) == self._flags:
             self._order = sorted(range(len(self._order)), key=lambda number: not complete_everywhere[number])
-        self._in_flight, self.active = [], True
+        self._expected = [number for number in self._order if number in expected]
+        self._in_flight, self.active = [], bool(self._expected)
 
     def cancel(self) -> bool:
         """Discard the exchange of a backward pass that failed. Collective.
@@ -138,11 +142,10 @@ class BackwardOverlap:
         self._start_complete()
 
     def _start_complete(self) -> None:
-        for number in self._order[len(self._in_flight) :]:
+        for number in self._expected[len(self._in_flight) :]:
             if not self._is_complete(number):
                 return
-            self._method.bind(self._gradients)
-            self._in_flight.append(self._method.start_chunk(number, self._gradients, applied=None))
+            self._in_flight.append(self._method.start_early(number, self._gradients))
 
     def _is_complete(self, number: int) -> bool:
         return all(self._gradients[tensor] is not None for tensor in self._required[number])

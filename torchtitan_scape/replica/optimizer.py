@@ -15,7 +15,6 @@ from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import LocalMethod
-from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
@@ -139,9 +138,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.guard = guard_of(self, scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
         self.first_step_check = setup_checks.check_at_first_step(self)
-        if self._overlap is not None:
-            assert isinstance(self.methods[0], ChunkedMethod)
-            self.methods[0].overlap = self._overlap
 
     def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
         """Return a replica's context. The first one shares `grad_norm`, `clip_factor` and `timer` with this object."""
@@ -263,7 +259,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """With `overlap`: call this before the backward pass of the step's last micro-batch."""
         if self._overlap is not None:
             self.finish_previous_step()  # it may request a full exchange, so it comes before the first chunk
-            self._overlap.begin(self.guard.extra_flags_all_true)
+            self._overlap.begin(self.attempted_steps + 1, self.guard.extra_flags_all_true)
 
     def train(self) -> None:
         """Switch an optimizer with two modes, such as a schedule-free one, to training."""

@@ -18,7 +18,7 @@ from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.methods.chunked import ChunkInFlight
+from torchtitan_scape.methods.early import ChunkInFlight
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized

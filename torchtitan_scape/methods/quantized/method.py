@@ -14,8 +14,9 @@ from torch import Tensor
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
 from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, BlockSlice
-from torchtitan_scape.methods.chunked import ChunkedMethod, ChunkInFlight
+from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
+from torchtitan_scape.methods.early import ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
