@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,16 +24,34 @@ class ChunkInFlight(NamedTuple):
     finish: Callable[[StepInfo], None]
 
 
+class ArrivingWeights(Protocol):
+    """Changes of the weights that arrive during the next forward pass, see `replica.forward_overlap`."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether modules wait for their weights already."""
+
+    def start(self, numbers: Collection[int], exchange: Exchange) -> None:
+        """Finish an exchange, which changes the weights of some shards, in the background."""
+
+
 class EarlyExchange(ABC):
     """A method whose gradients are exchanged in chunks that can start before all gradients are complete.
 
     Attributes:
         collectives: communication with the other replicas.
         overlap: `methods.overlap.BackwardOverlap`, if chunks start during the backward pass.
+        arriving: receives the changes of the weights, if they may arrive during the next forward pass.
+
+    Class attributes:
+        sends_weights: True if the exchange ends with changes of the weights, which `arriving` can receive.
     """
+
+    sends_weights: ClassVar[bool] = False
 
     collectives: ReplicaCollectives
     overlap: Any = None
+    arriving: ArrivingWeights | None = None
 
     @abstractmethod
     def early_chunks(self) -> Sequence[Collection[int]]:
@@ -53,14 +71,3 @@ class EarlyExchange(ABC):
         Args:
             gradients: those that exist now, None for the others. Those of the chunk exist.
         """
-
-
-class ArrivingWeights(Protocol):
-    """Changes of the weights that arrive during the next forward pass, see `replica.forward_overlap`."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether modules wait for their weights already."""
-
-    def start(self, numbers: Collection[int], exchange: Exchange) -> None:
-        """Finish an exchange, which changes the weights of some shards, in the background."""

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.methods.early import EarlyExchange
+from torchtitan_scape.methods.interface import Method
 from torchtitan_scape.topology.chunks import Exchange
 from torchtitan_scape.topology.comm_stream import HIGH_PRIORITY, CommStream
 from torchtitan_scape.topology.torch_version import (
@@ -78,6 +80,14 @@ class ForwardOverlap:
             call_before(module, self._before_module)
             module.register_state_dict_pre_hook(self._before_access)
             module.register_load_state_dict_pre_hook(self._before_access)
+
+    @classmethod
+    def of(cls, method: Method, model: nn.Module | None, shards: Sequence[Shard]) -> "ForwardOverlap | None":
+        """Return the overlap of a method whose exchange ends with changes of the weights; None without a model."""
+        if model is None or not (isinstance(method, EarlyExchange) and method.sends_weights):
+            return None
+        found = method.arriving = cls(model, shards, method.context.timer)
+        return found
 
     def __deepcopy__(self, memo: Any) -> "ForwardOverlap":
         """Return the object itself: the hooks of a copied model wait for the original."""

@@ -21,6 +21,7 @@ from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.parts import release_state
 from torchtitan_scape.replica import checks, modes, pending, rank_state, reports, setup_checks, simulation
+from torchtitan_scape.replica.forward_overlap import ForwardOverlap
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
 from torchtitan_scape.replica.joint_calls import JointCalls
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
@@ -137,6 +138,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             release_state(optimizer)
         self.guard = guard_of(self, scale, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
+        self._arriving = ForwardOverlap.of(self.methods[0], model, self._shards) if self._overlap else None
         self.first_step_check = setup_checks.check_at_first_step(self)
 
     def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
@@ -258,7 +260,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def prepare_last_backward(self) -> None:
         """With `overlap`: call this before the backward pass of the step's last micro-batch."""
         if self._overlap is not None:
-            self.finish_previous_step()  # it may request a full exchange, so it comes before the first chunk
+            self._read_previous_step()  # it may request a full exchange, so it comes before the first chunk
             self._overlap.begin(self.attempted_steps + 1, self.guard.extra_flags_all_true)
 
     def train(self) -> None:
@@ -276,10 +278,21 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def finish_previous_step(self) -> None:
-        """Read whether the previous step was applied, and commit or drop its running exchanges. `step` calls it."""
+        """Read whether the previous step was applied, and commit or drop its running exchanges. `step` calls it.
+
+        Call it before weights are read outside of the model's forward pass, if they may arrive during that.
+        """
+        if self._arriving is not None:
+            self._arriving.finish()
+        self._read_previous_step()
+
+    def _read_previous_step(self) -> None:
+        """Read whether the previous step was applied, without waiting for changes of the weights."""
         try:
             applied = self.guard.finish_previous_step()
         except (NonFiniteGradientError, DamagedParametersError):
+            if self._arriving is not None:
+                self._arriving.finish()
             self._finish(False)
             self.check_parameters(self.attempted_steps)  # a restart heals these two causes
             self.check_consistency(self.attempted_steps)
@@ -319,6 +332,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def shared_weights(self) -> Iterator[None]:
         """Inside, the model contains the weights of `saved_model`: for evaluation and export. Collective."""
         if not self.weights:
+            if self._arriving is not None:
+                self._arriving.finish()
             yield
             return
         anchors = self.saved_model()

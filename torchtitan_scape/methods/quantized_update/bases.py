@@ -1,6 +1,7 @@
 """Bases of equal variance, which the owner of a matrix computes and sends to the other replicas at times."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class SharedBases:
     Attributes:
         whitening: The `WhiteningBases` of these matrices.
         start: Attempted steps before the first one that used these bases, int64 () on the host; -1 if not known yet.
+        copies: Results of `encoded` in this step, by number of the shard.
     """
 
     def __init__(self, shards: Sequence[Shard], owners: Mapping[str, int], collectives: ReplicaCollectives) -> None:
@@ -32,6 +34,19 @@ class SharedBases:
         owned = {name for name, owner in owners.items() if owner == collectives.replica}
         self.whitening = WhiteningBases.of(shards, interval=0, hidden=owners, owned=owned)
         self.start = torch.full((), -1, dtype=torch.int64, device="cpu")
+        self.copies: dict[int, Tensor] = {}
+
+    def encoded(self, gradients: Sequence[Tensor | None], numbers: Collection[int]) -> list[Any]:
+        """Return the gradients, those of some shards as copies in their bases. A copy is made once in a step."""
+        found: list[Any] = list(gradients)
+        for i, basis in zip(self.whitening.numbers, self.whitening.bases.values(), strict=True):
+            if i in numbers:
+                if i not in self.copies:
+                    self.copies[i] = basis.encode(found[i]).reshape(-1)
+                found[i] = self.copies[i]
+                if found[i].is_cuda:  # a hook of the backward pass may have made it on another stream
+                    found[i].record_stream(torch.cuda.current_stream(found[i].device))
+        return found
 
     def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:
         """Replace the means of this replica's matrices by their values in the model's basis, and observe them.

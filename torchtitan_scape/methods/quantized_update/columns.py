@@ -1,6 +1,6 @@
 """Passes of a step over tensors and messages: in PyTorch with a buffer for the rows of a column, or kernels without."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -21,6 +21,7 @@ from torchtitan_scape.methods.quantized_update.layout import Column
 from torchtitan_scape.topology.chunks import Exchange
 from torchtitan_scape.topology.codecs import message_bytes
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Slice
 
 
@@ -36,7 +37,8 @@ class Columns:
             update: the weights of all replicas minus those of the owner.
 
     Attributes:
-        gradients, weights: The tensors of a step, one per shard; empty between two steps.
+        gradients, weights: The tensors of a step, one per shard, None for a gradient that does not exist yet. Empty
+            between two steps.
     """
 
     def __init__(
@@ -49,53 +51,79 @@ class Columns:
     ) -> None:
         self._collectives, self._block, self._device = collectives, block, residuals[0].device
         self._residuals, self._owned, self._stored = residuals, owned, StoredTensors(shards)
-        self.gradients: Sequence[Tensor] = ()
+        self.gradients: Sequence[Tensor | None] = ()
         self.weights: Sequence[Tensor] = ()
 
     @contextmanager
-    def bound(self, gradients: Sequence[Tensor]) -> Iterator[None]:
-        """Let the passes inside use these gradients, contiguous, FP32."""
-        self.gradients, self.weights = gradients, self._stored()
+    def bound(self) -> Iterator[None]:
+        """Let the passes inside use the present weights. Gradients are kept until the end."""
+        self.weights = self._stored()
         try:
             yield
         finally:  # their memory is not kept
             self.gradients = self.weights = ()
 
+    def bind(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the next passes use these gradients, contiguous, FP32."""
+        self.gradients = gradients
+
     def add_to_residuals(self, numbers: Sequence[int], factor: float, applied: Tensor) -> None:
         """Add the gradients of some shards, times `factor`, to their residuals, if `applied`, bool ()."""
         for i in numbers:
-            gradient = (self.gradients[i] * factor).masked_fill_(~applied, 0.0)
-            self._residuals[i].add_(gradient.view(self._residuals[i].shape))
+            residual = self._residuals[i].view(-1)
+            gradient = _part(self.gradients, Slice(i, 0, residual.numel(), 0)) * factor
+            residual.add_(gradient.masked_fill_(~applied, 0.0))
 
-    def to_owners(self, column: Column, code: BlockCode | None, factor: float, steps: int, applied: Tensor) -> Exchange:
+    def to_owners(
+        self, column: Column, code: BlockCode | None, factor: float, steps: int, applied: Tensor | None
+    ) -> tuple[Handle, Callable[[Tensor], None]]:
         """Start sending gradient * factor + residual, encoded, to the owners of a column.
 
-        The returned function replaces the gradients that this replica owns by the mean over replicas, divided by
-        `steps`. If `applied`, bool (), the residuals become the quantization errors.
+        Args:
+            applied: Argument of the returned function, if it is known already. During a backward pass it is not.
+
+        Returns:
+            The handle, and a function of `applied`, bool (), to call after waiting for it. It replaces the gradients
+            that this replica owns by the mean over replicas, divided by `steps`. If `applied`, the residuals become the
+            quantization errors.
         """
         if len(self._collectives.levels) == 1:
-            handle, received = self._collectives.send_to_owners(
-                self._encode(column, code, factor, applied), column.owners
-            )
-            return handle, partial(self._store_mean, column, code, received, steps)
+            messages, keep_errors = self._encode(column, code, factor, applied)
+            handle, received = self._collectives.send_to_owners(messages, column.owners)
+
+            def finish(applied: Tensor) -> None:
+                for tensor in (messages, received):
+                    if tensor.is_cuda:  # a hook of the backward pass may have allocated it on another stream
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                keep_errors(applied)
+                self._store_mean(column, code, received, steps)
+
+            return handle, finish
         rows = self._gradient_rows(column, factor)
         error = None if code is None else torch.empty_like(rows)
         flat_error = None if error is None else error.view(-1)
         handle = self._collectives.reduce_scatter(rows.view(-1), codec=code, error=flat_error)
 
-        def finish() -> None:
+        def finish_row(applied: Tensor) -> None:
             self._store_errors(column, error, applied)
             self._store_row(column, rows[self._collectives.replica], steps)
 
-        return handle, finish
+        return handle, finish_row
 
-    def _encode(self, column: Column, code: BlockCode | None, factor: float, applied: Tensor) -> Tensor:
-        """Return the messages for the owners, uint8 (owners, bytes), and store the residuals."""
+    def _encode(
+        self, column: Column, code: BlockCode | None, factor: float, applied: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Return the messages for the owners, uint8 (owners, bytes), and a function that stores the residuals.
+
+        The function does nothing if `applied` is known: they are stored already.
+        """
         rows = self._gradient_rows(column, factor)
         error = None if code is None else torch.empty_like(rows)
         messages = rows.view(torch.uint8) if code is None else code.encode(rows, error)
+        if applied is None:
+            return messages, partial(self._store_errors, column, error)
         self._store_errors(column, error, applied)
-        return messages
+        return messages, _nothing
 
     def _store_mean(self, column: Column, code: BlockCode | None, received: Tensor, steps: int) -> None:
         """Store the mean of messages, uint8 (replicas, bytes), or of none if this replica is no owner."""
@@ -153,9 +181,10 @@ class Columns:
         """
         size = message_bytes(column.width, code)
         handle, messages = self._collectives.gather_from_owners(message, size, column.owners)
-        return handle, partial(self._add, column, messages, code) if self._collectives.is_writer else _nothing
+        weights = self.weights  # the function may run after the step
+        return handle, partial(self._add, weights, column, messages, code) if self._collectives.is_writer else _nothing
 
-    def _add(self, column: Column, messages: Tensor, code: BlockCode | None) -> None:
+    def _add(self, weights: Sequence[Tensor], column: Column, messages: Tensor, code: BlockCode | None) -> None:
         if code is None:
             rows = messages.view(torch.float32)
         else:
@@ -164,7 +193,7 @@ class Columns:
         placed = [(s, row) for row, slices in zip(rows, column.slices, strict=True) for s in slices]
         parts = [row[s.at : s.at + s.length] for s, row in placed]
         change = torch._foreach_copy_ if code is None else torch._foreach_add_
-        change([_part(self.weights, s) for s, _ in placed], parts)
+        change([_part(weights, s) for s, _ in placed], parts)
 
     def _own_row(self, column: Column) -> int | None:
         """Return the row of this replica in a column, None if it owns none."""
@@ -190,6 +219,8 @@ class Columns:
         return values
 
     def _store_errors(self, column: Column, errors: Tensor | None, applied: Tensor) -> None:
+        if errors is not None and errors.is_cuda:
+            errors.record_stream(torch.cuda.current_stream(errors.device))
         for i, s in ((i, s) for i, slices in enumerate(column.slices) for s in slices):
             error = 0.0 if errors is None else errors[i, s.at : s.at + s.length]
             masked_copy_(_part(self._residuals, s), error, applied)
@@ -216,22 +247,30 @@ class KernelColumns(Columns):
         self._of_owned_parts.set(SECOND, [part.values if part else None for part in parts], firsts)
 
     @contextmanager
-    def bound(self, gradients: Sequence[Tensor]) -> Iterator[None]:
-        with super().bound(gradients):
-            self._of_gradients.set(FIRST, gradients)
+    def bound(self) -> Iterator[None]:
+        with super().bound():
             self._of_weights.set(FIRST, self.weights)
             self._of_owned_parts.set(FIRST, self.weights)
             yield
+
+    def bind(self, gradients: Sequence[Tensor | None]) -> None:
+        super().bind(gradients)
+        self._of_gradients.set(FIRST, gradients)
 
     def add_to_residuals(self, numbers: Sequence[int], factor: float, applied: Tensor) -> None:
         rows = [Slice(i, 0, self._sizes[i], 0) for i in numbers]
         self._in_blocks(tuple(numbers), rows).accumulate(self._of_gradients, applied, factor)
 
-    def _encode(self, column: Column, code: BlockCode | None, factor: float, applied: Tensor) -> Tensor:
+    def _encode(
+        self, column: Column, code: BlockCode | None, factor: float, applied: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
         if code is None:
             return super()._encode(column, code, factor, applied)
-        sent = self._of_column(column, code).encode(self._of_gradients, False, factor=factor, applied=applied)
-        return sent.messages
+        passes, table = self._of_column(column, code), self._of_gradients
+        messages = passes.encode(table, False, factor=factor, applied=applied).messages
+        if applied is None:
+            return messages, lambda applied: passes.keep_error(table, messages, applied, factor)
+        return messages, _nothing
 
     def _store_mean(self, column: Column, code: BlockCode | None, received: Tensor, steps: int) -> None:
         if code is None or (own := self._own_row(column)) is None:
@@ -249,9 +288,9 @@ class KernelColumns(Columns):
         sent = self._of_column(column, code, own).encode(self._of_owned_parts, True, applied=applied)
         return sent.messages.view(-1)
 
-    def _add(self, column: Column, messages: Tensor, code: BlockCode | None) -> None:
+    def _add(self, weights: Sequence[Tensor], column: Column, messages: Tensor, code: BlockCode | None) -> None:
         if code is None:
-            super()._add(column, messages, code)
+            super()._add(weights, column, messages, code)
         else:
             self._of_column(column, code).add(self._of_weights, messages)
 
@@ -276,11 +315,13 @@ class KernelColumns(Columns):
         return self._exchanges[key]
 
 
-def _part(tensors: Sequence[Tensor], s: Slice) -> Tensor:
-    return tensors[s.tensor].view(-1)[s.first : s.first + s.length]
+def _part(tensors: Sequence[Tensor | None], s: Slice) -> Tensor:
+    tensor = tensors[s.tensor]
+    assert tensor is not None
+    return tensor.view(-1)[s.first : s.first + s.length]
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     """Store nothing."""
 
 

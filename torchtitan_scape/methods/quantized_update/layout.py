@@ -24,6 +24,10 @@ class Column(NamedTuple):
     owners: tuple[int, ...]
     slices: tuple[tuple[Slice, ...], ...]
 
+    def tensors(self) -> frozenset[int]:
+        """Return the numbers of the tensors in it."""
+        return frozenset(s.tensor for slices in self.slices for s in slices)
+
 
 @dataclass(frozen=True)
 class ExchangeGroup:

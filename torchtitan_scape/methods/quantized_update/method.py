@@ -6,8 +6,9 @@ With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server
 feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,11 +18,12 @@ from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, stored
 from torchtitan_scape.core.tensors import flat, masked_copy_
 from torchtitan_scape.kernels.backends import block_code, choose_backend
+from torchtitan_scape.methods.early import ChunkInFlight, EarlyExchange
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.owned import OwnedParts, Range
 from torchtitan_scape.methods.quantized_update.bases import SharedBases
 from torchtitan_scape.methods.quantized_update.columns import columns_of, has_kernels
-from torchtitan_scape.methods.quantized_update.layout import divide
+from torchtitan_scape.methods.quantized_update.layout import Column, divide
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
 from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import OptimizerStep, clip_factor
@@ -38,7 +40,7 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, AdamS, Sign
 RESIDUAL_DTYPE = torch.bfloat16  # its rounding is small next to the error of a code of 1 to 8 bits, which it feeds back
 
 
-class QuantizedUpdate(Method):
+class QuantizedUpdate(Method, EarlyExchange):
     """One step (W: the weights of all replicas, V: those of an entry's owner, u = W - V: its unsent update).
 
     1. Each replica encodes gradient plus residual for the owners, and keeps the error as its residual.
@@ -57,7 +59,7 @@ class QuantizedUpdate(Method):
     stands for all of them.
     """
 
-    divides_optimizer_state = True
+    divides_optimizer_state = sends_weights = True
     owned: OwnedParts
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
@@ -104,43 +106,56 @@ class QuantizedUpdate(Method):
     # ------------------------------------------------------------------------------------------ the step
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
-        full = self.take_full_exchange_request()
+        early = self.overlap is not None and self.overlap.active  # the exchange has started without a request
+        full = not early and self.take_full_exchange_request()
         exchanged = list(range(self.options.interval)) if full else [info.number % self.options.interval]
         coded = not full and self.collectives.replicas > 1
-        with self._columns.bound(gradients):
-            self._to_owners(gradients, exchanged, coded, info)
-            self._observe_all(gradients, exchanged, info)
-            own = {number: self._own_gradients(gradients, number) for number in exchanged}
+        with self._columns.bound():
+            means = self._to_owners(gradients, exchanged, coded, early, info)
+            self._observe_all(means, exchanged, info)
+            own = {number: self._own_gradients(means, number) for number in exchanged}
             applied, factor = self._clip(own, info.applied)
             messages = [self._update(own[number], number, coded, applied, factor) for number in exchanged]
             self._to_replicas(exchanged, messages, coded)
         self._last_exchanged = exchanged
 
-    def _to_owners(self, gradients: Sequence[Tensor], exchanged: Sequence[int], coded: bool, info: StepInfo) -> None:
-        """Replace gradients by their means over replicas and steps, where exchanged and owned. Collective.
+    def _to_owners(
+        self, gradients: list[Tensor], exchanged: Sequence[int], coded: bool, early: bool, info: StepInfo
+    ) -> list[Tensor]:
+        """Return the means of gradients over replicas and steps, where they are exchanged and owned. Collective.
 
-        Those of other groups are added to the residuals. Entries of other owners become undefined.
+        Gradients of other groups are added to the residuals. Other entries of the result are undefined. Its memory is
+        that of the gradients, or of their copies in the bases.
         """
         columns, factor, bases = self._columns, self.context.gradient_scale, self._bases
         with self.context.timer.phase("exchange"):
             if bases is not None:
-                if factor != 1.0:
-                    torch._foreach_mul_(list(gradients), factor)
                 if self.options.changes_bases(bases.number_of(info.number)):
                     bases.change(flat(self._residual.tensors.values()), info.applied)
-                gradients, factor = flat(gradients), 1.0
-                bases.whitening.encode(gradients)
+                if early:  # the check has read the gradients themselves
+                    gradients = bases.encoded(gradients, range(len(gradients)))
+                    bases.copies.clear()
+                else:
+                    gradients = flat(gradients)
+                    bases.whitening.encode(gradients)
+            columns.bind(gradients)
             for number, group in enumerate(self._groups):
                 if number not in exchanged:
                     columns.add_to_residuals(group.tensors, factor, info.applied)
-            double_buffered(
-                columns.to_owners(column, self._code if coded else None, factor, self._steps_of(number), info.applied)
-                for number in exchanged
-                for column in self._groups[number].columns_for(coded)
-            )
+            if early:
+                self.overlap.finish(info)
+            else:
+                code = self._code if coded else None
+                started = (
+                    columns.to_owners(column, code, factor, self._steps_of(number), info.applied)
+                    for number in exchanged
+                    for column in self._groups[number].columns_for(coded)
+                )
+                double_buffered((handle, partial(finish, info.applied)) for handle, finish in started)
             for number in exchanged if bases is not None else ():
                 assert bases is not None
                 bases.decode_own(gradients, self._groups[number].tensors, info.applied)
+        return gradients
 
     def _clip(self, own: Mapping[int, Mapping[int, Tensor]], applied: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the norm of the synchronized gradient over the whole model. Collective.
@@ -189,14 +204,54 @@ class QuantizedUpdate(Method):
             return self._columns.messages(columns, self._update_code if coded else None, applied)
 
     def _to_replicas(self, exchanged: Sequence[int], messages: Sequence[list[Tensor]], coded: bool) -> None:
-        """Send the changes of the weights to all replicas, and add them. Collective."""
-        code = self._update_code if coded else None
+        """Send the changes of the weights to all replicas, and add them. Collective.
+
+        The first layers come first. With overlap, encoded changes may arrive during the next forward pass.
+        """
+        code, arriving = self._update_code if coded else None, self.arriving
         with self.context.timer.phase("exchange"):
-            double_buffered(
-                self._columns.to_replicas(column, message, code)
+            exchanges = (
+                (column, self._columns.to_replicas(column, message, code))
                 for number, sent in zip(exchanged, messages, strict=True)
-                for column, message in zip(self._groups[number].columns_for(coded), sent, strict=True)
+                for column, message in reversed(list(zip(self._groups[number].columns_for(coded), sent, strict=True)))
             )
+            if coded and arriving is not None and arriving.is_ready:
+                for column, exchange in exchanges:
+                    arriving.start(column.tensors(), exchange)
+            else:
+                double_buffered(exchange for _, exchange in exchanges)
+
+    # ------------------------------------------------------------------------------- during a backward pass
+
+    def early_chunks(self) -> Sequence[Collection[int]]:
+        return [column.tensors() for _, column in self._all_columns()]
+
+    def _all_columns(self) -> Iterator[tuple[int, Column]]:
+        """Yield the number of the group and the column of all columns."""
+        yield from ((number, column) for number, group in enumerate(self._groups) for column in group.columns)
+
+    def begin_early(self, step: int) -> Collection[int]:
+        """Return no column if all values are sent in FP32, or if the bases change: only in an applied step they do."""
+        if self._full_exchange_requested:
+            return ()
+        if self._bases is not None:
+            self._bases.copies.clear()
+            if self.options.changes_bases(self._bases.number_of(step)):
+                return ()
+        group = step % self.options.interval
+        return [i for i, (number, _) in enumerate(self._all_columns()) if number == group]
+
+    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> ChunkInFlight:
+        group, column = list(self._all_columns())[number]
+        self._columns.bind(self._bases.encoded(gradients, column.tensors()) if self._bases is not None else gradients)
+        scale, steps = self.context.gradient_scale, self._steps_of(group)
+        handle, store = self._columns.to_owners(column, self._code, scale, steps, applied=None)
+
+        def finish(info: StepInfo) -> None:
+            handle.wait()
+            store(info.applied)
+
+        return ChunkInFlight(handle, finish)
 
     def _own_gradients(self, gradients: Sequence[Tensor], number: int) -> dict[int, Tensor]:
         """Return the owned parts of the gradients of a group, by number of the shard."""

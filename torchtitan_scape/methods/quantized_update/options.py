@@ -96,6 +96,7 @@ class QuantizedUpdateCost(GradientCost):
 
     options: QuantizedUpdateOptions
     divides_update: ClassVar[bool] = True
+    supports_overlap: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 2  # the finite flag, and the norm
     residual_bytes: ClassVar[float] = 2.0
 
