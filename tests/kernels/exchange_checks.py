@@ -158,12 +158,25 @@ def quantized(
     return found + [t for method in methods for state in method.states() for t in state.tensors.values()]
 
 
+class _Started:
+    """An exchange that has started, in the place of `methods.overlap.BackwardOverlap`."""
+
+    def __init__(self, method: QuantizedUpdate, gradients: list[Tensor], number: int) -> None:
+        self._chunks = [method.start_early(chunk, gradients) for chunk in method.begin_early(number)]
+        self.active = bool(self._chunks)
+
+    def finish(self, info: StepInfo) -> None:
+        for chunk in self._chunks:
+            chunk.finish(info)
+
+
 def quantized_update(
-    device: str, backend: str, replicas: int, optimizer: str, full: int = 0, **options: Any
+    device: str, backend: str, replicas: int, optimizer: str, full: int = 0, early: bool = False, **options: Any
 ) -> list[Tensor]:
     """Return the weights and all states of four steps, of which the second one is skipped.
 
     full: Step of a full exchange.
+    early: The exchange starts before it is known whether the step is skipped, as during a backward pass.
     """
     simulated, own = SimulatedReplicas(replicas), parameters(device, torch.float32, 0)
     named = [(f"layers.{i}.weight", p) for i, p in enumerate(own)]
@@ -181,6 +194,8 @@ def quantized_update(
             methods[i].finish_previous_step(number - 1 not in (0, 2))
             if number == full:
                 methods[i].request_full_exchange()
+            if early:
+                methods[i].overlap = _Started(methods[i], gradients, number)
             methods[i].step(gradients, StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():

@@ -122,6 +122,23 @@ def test_quantized_update_equals_pytorch(replicas: int, optimizer: str, options:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("AdamS", {"update_code": "1bit_unbiased", "full": 3}),
+        slow("Muon", {"update_code": "2bit", "interval": 2, "code": "int4"}),
+    ],
+)
+def test_quantized_update_that_starts_early_has_the_same_bits(optimizer: str, options: dict[str, Any]) -> None:
+    """The residuals are computed again from the messages that were sent."""
+    runs = (("torch", False), ("torch", True), ("triton", True))
+    one, *others = (quantized_update("cpu", each, 2, optimizer, early=early, **options) for each, early in runs)
+    for other in others:
+        assert one and all(
+            same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
     ("cls", "options"),
     [
         (LocalUpdates, DilocoOptions(inner_steps=1)),
