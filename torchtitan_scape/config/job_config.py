@@ -43,8 +43,9 @@ class _Sync(Options):
     of the majority ("repair"); "repair" stops as well without a majority, as with two replicas"""
 
     overlap: bool = False
-    """Overlap the exchange with the last backward pass of a step (dense, quantized). The results are bitwise equal. It
-    needs 4 bytes per parameter more, or 8 with error feedback. Simulated replicas ignore it"""
+    """Overlap the exchange with the last backward pass of a step (dense, quantized, quantized_update), and changes of
+    the weights of quantized_update with the next forward pass. The results are bitwise equal. It needs 4 bytes per
+    parameter more, or 8 with error feedback. Simulated replicas ignore it"""
 
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of the optimizer's passes: Triton kernels or PyTorch; "auto" selects Triton on a GPU"""

@@ -22,6 +22,7 @@ class GradientCost:
     per_replica_weights: ClassVar[bool] = False
     divides_update: ClassVar[bool] = False
     supports_overlap: ClassVar[bool] = False
+    sends_weights: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 1  # the finite flag
     residual_bytes: ClassVar[float] = 4.0  # of an entry
@@ -47,6 +48,10 @@ class GradientCost:
 
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0
+
+    def overlap_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of the gradients, and of the quantization errors if these are kept."""
+        return (8.0 if self.residual_entries(model) else 4.0) * model.entries
 
     def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
         return 0.0

@@ -25,6 +25,7 @@ class MethodCost(Protocol):
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
         divides_update: Each replica runs the optimizer on its share of the parameters; otherwise on all of them.
         supports_overlap: The exchange can run during the last backward pass of a step.
+        sends_weights: It ends with all-gathers of changes of the weights, which then run during the next forward pass.
         compresses: A step sends less than dense gradients.
         scalar_reductions: All-reduces of a scalar that a step waits for.
     """
@@ -40,6 +41,9 @@ class MethodCost(Protocol):
 
     @property
     def supports_overlap(self) -> bool: ...
+
+    @property
+    def sends_weights(self) -> bool: ...
 
     @property
     def compresses(self) -> bool: ...
@@ -86,6 +90,9 @@ class MethodCost(Protocol):
 
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
         """Return the memory traffic that an exchange during the backward pass adds to a step."""
+
+    def overlap_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of all chunks that an exchange during the backward pass has in flight at once."""
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory on the device, by kind."""

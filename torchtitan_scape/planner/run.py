@@ -17,7 +17,8 @@ class PlannedRun:
 
     Attributes:
         optimizer: `[optimizer] name`.
-        overlap: The exchange runs during the last backward pass of a step, `[sync] overlap`.
+        overlap: The exchange runs during the last backward pass of a step and, if it ends with changes of the weights,
+            the next forward pass: `[sync] overlap`.
 
     Raises:
         ValueError: The optimizer is unknown, or the method does not support overlap.
@@ -94,8 +95,7 @@ class PlannedRun:
         kinds |= cost.device_memory(model, replicas)
         kinds |= self._round_memory(model, replicas)
         if self.overlap and replicas > 1:
-            # All chunks are in flight at once: the gradients, and the quantization errors if these are kept.
-            kinds["chunks in flight"] = (8.0 if "residual" in kinds else 4.0) * model.entries
+            kinds["chunks in flight"] = cost.overlap_memory(model, replicas)
         return kinds
 
     def total_memory(self, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:

@@ -100,7 +100,8 @@ def predict_step(
         flat: Use one ring over all replicas instead of the hierarchy.
         backward_seconds: The last backward pass, part of compute. With overlap the exchange is hidden behind it as far
             as possible, as if gradients were completed in proportion to it. This is a lower bound: the gradient of the
-            embedding, the first layer, is completed last.
+            embedding, the first layer, is completed last. Changes of the weights are hidden behind a forward pass, of
+            half the time.
     """
     levels = [LevelSize(name, size) for name, size in tiers if size > 1]
     replicas = math.prod(level.size for level in levels)
@@ -121,15 +122,19 @@ def predict_step(
     else:
         chunks = best_chunks(pack_seconds, transfer, latency)
     exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0
-    beside_backward = min(exchange, backward_seconds) if run.overlap else 0.0
-    exchange -= beside_backward
+    beside_passes = 0.0
+    if run.overlap:
+        weights = [c for c in exposed if c.kind == "all_gather"] if run.options.cost().sends_weights else []
+        arriving = sum(stage_seconds([stage for call in weights for stage in call.slowest_stages(levels)], links))
+        beside_passes = min(exchange - arriving, backward_seconds) + min(arriving, backward_seconds / 2)
+    exchange -= beside_passes
     # No rank packs before the finite flag is known.
     exchange += run.options.cost().scalar_reductions * sum(stage_seconds(scalar_stages(tiers), links))
     later = [stage for call in hidden_calls for stage in call.stages(levels)]
     seconds = sum(stage_seconds(later, links))
     hidden = min(seconds, compute_seconds)
     exchange += seconds - hidden
-    hidden += beside_backward
+    hidden += beside_passes
     optimizer = pack_seconds + rest_seconds
     sent = bytes_by_level(stages + later)
     chunks = max(chunks, own_chunks)

@@ -61,7 +61,8 @@ def replicate(
             global number of tokens.
         total_steps: of the run, for methods with a schedule; 0 if unknown.
         overlap: start the exchange during the backward pass, if the method supports it. Gradients must not be changed
-            between the backward pass and `step`.
+            between the backward pass and `step`. Changes of the weights of `quantized_update` then arrive during the
+            model's next forward pass: call `finish_previous_step()` before other code reads weights.
         max_skipped_steps: raise `NonFiniteGradientError` after so many steps in a row with a non-finite gradient.
         consistency_interval: steps between two calls of `check_consistency`; 0 for none. One reads the parameters, and
             waits for the device.

@@ -1,5 +1,6 @@
 """Options and cost of quantized gradients and updates."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -97,6 +98,7 @@ class QuantizedUpdateCost(GradientCost):
     options: QuantizedUpdateOptions
     divides_update: ClassVar[bool] = True
     supports_overlap: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
     scalar_reductions: ClassVar[int] = 2  # the finite flag, and the norm
     residual_bytes: ClassVar[float] = 2.0
 
@@ -172,6 +174,18 @@ class QuantizedUpdateCost(GradientCost):
         busiest = max(each, key=lambda slices: sum(s.length for s in slices))
         shapes = [model.shapes[s.tensor] if model.is_hidden(s.tensor) else (s.length,) for s in busiest]
         return LocalModel(tuple(model.names[s.tensor] for s in busiest), tuple(shapes), model.hidden_names)
+
+    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
+        """Return what a pass over gradient, residual and message moves that stores the errors after the check."""
+        coded = encoded_bytes(self.options.code, self.options.block)
+        return (4.0 + self.residual_bytes + coded) / self.options.interval * model.entries
+
+    def overlap_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the bytes of copies of the matrices in their bases, and of all messages; or the usual ones if more."""
+        whitened = [math.prod(shape) for shape in model.hidden_shapes if has_basis(shape)]
+        copies = 4.0 * sum(whitened) if self.options.whiten_every else 0.0
+        messages = 2.0 * self.message_bytes(model.entries) / self.options.interval
+        return max(copies + messages, self.chunk_memory(model, replicas))
 
     def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
         """Return the counted bytes: 47 for a parameter that is exchanged."""

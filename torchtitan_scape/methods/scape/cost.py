@@ -59,10 +59,13 @@ class ScapeCost:
     includes_optimizer = True
     per_replica_weights = False
     divides_update = False
-    supports_overlap = False
+    supports_overlap = sends_weights = False
     compresses = True
 
     def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
+        return 0.0
+
+    def overlap_memory(self, model: LocalModel, replicas: int) -> float:
         return 0.0
 
     def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
