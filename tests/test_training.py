@@ -265,17 +265,21 @@ def train_counting_chunks(folder: str, arguments: list[str]) -> dict[str, Any]:
         return {**train(folder, arguments, nan_at=3), "begun": begun}
 
 
-def test_training_with_overlap_does_not_change_a_bit(pool4: Pool, tmp_path: Path) -> None:
-    """Two micro-batches with FSDP shards and a NaN: losses, norms and parameters are bitwise equal."""
+@pytest.mark.parametrize(("method", "early"), [("quantized", 4), ("quantized-update", 3)])
+def test_training_with_overlap_does_not_change_a_bit(method: str, early: int, pool4: Pool, tmp_path: Path) -> None:
+    """Two micro-batches with FSDP shards and a NaN: losses, norms and parameters are bitwise equal.
+
+    early: Steps that start the exchange in the backward pass. The fourth one changes the bases.
+    """
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=8", "--training.steps=4"]
-    arguments = [*METHODS["quantized"], *LAYOUTS["2x2"], *batch]
+    arguments = [*METHODS[method], *LAYOUTS["2x2"], *batch]
     after, during = (
         pool4(train_counting_chunks, str(tmp_path / str(len(more))), [*arguments, *more])
         for more in ([], ["--sync.overlap"])
     )
     for one, other in zip(after, during, strict=True):
         assert one["losses"] == other["losses"] and one["norms"][:2] == other["norms"][:2]
-        assert one["begun"] == [] and len(other["begun"]) == 4 and min(other["begun"]) > 0
+        assert one["begun"] == [] and len(other["begun"]) == early and min(other["begun"]) > 0
         assert one["skipped"] == other["skipped"] == 1 and torch.equal(one["parameters"], other["parameters"])
 
 
