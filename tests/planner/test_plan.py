@@ -13,6 +13,7 @@ from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner import candidates as planner_candidates
 from torchtitan_scape.planner import pass_rates, plan
@@ -35,7 +36,8 @@ from torchtitan_scape.planner.candidates import (
 from torchtitan_scape.planner.plan import main, report
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.links import Links, stage_seconds
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 SLOW = ("--network-bandwidth", "1.25")  # one tenth of the nominal bandwidth
@@ -161,6 +163,26 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
     assert best(case, DENSE).micro_batch == 8
     for candidate in candidates(replace(case, assumptions=Assumptions(usable_memory=0.37)), DENSE):
         assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.37 * 96e9
+
+
+def test_changes_of_the_weights_hide_behind_a_forward_pass() -> None:
+    run = PlannedRun(QuantizedUpdateOptions(), "Muon")
+    for bandwidth in (None, 5000.0):
+        case = on_slow_vista() if bandwidth is None else on_slow_vista(bandwidth)
+        after = best(case, [run])
+        during = _predict(case, after.layout, replace(run, overlap=True), after.micro_batch)
+        micro_batches = case.batch // (case.ranks * after.micro_batch)
+        backward = 2 / 3 * after.prediction.compute / micro_batches
+        levels = [LevelSize("network", after.layout.replicate)]
+        calls = run.collective_calls(case.workload.local(after.layout.shard), levels)
+        kinds = {kind: [call for call in calls if call.kind == kind] for kind in ("reduce_scatter", "all_gather")}
+        up, down = (
+            sum(stage_seconds([stage for call in each for stage in call.slowest_stages(levels)], case.links))
+            for each in kinds.values()
+        )
+        assert up > 0 and down > 0
+        assert during.hidden == pytest.approx(min(up, backward) + min(down, backward / 2), rel=1e-6)
+        assert during.exchange == pytest.approx(after.prediction.exchange - during.hidden, rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [DenseOptions(), QuantizedOptions()])

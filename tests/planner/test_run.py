@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, get_workload, local_shapes
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, count_entries, get_workload, local_shapes
 from torchtitan_scape.kernels.codec.formats import FORMATS, message_bytes
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.methods.codes import EncodedSize, dtype_bytes, encoded_size
@@ -19,6 +19,7 @@ from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_entries
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -314,6 +315,15 @@ def test_quantized_gradients_are_sent_in_chunks_with_a_full_residual() -> None:
     workload = get_workload("llama_500m")
     held = [replace(run, overlap=overlap).total_memory(workload, 1, 4, 1) for overlap in (False, True)]
     assert held[1] == held[0] | {"chunks in flight": 2 * held[0]["residual"]}
+
+
+def test_memory_of_updates_with_overlap() -> None:
+    """Copies of all matrices in their bases, and the messages for the owners, sent and received."""
+    model = get_workload("llama_1_8b").local(1)
+    runs = [PlannedRun(QuantizedUpdateOptions(), "Muon", overlap=overlap) for overlap in (False, True)]
+    before, after = (run.device_memory(model, 64) for run in runs)
+    copies, messages = 4.0 * count_entries(model.hidden_shapes), 2.0 * (0.25 + 4 / 512) * model.entries
+    assert after == before | {"chunks in flight": pytest.approx(copies + messages, rel=1e-3)}
 
 
 @pytest.mark.parametrize(("code", "update_code", "nbytes"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])

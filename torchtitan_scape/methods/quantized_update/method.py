@@ -59,7 +59,7 @@ class QuantizedUpdate(Method, EarlyExchange):
     stands for all of them.
     """
 
-    divides_optimizer_state = sends_weights = True
+    divides_optimizer_state = sends_weights = supports_overlap = True
     owned: OwnedParts
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
