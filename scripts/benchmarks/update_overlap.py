@@ -186,9 +186,9 @@ def run(args: Namespace) -> int:
         f"`{command_of(MODULE)}`",
         f"A Llama with {facts['parameters'] / 1e6:.2f} M parameters in {SIZES['n_layers']} layers, {args.nodes} "
         f"emulated nodes of one replica on {os.cpu_count()} cores, {args.rate:g} Mbit/s. A layer waits "
-        f"{1e3 * args.wait:g} ms in its forward pass and {2e3 * args.wait:g} ms in its backward pass. All variants took "
-        f"turns of {args.steps} steps in one run. Medians; the exposed exchange is the step minus the same step with "
-        "collectives that send nothing.",
+        f"{1e3 * args.wait:g} ms in its forward pass and {2e3 * args.wait:g} ms in its backward pass. All variants "
+        f"took turns of {args.steps} steps in one run. Medians; the exposed exchange is the step minus the same step "
+        "with collectives that send nothing.",
         markdown(table(facts)),
     ]
     write(args.output, "\n\n".join(text) + "\n")
