@@ -137,16 +137,16 @@ def measure(settings: dict[str, Any]) -> None:
             before = sum(variant.optimizer.collectives.ledger.sent.values())
             found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, variant.turn(settings["steps"]))
-            sent[name] = (sum(variant.optimizer.collectives.ledger.sent.values()) - before) / settings["steps"]
+            if not silent:
+                sent[name] = (sum(variant.optimizer.collectives.ledger.sent.values()) - before) / settings["steps"]
             if round_ >= 0:
                 times[f"{name}|{silent}"] += [max(each) for each in zip(*found, strict=True)]
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and round_ >= 0:
+            skipped = max(variant.optimizer.guard.skipped for variant in variants.values())
+            parameters = sum(p.numel() for p in variants[UPDATE, False].model.parameters())
+            facts = {"times": times, "sent": sent, "parameters": parameters, "skipped": skipped}
+            write(Path(settings["output"]), facts)
             print(f"round {round_}", flush=True)
-    losses = [variant.optimizer.guard.skipped for variant in variants.values()]
-    if dist.get_rank() == 0:
-        parameters = sum(p.numel() for p in variants[next(iter(variants))].model.parameters())
-        facts = {"times": times, "sent": sent, "parameters": parameters, "skipped": max(losses)}
-        write(Path(settings["output"]), facts)
     dist.barrier()
     dist.destroy_process_group()
 
