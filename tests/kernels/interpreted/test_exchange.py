@@ -22,7 +22,6 @@ from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.local_options import LocalOptions
 from torchtitan_scape.methods.local_updates import LocalUpdates
-from torchtitan_scape.methods.quantized_update import method as quantized_update_method
 from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
@@ -106,13 +105,6 @@ def test_steps_in_fp32_have_smaller_chunks(run: Any, monkeypatch: pytest.MonkeyP
     assert all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(*found, strict=True))
 
 
-@pytest.fixture
-def residuals_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to BF16 toward zero."""
-    monkeypatch.setattr(quantized_update_method, "RESIDUAL_DTYPE", torch.float32)
-
-
-@pytest.mark.usefixtures("residuals_in_fp32")
 @pytest.mark.parametrize(
     ("replicas", "optimizer", "options"),
     [
@@ -129,7 +121,6 @@ def test_quantized_update_equals_pytorch(replicas: int, optimizer: str, options:
     assert one and all(same(a.float().contiguous(), b.float().contiguous()) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.usefixtures("residuals_in_fp32")
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
