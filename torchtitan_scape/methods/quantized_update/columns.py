@@ -92,9 +92,7 @@ class Columns:
             handle, received = self._collectives.send_to_owners(messages, column.owners)
 
             def finish(applied: Tensor) -> None:
-                for tensor in (messages, received):
-                    if tensor.is_cuda:  # a hook of the backward pass may have allocated it on another stream
-                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                _use_here(messages, received)
                 keep_errors(applied)
                 self._store_mean(column, code, received, steps)
 
@@ -105,6 +103,7 @@ class Columns:
         handle = self._collectives.reduce_scatter(rows.view(-1), codec=code, error=flat_error)
 
         def finish_row(applied: Tensor) -> None:
+            _use_here(rows)
             self._store_errors(column, error, applied)
             self._store_row(column, rows[self._collectives.replica], steps)
 
@@ -219,8 +218,8 @@ class Columns:
         return values
 
     def _store_errors(self, column: Column, errors: Tensor | None, applied: Tensor) -> None:
-        if errors is not None and errors.is_cuda:
-            errors.record_stream(torch.cuda.current_stream(errors.device))
+        if errors is not None:
+            _use_here(errors)
         for i, s in ((i, s) for i, slices in enumerate(column.slices) for s in slices):
             error = 0.0 if errors is None else errors[i, s.at : s.at + s.length]
             masked_copy_(_part(self._residuals, s), error, applied)
@@ -319,6 +318,13 @@ def _part(tensors: Sequence[Tensor | None], s: Slice) -> Tensor:
     tensor = tensors[s.tensor]
     assert tensor is not None
     return tensor.view(-1)[s.first : s.first + s.length]
+
+
+def _use_here(*tensors: Tensor) -> None:
+    """Mark tensors as used by the current stream: a hook of the backward pass may have allocated them on another."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _nothing(*_: Any) -> None:
