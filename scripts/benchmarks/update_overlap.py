@@ -1,6 +1,6 @@
 """Exposed exchange of `quantized_update` with and without overlap on emulated nodes, beside dense Muon and `quantized`.
 
-    python -m scripts.benchmarks.update_overlap --rate 6
+    python -m scripts.benchmarks.update_overlap --rate 4
 
 Needs root and iproute2. Every node has one replica. All variants run in one process per node and take turns of a few
 steps, because the speed of a shared machine changes. Every layer waits in its forward pass and twice as long in its
@@ -46,7 +46,7 @@ from torchtitan_scape.topology.rank_group import RankGroup
 
 MODULE = "scripts.benchmarks.update_overlap"
 ENVIRONMENT = "UPDATE_OVERLAP"  # of the ranks: the settings as JSON
-SIZES: dict[str, Any] = dict(dim=192, n_layers=8, n_heads=6, n_kv_heads=3, vocab_size=1024, multiple_of=64)
+SIZES: dict[str, Any] = dict(dim=128, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=64)
 SEQUENCE = 16  # tokens per step and rank
 UPDATE, OVERLAP = "quantized_update", ", overlap"
 # By name: method, its options, overlap. Every RARELY-th round has the variants of `RARE`, whose steps are long.
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     else:
         options: dict[str, dict[str, Any]] = {
             "--nodes": dict(type=int, default=4),
-            "--rate": dict(type=float, default=6.0, help="of a NIC, each way, in Mbit/s"),
+            "--rate": dict(type=float, default=4.0, help="of a NIC, each way, in Mbit/s"),
             "--rounds": dict(type=int, default=6),
             "--steps": dict(type=int, default=5, help="of a turn"),
             "--wait": dict(type=float, default=0.08, help="seconds of a layer's forward pass"),
