@@ -496,6 +496,24 @@ def test_the_state_that_an_optimizer_has_is_kept() -> None:
     assert not owned.moments["exp_avg"]["group0.1"].any()
 
 
+@pytest.mark.parametrize("block", [512, 64])
+def test_other_optimizers_and_blocks_of_several_rows_are_reported(block: int, caplog: pytest.LogCaptureFixture) -> None:
+    def start(collectives: ReplicaCollectives) -> None:
+        shapes = {"wide": (4, 512), "narrow": (4, 80)}
+        optimizer = torch.optim.AdamW([(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()])
+        context = MethodContext(collect_shards(optimizer.param_groups), collectives, optimizer)
+        QuantizedUpdate(context, QuantizedUpdateOptions(block=block))
+
+    run_replicas(2, start)
+    assert caplog.text.count("use Muon, or method 'quantized'") == 1
+    assert ("with rows of 80 entries, set block = 64" in caplog.text) == (block > 64)
+
+
+def test_muon_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    run_replicas(2, make)
+    assert "without Muon" not in caplog.text
+
+
 def test_parameters_that_are_not_contiguous_are_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, 8).T)])
     context = MethodContext(collect_shards(optimizer.param_groups), DryRunCollectives(replicas=2), optimizer)

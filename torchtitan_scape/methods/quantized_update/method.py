@@ -6,6 +6,7 @@ With Muon this is EF21-Muon (Gruntkowska et al., arXiv:2510.00643) with a server
 feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.chunks import double_buffered
 
+logger = logging.getLogger(__name__)
 # Optimizers that may update a part of a tensor.
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, AdamS, SignSGD)
 RESIDUAL_DTYPE = torch.bfloat16  # its rounding is small next to the error of a code of 1 to 8 bits, which it feeds back
@@ -67,6 +69,8 @@ class QuantizedUpdate(Method, EarlyExchange):
         shards, replicas, replica = context.shards, self.collectives.replicas, self.collectives.replica
         check_contiguous(shards, options.method_name())
         _check(context.optimizer, shards, options)
+        if replica == 0 and replicas > 1 and not isinstance(context.optimizer, Muon):
+            _warn_without_muon(shards, options)
         backend = choose_backend(context.kernels, shards[0].device)
         self._code = block_code(backend, options.code, options.block)
         self._update_code = block_code(backend, options.update_code, options.block)
@@ -385,3 +389,18 @@ def _check(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], options: Q
             f"[sync.quantized_update] interval = {options.interval} with {kind.__module__}.{kind.__name__}: a step "
             f"for several is known for torchtitan_scape.Muon, {known}; set interval = 1"
         )
+
+
+def _warn_without_muon(shards: Sequence[Shard], options: QuantizedUpdateOptions) -> None:
+    """Warn that the loss suffers, and of blocks with entries of several rows if the matrices have short ones.
+
+    The error of a code is about equal in all entries of a block, and their gradients are not. An optimizer that divides
+    every entry by its own size then sees mostly errors in the small ones. Muon's matrices have bases instead.
+    """
+    columns = min((shard.local_shape[1] for shard in shards if len(shard.local_shape) == 2), default=options.block)
+    shorter = max(32, 1 << max(0, columns.bit_length() - 1))
+    better = f"; with rows of {columns} entries, set block = {shorter}" if shorter < options.block else ""
+    logger.warning(
+        "method 'quantized_update' without Muon ended 4 to 6 % above dense training with AdamW (0.2 M parameters, 16 "
+        f"replicas); use Muon, or method 'quantized'{better}"
+    )
