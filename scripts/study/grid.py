@@ -27,9 +27,10 @@ _WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
 # them.
 _NOT_SPELLED_OUT = ("dense_names", "update", "weights_dtype", "offload", "bytes", "whiten_every", "scape.update_code")
 _NOT_SPELLED_OUT += ("topk.code", "sparseloco.code", "demo.code")
-# Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity; tables,
-# of which `also` has further options to tune, with their values; and others.
-LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from")
+# Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity, among
+# them `program`, a module that simulates replicas in the place of the trainer; tables, of which `also` has further
+# options to tune, with their values; and others.
+LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from", "program")
 _TABLES = ("also", "planned", "targets")
 _METHOD_KEYS = (*LAUNCH_KEYS, *_TABLES, "label", "density_warmup", "settles", "period")
 # Sections and keys that a method given as a recipe file may set.

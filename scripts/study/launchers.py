@@ -34,9 +34,14 @@ def process_command(spec: RunSpec, out: Path) -> list[str]:
     _copy_checkpoint(spec, out)
     if spec.of.launcher == "simulated":
         variables = [f"{name}={value}" for name, value in ALONE.items()]
-        return ["env", *variables, sys.executable, "-m", "torchtitan_scape.train", *arguments]
+        return ["env", *variables, sys.executable, "-m", program_of(spec), *arguments]
     launcher = ["-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={spec.size}", "--rdzv_backend=fixed"]
     return [sys.executable, *launcher, "--rdzv_endpoint=localhost:0", "-m", "torchtitan_scape.train", *arguments]
+
+
+def program_of(spec: RunSpec) -> str:
+    """Return the module that a run starts."""
+    return str(spec.about.get("program", "torchtitan_scape.train"))
 
 
 def _copy_checkpoint(spec: RunSpec, out: Path) -> None:

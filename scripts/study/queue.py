@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts.common import ROOT, RunError, versions, without_paths
 from scripts.study.grid import BudgetSet, Grid, Options, RunSpec
-from scripts.study.launchers import ENVIRONMENT, process_command, result
+from scripts.study.launchers import ENVIRONMENT, process_command, program_of, result
 from scripts.study.store import Store
 
 LOG_LINES = 12  # printed of a failed run
@@ -200,7 +200,7 @@ class Queue:
 
     def keep(self, spec: RunSpec, content: dict[str, Any], seconds: float) -> None:
         """Store a run's result and print it, with the progress."""
-        command = without_paths(" ".join(["python -m torchtitan_scape.train", *spec.arguments]))
+        command = without_paths(" ".join(["python -m", program_of(spec), *spec.arguments]))
         self.store.keep(spec, content | {"wall_seconds": round(seconds, 1)}, command, versions())
         if "step_seconds" in content:
             text = f"{1e3 * content['step_seconds']:.1f} ms per step"
