@@ -4,12 +4,14 @@ Replica i keeps the momentum m_i of its own gradients and an estimate h_i, sends
 `quantized_update`, and adds the decoded message to h_i. The owner of a matrix steps along the orthogonalized mean of
 all h_i. With e_i = m_i - h_i after a message, the next one is C(m_i' - m_i + e_i): an exchange of increments of the
 momenta, with the quantization errors as residuals. The owner adds their decoded means up. Weights and the parameters of
-AdamW are exchanged as by `quantized_update`. Set training.max_norm so high that increments are not clipped.
+AdamW are exchanged as by `quantized_update`. Nothing is clipped: increments must not be, and both optimizers divide by
+the size of the gradient.
 
     python -m scripts.study.ef21 --job.config_file=...     # arguments of torchtitan_scape.train
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ class Ef21Muon(quantized_update.QuantizedUpdate):
     """`QuantizedUpdate` with increments of local momenta as the gradients of Muon's matrices."""
 
     def __init__(self, context: MethodContext, options: Any) -> None:
-        super().__init__(context, options)
+        super().__init__(replace(context, max_norm=None), options)
         if not isinstance(context.optimizer, Muon) or options.interval > 1:
             raise ValueError("EF21-Muon needs [optimizer] name = 'Muon' and an interval of 1")
         if self.owned.optimizer is not None:
