@@ -30,7 +30,7 @@ class Ef21Muon(quantized_update.QuantizedUpdate):
         super().__init__(replace(context, max_norm=None), options)
         if not isinstance(context.optimizer, Muon) or options.interval > 1:
             raise ValueError("EF21-Muon needs [optimizer] name = 'Muon' and an interval of 1")
-        if self.owned.optimizer is not None:
+        if isinstance(self.owned.optimizer, Muon):  # that of a replica without matrices is AdamW
             self.owned.optimizer._passes = _Sums(self.owned.optimizer._passes)
         self._momenta = {
             i: torch.zeros(shard.size, dtype=torch.float32, device=shard.device)

@@ -35,6 +35,9 @@ class Trial(NamedTuple):
         return f"{self.rate:g}{self.also}"
 
 
+_OF_METHOD = ("sync.", "optimizer.", "debug.seed", "launch.program")  # in which the runs of a budget may differ
+
+
 @dataclass
 class Entry:
     """A method at a budget.
@@ -131,7 +134,7 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
     for key, line in store.lines.items():
         if (key in specs or key in store.own) and "replicas" in line["result"]:
             spec, options = specs.get(key), line["options"]
-            setting = {k: v for k, v in options.items() if not k.startswith(("sync.", "optimizer.", "debug.seed"))}
+            setting = {k: v for k, v in options.items() if not k.startswith(_OF_METHOD)}
             method = spec.method if spec else line["method"]
             groups.setdefault(digest(setting), []).append(_Stored(method, options, line["result"], spec))
     found = [(_budget(group, bool(grid.report.get("planned_bytes"))), _common(group)) for group in groups.values()]
