@@ -134,11 +134,12 @@ def measure(settings: dict[str, Any]) -> None:
         for (name, silent), variant in variants.items():
             if name == RARE and round_ % RARELY:
                 continue
+            steps = 2 if round_ < 0 else 4 if name == RARE else settings["steps"]
             before = sum(variant.optimizer.collectives.ledger.sent.values())
             found: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, variant.turn(settings["steps"]))
+            dist.all_gather_object(found, variant.turn(steps))
             if not silent:
-                sent[name] = (sum(variant.optimizer.collectives.ledger.sent.values()) - before) / settings["steps"]
+                sent[name] = (sum(variant.optimizer.collectives.ledger.sent.values()) - before) / steps
             if round_ >= 0:
                 times[f"{name}|{silent}"] += [max(each) for each in zip(*found, strict=True)]
         if dist.get_rank() == 0 and round_ >= 0:
@@ -204,8 +205,8 @@ if __name__ == "__main__":
         options: dict[str, dict[str, Any]] = {
             "--nodes": dict(type=int, default=4),
             "--rate": dict(type=float, default=4.0, help="of a NIC, each way, in Mbit/s"),
-            "--rounds": dict(type=int, default=6),
-            "--steps": dict(type=int, default=5, help="of a turn"),
+            "--rounds": dict(type=int, default=2),
+            "--steps": dict(type=int, default=6, help="of a turn; 4 of dense Muon"),
             "--wait": dict(type=float, default=0.08, help="seconds of a layer's forward pass"),
             "--timeout": dict(type=float, default=1500.0, help="seconds after which the run is ended"),
             "--output": dict(type=Path, default=RESULTS / "update_overlap" / "table.md"),
