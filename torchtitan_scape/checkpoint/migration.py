@@ -26,6 +26,7 @@ from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
 from torchtitan_scape.methods.interface import State
+from torchtitan_scape.methods.owned import OTHER_SHAPES
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -107,6 +108,7 @@ class _Receiver:
 
     Attributes:
         stores: weights and moments: one of each replica of this process if they differ, else a single one.
+        same_class: the optimizer that saved is of the same class.
         same_optimizer: the optimizer's state was saved by the same optimizer, and loaded as it was.
         second_moments_continue: there were second moments of all parameters.
     """
@@ -122,10 +124,8 @@ class _Receiver:
     ) -> None:
         self.optimizer, self.reader, self.summary, self.decoders = optimizer, reader, summary, decoders
         self.shard_residuals, self.same_layout = shard_residuals, same_layout
-        name = type(optimizer.inner).__name__
-        self.same_optimizer = (
-            has_dense_state(optimizer) and reader.has_dense_state and reader.saved["optimizer"] == name
-        )
+        self.same_class = reader.saved["optimizer"] == type(optimizer.inner).__name__
+        self.same_optimizer = has_dense_state(optimizer) and reader.has_dense_state and self.same_class
         if has_dense_state(optimizer):
             state = dense_state(optimizer)  # creates the optimizer's state if there is none
             if self.same_optimizer:
@@ -150,11 +150,26 @@ class _Receiver:
                     self._put_moments(self.stores[row], shard, imported, row, flush=not keeps_pending)
                 self._copy(states, shard, imported, row)
         if not self.same_optimizer:
+            if not self.same_layout or self.reader.has_dense_state:
+                self._load_other_shapes()
             # Bias corrections of moments that begin at zero begin anew as well.
-            known = self.reader.saved["optimizer"] == type(self.optimizer.inner).__name__
-            applied = self.reader.applied_steps() if known or self.summary.moments_continue else 0.0
+            applied = self.reader.applied_steps() if self.same_class or self.summary.moments_continue else 0.0
             for steps in (steps for store in self.stores for steps in store.steps()):
                 steps.fill_(applied)
+
+    def _load_other_shapes(self) -> None:
+        """Load the optimizer's state of other shapes than the parameters', if neither run shards these."""
+        found = dict[str, Tensor]()
+        is_whole = self.same_class and self.reader.saved["shard"] == self.reader.model_ranks == 1
+        for store in self.stores:
+            for kind, tensors in store.others.items():
+                for name, values in tensors.items():
+                    saved = [f"state.{name}.{kind}", f"{OTHER_SHAPES}{kind}.{name}.0"] if is_whole else []
+                    keys = [key for key in saved if self.reader.shape(key) == values.shape]
+                    found |= dict.fromkeys(keys, values)
+                    self.summary.further_continue |= bool(keys)
+                    self.summary.restarts |= not keys
+        self.reader.fill(found)
 
     def _states(self, shard: Shard, imported: ImportedState) -> list[list[State]]:
         """Return the states of this parameter by replica; the first replica's include those of the shard axis."""
@@ -237,10 +252,12 @@ class _Receiver:
             added = for_moment(imported.pending.mean, beta1)
             moment = added if moment is None else moment + added
             self.summary.flushed, self.summary.lost = True, self.summary.lost or beta1 == 0.0
-        for kind, saved_values in imported.replica_copies.items():
-            if per_replica and shard.name in store.moments.get(kind, {}):
-                target = store.moments[kind][shard.name]
-                target.copy_(saved_values.of_replica(row).view(target.shape))
+        for kind, further in imported.copies.items() if self.same_class else ():
+            self.summary.further_continue |= kind in store.moments  # of another replica, perhaps
+            if (target := store.moments.get(kind, {}).get(shard.name)) is not None:
+                found = values(further)
+                assert found is not None
+                target.copy_(store.within(shard.name, found))
         target = store.moments.get(FIRST, {}).get(shard.name)
         self.summary.moments_continue |= moment is not None and target is not None
         if target is None:
@@ -274,7 +291,7 @@ class _Receiver:
             if values.dtype != target.dtype and not (values.is_floating_point() and target.is_floating_point()):
                 continue
             if state.per_replica and described["per_replica"]:
-                values = imported.replica_copies[state.kind].of_replica(row)
+                values = imported.copies[state.kind].of_replica(row)
             state.load_entries(shard.name, values)
 
 
@@ -283,10 +300,10 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
     complete.
     """
     each = [method.states() for method in optimizer.methods]
-    for states, store in zip(each, stores(optimizer) if not optimizer.weights else (), strict=False):
-        states += [state for state in store.states() if not state.by_parameter]
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
+    for states, store in zip(each, stores(optimizer) if not optimizer.weights else (), strict=False):
+        states += [state for state in store.states() if not state.by_parameter]
     each = [[state for state in states if not state.by_parameter] for states in each]
     loaded = rows_of(each)
     missing = not reader.fill_of_this_shard(loaded)

@@ -18,8 +18,10 @@ class MigrationSummary:
     Attributes:
         copied: moments were copied parameter by parameter, because another optimizer had saved them.
         moments_continue: there was a first moment, and this run has it.
+        further_continue: there was other state than first and second moments, and this run has it.
         flushed: pending gradients were added to first moments.
         lost: pending gradients of parameters without a first moment, or with beta1 = 0.
+        restarts: some of the optimizer's state is of other shapes than the parameters', and begins anew.
         complete_exchange: the next exchange is complete.
         unreadable: pending gradients in coordinates that only the layout, method and options that saved them know.
     """
@@ -29,7 +31,7 @@ class MigrationSummary:
         self._squares = torch.zeros((), dtype=torch.float64, device=optimizer.grad_norm.device)
         self._has_pending = False
         self.copied = self.moments_continue = self.flushed = self.lost = self.complete_exchange = False
-        self.unreadable = False
+        self.unreadable = self.restarts = self.further_continue = False
 
     def count(self, shard: Shard, imported: ImportedState) -> None:
         """Add a parameter to the norm of the pending gradients' mean. Collective."""
@@ -44,11 +46,14 @@ class MigrationSummary:
         replicas_differ = bool(self._optimizer.weights)
         if self._exact and not self.complete_exchange:
             return "state as it was saved" + (", every replica its own" if replicas_differ else "")
+        self.further_continue = any(self._optimizer.collectives.gather_objects(self.further_continue))
         parts = [self._weights_and_moments(), self._pending()]
         if self.lost:
             parts.append("without a first moment, or with beta1 = 0, pending gradients are lost")
         if self.unreadable:
             parts.append("pending gradients are lost: they are stored in the bases of other shards")
+        if any(self._optimizer.collectives.gather_objects(self.restarts)):  # owners have different parts
+            parts.append("the optimizer's state of other shapes than the parameters' begins anew")
         if self.complete_exchange:
             parts.append("the next exchange is complete")
         return "; ".join(part for part in parts if part)
@@ -61,7 +66,9 @@ class MigrationSummary:
             if not self.copied:
                 return "moments as they were saved"
             holds = self._optimizer.methods[0].holds_optimizer_state
-            return "the first moment was copied" if holds or self.moments_continue else "no moments continue"
+            if holds or self.moments_continue:
+                return "the first moment was copied"
+            return "moments were copied" if self.further_continue else "no moments continue"
         if reader.saved["residual"] == "drop":
             return "all replicas start from the saved model and the mean of the moments"
         if reader.saved["residual"] != "exact":

@@ -29,6 +29,7 @@ from torchtitan_scape.checkpoint.state import (
     saved_weights,
     shard_key,
     states,
+    stores,
 )
 from torchtitan_scape.core.parameters import Shard as LocalShard
 from torchtitan_scape.core.parameters import local
@@ -223,6 +224,11 @@ class StateReader:
         """Return whether the optimizer's part of the checkpoint contains this name."""
         return f"optimizer.{key}" in self._kinds
 
+    def shape(self, key: str) -> torch.Size | None:
+        """Return the shape of a tensor in the optimizer's part of the checkpoint; None if it has none."""
+        stored = self._kinds.get(f"optimizer.{key}")
+        return stored.size if isinstance(stored, TensorStorageMetadata) else None
+
     def shapes_by_shard(self, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
         """Return the shapes of saved tensors of single shards whose names begin with `prefix`, by name and shard."""
         found: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -238,7 +244,10 @@ class StateReader:
 
     def _moments(self) -> tuple[str, ...]:
         """Return the moments of a dense optimizer that this run reads by parameter."""
-        return (FIRST, SECOND) if needs_second_moment(self._optimizers, self.saved["optimizer"]) else (FIRST,)
+        kinds = (FIRST, SECOND) if needs_second_moment(self._optimizers, self.saved["optimizer"]) else (FIRST,)
+        same_class = self.saved["optimizer"] == type(self._optimizers.inner).__name__
+        further = stores(self._optimizers)[0].moments if same_class and stores(self._optimizers) else ()
+        return (*kinds, *(kind for kind in further if kind not in kinds))
 
     def _other_choice(self) -> str:
         """Return an error if Muon, in both runs, updated other parameters in the run that saved; else ""."""

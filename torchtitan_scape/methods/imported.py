@@ -21,6 +21,7 @@ class CheckpointReader(Protocol):
         replicas: of that run.
         same_count: whether this run has as many replicas.
         simulated: replicas of this process, 1 for a real one.
+        model_ranks: ranks of a replica of this run.
     """
 
     path: str
@@ -28,6 +29,7 @@ class CheckpointReader(Protocol):
     replicas: int
     same_count: bool
     simulated: int
+    model_ranks: int
 
     def __iter__(self) -> Iterator[tuple[int, Shard, dict[str, Tensor]]]: ...
     def mean(self, own: Tensor) -> Tensor: ...
@@ -36,6 +38,7 @@ class CheckpointReader(Protocol):
     def fill(self, keys: dict[str, Any]) -> None: ...
     def fill_of_this_shard(self, states: Sequence[State]) -> bool: ...
     def model(self, shard: Shard) -> Tensor: ...
+    def shape(self, key: str) -> torch.Size | None: ...
     def applied_steps(self) -> float: ...
     @property
     def has_dense_state(self) -> bool: ...
@@ -92,7 +95,7 @@ class ImportedState:
         weights: of replicas that differed; None if the weights are those of the saved model.
         displacements: by kind, pending changes of the weights, to be subtracted from them, besides those in `weights`:
             of replicas that differ, or of all.
-        replica_copies: by kind, further optimizer state of replicas that differed.
+        copies: by kind, further state that a run with the same kind continues with.
     """
 
     exp_avg: SavedValues | None = None
@@ -103,7 +106,7 @@ class ImportedState:
     def __init__(self, kinds: dict[str, Tensor]) -> None:
         self.kinds = kinds
         self.displacements: dict[str, SavedValues] = {}
-        self.replica_copies: dict[str, SavedValues] = {}
+        self.copies: dict[str, SavedValues] = {}
 
     def mean_weights(self) -> Tensor | None:
         """FP32 (n,): the mean weights, with all pending displacements applied. Collective."""
@@ -155,8 +158,8 @@ def import_state(
             imported.pending = saved if imported.pending is None else imported.pending + saved
         elif described["on_migration"] == "displacement":
             imported.displacements[kind] = saved
-        elif described["per_replica"]:
-            imported.replica_copies[kind] = saved
+        elif described["per_replica"] or described["on_migration"] == "copy":
+            imported.copies[kind] = saved
     return imported
 
 

@@ -13,9 +13,11 @@ from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.update import one_for_several_steps
-from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.initial_state import create_state, initial_value
 from torchtitan_scape.optimizers.parts import optimizer_of_parts
-from torchtitan_scape.optimizers.registry import OPTIMIZERS
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+
+OTHER_SHAPES = "optimizer_"  # begins the kinds of state in checkpoints that do not have the parameters' shapes
 
 
 class Range(NamedTuple):
@@ -65,12 +67,14 @@ class OwnedParts:
         ranges: The entries that this replica updates, by number of the shard.
         whole: The numbers of the shards that no replica divides.
         optimizer: Supplies the class, the rates, and the state if it has one.
+        collectives: Communication with the other replicas.
 
     Attributes:
         shards: All parameters of this rank.
         parts: By number of the shard.
         optimizer: Has the parts as parameters; None if there are none.
         moments: The state of the shapes of the parts by kind and name of the parameter, FP32 (n,).
+        others: The state of other shapes, in the same way.
         applied: The number of applied steps, float64 () on the host. The optimizer's own counters are set from it.
     """
 
@@ -80,19 +84,24 @@ class OwnedParts:
         ranges: Mapping[int, Range],
         whole: Sequence[int],
         optimizer: torch.optim.Optimizer,
+        collectives: ReplicaCollectives,
     ) -> None:
         self.shards, self._rates = list(shards), optimizer
         self.parts = {i: Part.of(shards[i], each, i in whole) for i, each in sorted(ranges.items())}
         self._by_name = {part.shard.name: part for part in self.parts.values()}
         wholes = {part.shard.name: shards[i].parameter for i, part in self.parts.items()}
         self.optimizer = optimizer_of_parts(optimizer, [part.shard for part in self.parts.values()], wholes)
-        known = OPTIMIZERS.get(type(optimizer).__name__)  # a replica without parts declares the same kinds of state
-        kinds = {kind for shard in shards for kind in known.moments(optimizer, shard)} if known else set[str]()
-        self.moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in sorted(kinds)}
-        self._others: dict[str, dict[str, Tensor]] = {}  # state of other shapes
+        self.moments: dict[str, dict[str, Tensor]] = {}
+        self.others: dict[str, dict[str, Tensor]] = {}
         self.applied = torch.zeros((), dtype=torch.float64, device="cpu")
         if self.optimizer is not None:
             self._take_state(optimizer)
+        # Replicas with parts of other kinds, or without any, declare the same kinds of state.
+        each = collectives.gather_from_replicas((list(self.moments), list(self.others)))
+        self.moments, self.others = (
+            {kind: own.get(kind, {}) for kind in sorted({kind for kinds in each for kind in kinds[i]})}
+            for i, own in enumerate((self.moments, self.others))
+        )
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what another optimizer has of the parts, and create the state of the others."""
@@ -109,8 +118,15 @@ class OwnedParts:
                 if isinstance(value, Tensor) and kind != "step":
                     values = local(value)
                     is_moment = values.shape == part.values.shape
-                    held = self.moments if is_moment else self._others
+                    held = self.moments if is_moment else self.others
                     held.setdefault(kind, {})[part.shard.name] = values.view(-1) if is_moment else values
+
+    def reset(self) -> None:
+        """Return to the state before a first step."""
+        for kind, tensors in (*self.moments.items(), *self.others.items()):
+            for values in tensors.values():
+                values.fill_(initial_value(kind))
+        self.applied.zero_()
 
     @contextmanager
     def step_for(self, numbers: Sequence[int], steps: int, since: int) -> Iterator[list[Part]]:
@@ -161,12 +177,13 @@ class OwnedParts:
         """Return the optimizer's state of the parts."""
         starts = self.starts()
         found = [State(kind, each, False, "copy", starts=starts) for kind, each in self.moments.items()]
-        return found + [State(f"optimizer_{k}", each, False, "rebuild", False) for k, each in self._others.items()]
+        return found + [State(f"{OTHER_SHAPES}{k}", each, False, "rebuild", False) for k, each in self.others.items()]
 
 
 def _of_part(value: Any, part: Part, shard: Shard) -> Any:
-    """Return a copy of an optimizer's state of a parameter, of one of its parts."""
+    """Return a copy of an optimizer's state of a parameter, of one of its parts, in FP32."""
     if not isinstance(value, Tensor):
         return value
     is_divided = part.shard.parameter.shape != shard.parameter.shape and value.shape == shard.parameter.shape
-    return part.within(local(value)).clone() if is_divided else value.clone()
+    value = part.within(local(value)) if is_divided else value
+    return value.to(torch.float32, copy=True) if value.is_floating_point() and value.ndim else value.clone()

@@ -9,6 +9,11 @@ from torchtitan_scape.kernels.common.dry_run import in_dry_run
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
+def initial_value(kind: str) -> float:
+    """Return the value of all entries of an optimizer's state before the first step, by its key."""
+    return 1.0 if kind == "mu_product" else 0.0  # NAdam's product of momenta
+
+
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer create the state that parameters lack, as it is before the first step.
 
@@ -42,7 +47,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         for key, values in optimizer.state.get(parameter, {}).items():
             is_copy = isinstance(values, Tensor) and key != "step" and torch.equal(local(values), local(parameter))
             if isinstance(values, Tensor) and not is_copy:  # schedule-free optimizers start from a copy of the weights
-                values.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of momenta
+                values.fill_(initial_value(key))
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
         group.update(rates)
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -68,6 +68,16 @@ class ReplicaWeights:
             copy.counted = shard.counted
         return cls.of(copies, optimizer)
 
+    @property
+    def others(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state of other shapes than the parameters', by kind and name."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for shard in self.shards:
+            for kind, values in self.optimizer.state[shard.parameter].items():
+                if isinstance(values, Tensor) and values.shape != shard.parameter.shape and kind != "step":
+                    found.setdefault(kind, {})[shard.name] = local(values)
+        return found
+
     def within(self, name: str, values: Tensor) -> Tensor:
         """Return values of a parameter, (n,), in the shape of its moments."""
         return values.view(next(kind[name] for kind in self.moments.values() if name in kind).shape)

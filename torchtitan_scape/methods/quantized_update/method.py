@@ -90,7 +90,8 @@ class QuantizedUpdate(Method, EarlyExchange):
             entries=[shard.entries for shard in shards],
         )
         slices = [s for group in self._groups for s in group.owned_by(replica).values()]
-        self.owned = OwnedParts(shards, {s.tensor: Range(s.first, s.length) for s in slices}, whole, context.optimizer)
+        ranges = {s.tensor: Range(s.first, s.length) for s in slices}
+        self.owned = OwnedParts(shards, ranges, whole, context.optimizer, self.collectives)
         self._owners = Owners(len(shards), self._groups, self.collectives)
         self._residual = ErrorFeedback.of(shards, RESIDUAL_DTYPE)
         residuals = list(self._residual.tensors.values())
@@ -283,6 +284,7 @@ class QuantizedUpdate(Method, EarlyExchange):
         self._squares.zero_()
         self._accumulated.zero_()
         self._last_exchanged = None
+        self.owned.reset()
         if self._bases is not None:
             self._bases.reset()
 
