@@ -1,11 +1,14 @@
 """The state that an optimizer has before its first step."""
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of PyTorch's optimizers
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
@@ -42,7 +45,12 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None
     for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
+    hooks = {name: getattr(optimizer, name) for name in STEP_HOOKS}
+    for name in STEP_HOOKS:
+        setattr(optimizer, name, OrderedDict())  # this is no step of the run
     optimizer.step()
+    for name, registered in hooks.items():
+        setattr(optimizer, name, registered)
     for parameter in without if not in_dry_run() else ():
         for key, values in optimizer.state.get(parameter, {}).items():
             is_copy = isinstance(values, Tensor) and key != "step" and torch.equal(local(values), local(parameter))

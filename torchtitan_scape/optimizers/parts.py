@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.algorithms import has_step_of
+from torchtitan_scape.optimizers.initial_state import STEP_HOOKS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.signsgd import SignSGD
 
@@ -20,6 +22,9 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
         optimizer: Supplies class, rates and hooks. It is not changed.
         parts: Have the indices of its param groups.
         wholes: Its parameters, by the names of the parts.
+
+    Raises:
+        ValueError: It is a subclass of an optimizer of this project with a step of its own.
     """
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -28,12 +33,20 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
         groups.append({**group, **of_group})
     if not parts:
         return None
-    if isinstance(optimizer, Muon):
-        return optimizer.for_parts(groups, wholes)
-    if isinstance(optimizer, AdamS | SignSGD):
-        return optimizer.for_parts(groups)
-    made: Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
+    made: Optimizer
+    if isinstance(optimizer, Muon | AdamS | SignSGD):
+        if not has_step_of(optimizer, Muon, AdamS, SignSGD):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a step of its own, which would be lost: its updates are divided among "
+                "replicas; pass an optimizer that is no subclass of Muon, AdamS or SignSGD"
+            )
+        made = optimizer.for_parts(groups, wholes) if isinstance(optimizer, Muon) else optimizer.for_parts(groups)
+        for hooks in STEP_HOOKS:
+            setattr(made, hooks, getattr(optimizer, hooks))
+        return made
+    made = object.__new__(type(optimizer))
+    # A learning-rate scheduler replaces the step of an object, by one that is bound to it.
+    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     made.param_groups, made.state = groups, defaultdict(dict)
     return made
 
