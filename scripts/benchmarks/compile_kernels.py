@@ -298,14 +298,17 @@ def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
         chunk, tensors = exchange(0, repeats, FIRST=anchors, **lists)
         for known in (None, applied) if lists else (None,):
             chunk.apply(tensors, chunk.encode(tensors, subtracts=False, applied=known), applied, subtracts=False)
+    rounded = [each.bfloat16() for each in errors]  # residuals of quantized_update
+    residual, of_gradients = exchange(-1, True, FIRST=anchors, SECOND=rounded)
+    residual.keep_error(of_gradients, residual.encode(of_gradients, subtracts=False).messages, applied, 1.5)
+    residual.encode(of_gradients, subtracts=False, applied=applied)
+    residual.accumulate(of_gradients, applied, 2.0)
+    for weights in (anchors, rounded):
+        chunk, tensors = exchange(-1, True, FIRST=weights, SECOND=errors)
+        chunk.subtract(tensors, applied)
+        chunk.add(tensors, chunk.encode(tensors, subtracts=True, applied=applied).messages)
     chunk, tensors = exchange(-1, True, FIRST=anchors, SECOND=errors)
-    for subtracts in (False, True):
-        messages = chunk.encode(tensors, subtracts, applied=applied).messages
-    chunk.add(tensors, messages)
-    chunk.store_mean(tensors, messages, 2)
-    chunk.keep_error(tensors, messages, applied)
-    chunk.subtract(tensors, applied)
-    chunk.accumulate(tensors, applied, 2.0)
+    chunk.store_mean(tensors, chunk.encode(tensors, subtracts=False).messages, 2)
 
 
 def _masked_step() -> None:
