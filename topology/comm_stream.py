@@ -2,12 +2,14 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 HIGH_PRIORITY = -1  # of a CUDA stream; the default priority is 0
+EXIT_SECONDS = 5.0  # an exit of the process waits so long for the exchanges in flight
 
 
 class Handle:
@@ -33,7 +35,7 @@ class CommStream:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], _Result]] | None = None
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], _Result] | None] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, exchange: Callable[[], None], device: torch.device) -> Handle:
@@ -61,7 +63,9 @@ class CommStream:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             # A daemon thread: an exchange that waits for a lost peer must not prevent the process from exiting.
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name="exchange", daemon=True).start()
+            thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="exchange", daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, self._jobs, thread)  # also at the exit of the process
         result = _Result()
         self._jobs.put((exchange, result))
         return Handle(result.wait)
@@ -82,14 +86,21 @@ class _Result:
             raise self._error
 
 
-def _run_jobs(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result]]") -> None:
+def _end(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result] | None]", thread: threading.Thread) -> None:
+    """End a thread after its exchanges: the interpreter would end it inside one, which aborts the process."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(EXIT_SECONDS)
+
+
+def _run_jobs(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result] | None]") -> None:
     torch.set_grad_enabled(False)
-    while True:
-        exchange, result = jobs.get()
+    while (job := jobs.get()) is not None:
+        exchange, result = job
         try:
             exchange()
             error = None
         except BaseException as raised:
             error = raised
         result.set(error)
-        del exchange, result, error  # otherwise these variables keep the tensors alive until the next exchange
+        del job, exchange, result, error  # otherwise these variables keep the tensors alive until the next exchange
