@@ -37,15 +37,19 @@ class SharedBases:
         self.copies: dict[int, Tensor] = {}
 
     def encoded(self, gradients: Sequence[Tensor | None], numbers: Collection[int]) -> list[Any]:
-        """Return the gradients, those of some shards as copies in their bases. A copy is made once in a step."""
+        """Return the gradients, those of some shards as copies in their bases. A copy is made once in a step.
+
+        Copies of other shards that exist take the place of their gradients, too: kernels on another stream may still
+        read the table of addresses, which must not change for them.
+        """
         found: list[Any] = list(gradients)
         for i, basis in zip(self.whitening.numbers, self.whitening.bases.values(), strict=True):
-            if i in numbers:
-                if i not in self.copies:
-                    self.copies[i] = basis.encode(found[i]).reshape(-1)
+            if i in numbers and i not in self.copies:
+                self.copies[i] = basis.encode(found[i]).reshape(-1)
+            if i in self.copies:
                 found[i] = self.copies[i]
-                if found[i].is_cuda:  # a hook of the backward pass may have made it on another stream
-                    found[i].record_stream(torch.cuda.current_stream(found[i].device))
+            if i in numbers and found[i].is_cuda:  # a hook of the backward pass may have made it on another stream
+                found[i].record_stream(torch.cuda.current_stream(found[i].device))
         return found
 
     def decode_own(self, gradients: Sequence[Tensor], numbers: Collection[int], applied: Tensor) -> None:

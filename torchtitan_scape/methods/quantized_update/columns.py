@@ -181,7 +181,12 @@ class Columns:
         size = message_bytes(column.width, code)
         handle, messages = self._collectives.gather_from_owners(message, size, column.owners)
         weights = self.weights  # the function may run after the step
-        return handle, partial(self._add, weights, column, messages, code) if self._collectives.is_writer else _nothing
+
+        def store(sent: Tensor = message) -> None:  # kept in memory: another stream may read it until then
+            if self._collectives.is_writer:
+                self._add(weights, column, messages, code)
+
+        return handle, store
 
     def _add(self, weights: Sequence[Tensor], column: Column, messages: Tensor, code: BlockCode | None) -> None:
         if code is None:
