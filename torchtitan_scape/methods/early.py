@@ -71,3 +71,6 @@ class EarlyExchange(ABC):
         Args:
             gradients: those that exist now, None for the others. Those of the chunk exist.
         """
+
+    def cancel_early(self) -> None:
+        """Forget the gradients of a step that is not taken. Called after the handles of its chunks were waited for."""

@@ -97,6 +97,7 @@ class BackwardOverlap:
         self._start_all()
         for chunk in self._in_flight:
             chunk.handle.wait()
+        self._method.cancel_early()
         self._forget()
         return True
 

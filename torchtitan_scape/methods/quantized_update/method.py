@@ -258,6 +258,11 @@ class QuantizedUpdate(Method, EarlyExchange):
 
         return ChunkInFlight(handle, finish)
 
+    def cancel_early(self) -> None:
+        self._columns.gradients = ()
+        if self._bases is not None:
+            self._bases.copies.clear()
+
     def _own_gradients(self, gradients: Sequence[Tensor], number: int) -> dict[int, Tensor]:
         """Return the owned parts of the gradients of a group, by number of the shard."""
         parts = self.owned.parts
