@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -99,11 +100,18 @@ def fsdp_copy_in_streams(model: Any) -> list[Any]:
 
 def is_compiled(module: Any) -> bool:
     """Return whether `torch.compile` made the module, or `Module.compile` was called on it."""
-    return module._compiled_call_impl is not None or "dynamo_ctx" in vars(module)
+    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
 
 
 def call_before(module: Any, hook: Any) -> None:
-    """Call `hook(module)` before the module runs, before all other hooks and outside of its compiled code."""
+    """Call `hook(module)` before the module runs, before all other hooks and outside of its compiled code.
+
+    The module that `torch.compile(module)` has compiled may be called itself.
+    """
+    if isinstance(module, OptimizedModule):
+        module._orig_mod.register_forward_pre_hook(
+            lambda *_: None if torch.compiler.is_compiling() else hook(module), prepend=True
+        )
     compiled = module._compiled_call_impl
     if compiled is None:
         module.register_forward_pre_hook(lambda module, _: hook(module), prepend=True)

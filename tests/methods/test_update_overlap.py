@@ -2,6 +2,8 @@
 
 import copy
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -73,11 +75,18 @@ def _fail(_: Tensor) -> None:
     raise RuntimeError("a failing backward pass")
 
 
-def build(overlap: bool, shard: int, collectives: ProcessGroupCollectives, options: dict[str, Any]) -> ReplicaOptimizer:
+def build(
+    overlap: bool,
+    shard: int,
+    collectives: ProcessGroupCollectives,
+    options: dict[str, Any],
+    other: nn.Module | None = None,
+) -> ReplicaOptimizer:
     torch.manual_seed(0)
     model = Net()
-    model.layers[1].compile(backend="aot_eager")
-    model.layers[4].compile(backend="aot_eager")
+    if other is None:
+        model.layers[1].compile(backend="aot_eager")
+        model.layers[4].compile(backend="aot_eager")
     if shard > 1:
         shape = dist.get_world_size() // shard, shard
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"]
@@ -94,7 +103,7 @@ def build(overlap: bool, shard: int, collectives: ProcessGroupCollectives, optio
         partial(Muon, lr=1e-2),
         QuantizedUpdateOptions(block=32, whiten_every=4, **options),
         OneReplica(collectives),
-        model=model,
+        model=model if other is None else other,
         max_norm=0.5,
         reduction="sum",
         total_steps=STEPS,
@@ -233,17 +242,154 @@ def test_weights_are_complete_where_a_model_is_saved(pool2: Pool) -> None:
 
 
 def saves() -> bool:
-    layout = plan_layout(2, ranks_per_node=1, machine=get_machine("local"), replicate=2, shard=1)
-    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
-    optimizers = build(True, 1, collectives, {})
+    optimizers = started()
     model: Any = optimizers.model
-    tokens = torch.arange(24).view(4, 6)
-    for _ in range(2):
-        optimizers.prepare_last_backward()
-        model(tokens).square().mean().backward()
-        optimizers.step()
-    assert optimizers._arriving is not None and optimizers._arriving._in_flight
+    assert optimizers._arriving is not None
     saved = copy.deepcopy(model.state_dict())
     assert not optimizers._arriving._in_flight
     optimizers.finish_previous_step()
     return all(torch.equal(values, saved[name]) for name, values in model.state_dict().items())
+
+
+class Stack(nn.Module):
+    def __init__(self, uses_layer_early: bool = False) -> None:
+        super().__init__()
+        self.embeddings, self.head = nn.Embedding(48, WIDTH), nn.Linear(WIDTH, 48)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.uses_layer_early = uses_layer_early
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embeddings(tokens)
+        if self.uses_layer_early:
+            x = x + F.linear(F.linear(x, self.layers[5].mix.weight), self.layers[5].mix.weight.T)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def started(model: nn.Module | None = None) -> ReplicaOptimizer:
+    """Return an optimizer of two replicas after two steps, with changes of the weights in flight."""
+    layout = plan_layout(2, ranks_per_node=1, machine=get_machine("local"), replicate=2, shard=1)
+    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives.chunk_entries = 1536
+    optimizers = build(True, 1, collectives, {}, model)
+    for _ in range(2):
+        backward(optimizers)
+        optimizers.step()
+    assert optimizers._arriving is not None and optimizers._arriving._in_flight
+    return optimizers
+
+
+def backward(optimizers: ReplicaOptimizer) -> None:
+    optimizers.zero_grad()
+    optimizers.prepare_last_backward()
+    assert optimizers.model is not None
+    optimizers.model(torch.arange(24).view(4, 6)).square().mean().backward()
+
+
+def test_other_code_sees_complete_weights(pool2: Pool) -> None:
+    """A copied model does not wait; evaluation, checks of parameters and compiled modules without their code do."""
+    for found in pool2(late, reads):
+        assert found == {"copy": True, "check": False, "evaluation": 0, "compiled": [True, True]}
+
+
+def late(function: Callable[[], Any]) -> Any:
+    add = Columns._add
+
+    def add_late(*arguments: Any) -> None:
+        time.sleep(0.01)
+        add(*arguments)
+
+    with patch.object(Columns, "_add", add_late):
+        return function()
+
+
+def reads() -> dict[str, Any]:
+    tokens = torch.arange(24).view(4, 6)
+    found: dict[str, Any] = {}
+    optimizers = started()
+    model: Any = optimizers.model
+    arriving: Any = optimizers._arriving
+    copy.deepcopy(model)(tokens)
+    found["copy"] = bool(arriving._in_flight)
+    optimizers.check_parameters(2)
+    found["check"] = bool(arriving._in_flight)
+    backward(optimizers)
+    optimizers.step()
+    left: list[int] = []
+    model.embeddings.register_forward_hook(lambda *_: left.append(len(arriving._in_flight)))
+    with torch.no_grad():
+        model(tokens)
+    found["evaluation"] = left[0]
+    compiled: Any = torch.compile(Stack(), backend="aot_eager", fullgraph=True)
+    optimizers = started(compiled)
+    original: Any = compiled._orig_mod
+    saved = copy.deepcopy(original.state_dict())
+    optimizers.finish_previous_step()
+    equal = [all(torch.equal(values, saved[name]) for name, values in original.state_dict().items())]
+    backward(optimizers)
+    optimizers.step()
+    early = original(tokens)
+    optimizers.wait_for_weights()
+    found["compiled"] = [*equal, torch.equal(early, original(tokens))]
+    return found
+
+
+def test_memory_of_an_exchange(pool2: Pool) -> None:
+    """Sent messages exist until weights were waited for; a canceled exchange keeps neither gradients nor copies."""
+    for kept, left, canceled in pool2(late, memory):
+        assert all(kept) and len(kept) > 3 and not any(left)
+        assert canceled == (0, 0)
+
+
+def memory() -> tuple[list[bool], list[bool], tuple[int, int]]:
+    optimizers = started()
+    sent: list[Any] = []
+    to_replicas = Columns.to_replicas
+
+    def note(self: Columns, column: Any, message: Tensor, code: Any) -> Any:
+        sent.append(weakref.ref(message))
+        return to_replicas(self, column, message, code)
+
+    backward(optimizers)
+    with patch.object(Columns, "to_replicas", note):
+        optimizers.step()
+    for arrival in optimizers._arriving._in_flight:  # type: ignore[union-attr]
+        arrival.wait()
+    del arrival
+    kept = [one() is not None for one in sent]
+    backward(optimizers)
+    method: Any = optimizers.methods[0]
+    bound, held = len(method._columns.gradients), len(method._bases.copies)
+    assert bound and held
+    optimizers.zero_grad()
+    return kept, [one() is not None for one in sent], (len(method._columns.gradients), len(method._bases.copies))
+
+
+def test_weights_used_before_their_module_is_called_are_an_error(pool2: Pool) -> None:
+    assert all("modified by an inplace operation" in text for text in pool2(late, uses_early))
+
+
+def uses_early() -> str:
+    try:
+        backward(started(Stack(uses_layer_early=True)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_in_bases_replace_all_gradients_that_have_one(pool2: Pool) -> None:
+    """The table of addresses does not change for a column whose kernels may still run."""
+    assert all(pool2(copies))
+
+
+def copies() -> bool:
+    optimizers = started()
+    backward(optimizers)
+    method: Any = optimizers.methods[0]
+    bases, gradients = method._bases, [shard.parameter.grad for shard in optimizers.shards()]
+    found = bases.encoded(gradients, ())
+    assert bases.copies
+    return all(
+        (found[i] is bases.copies[i]) if i in bases.copies else found[i] is gradients[i] for i in range(len(found))
+    )

@@ -16,6 +16,7 @@ from torchtitan_scape.topology.dry_run import DryRunCollectives
 
 def check_parameters(optimizer: Any, step: int) -> None:
     """Check the parameters of every replica; see `ReplicaOptimizer.check_parameters`. Collective."""
+    optimizer.wait_for_weights()
     check_plausible(_parameters(optimizer), optimizer.collectives, step)
 
 

@@ -48,8 +48,8 @@ class ForwardOverlap:
     A hook waits for all weights inside a module, if that is a small part of the model. Larger modules, such as the
     model itself, wait for their direct parameters, and the modules inside have hooks of their own. A module may use
     weights of another one without calling it. The model itself waits for the weights of all modules with a hook that
-    some forward pass did not call; before the first forward pass nothing may be in flight. After its forward pass the
-    model waits for all that is left.
+    some forward pass did not call; before the first forward pass nothing may be in flight. Without gradients, as in an
+    evaluation, it waits for all weights. After its forward pass the model waits for all that is left.
 
     A module compiled by `torch.compile` waits before its compiled code, and so does a compiled model, for all weights.
     If a model is compiled later, every hook is a graph break.
@@ -62,7 +62,8 @@ class ForwardOverlap:
 
     def __init__(self, model: nn.Module, shards: Sequence[Shard], timer: PhaseTimer) -> None:
         self._model, self._timer, self._device = model, timer, shards[0].device
-        self._numbers = {id(shard.parameter): number for number, shard in enumerate(shards)}
+        self._parameters = [shard.parameter for shard in shards]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._entries = [shard.size for shard in shards]
         self._in_flight: list[_Arrival] = []
         self._comm_stream = CommStream()
@@ -78,6 +79,7 @@ class ForwardOverlap:
         self._needed.setdefault(model, set()).update(set(range(len(shards))) - everywhere)
         for module in self._needed:
             call_before(module, self._before_module)
+        for module in model.modules():
             module.register_state_dict_pre_hook(self._before_access)
             module.register_load_state_dict_pre_hook(self._before_access)
 
@@ -90,7 +92,7 @@ class ForwardOverlap:
         return found
 
     def __deepcopy__(self, memo: Any) -> "ForwardOverlap":
-        """Return the object itself: the hooks of a copied model wait for the original."""
+        """Return the object itself: the hooks of a copied model, whose weights no exchange changes, do nothing."""
         return self
 
     # --------------------------------------------------------------------------------------------- set-up
@@ -168,20 +170,29 @@ class ForwardOverlap:
                 with torch.cuda.stream(stream):
                     for arrival in awaited:
                         arrival.wait()
+        # Autograd then refuses a backward pass that has stored one of these weights before.
+        changed = set().union(*(arrival.numbers for arrival in awaited))
+        torch.autograd.graph.increment_version([self._parameters[number] for number in changed])
         self._in_flight = others
 
     @torch.compiler.disable
     def _before_module(self, module: nn.Module) -> None:
+        if module not in self._needed:
+            return
         if module is self._model:
             self._called.clear()
             if not self.is_ready:
                 self._add_fsdp_groups()
+            if not torch.is_grad_enabled():  # an evaluation may use the weights in another way
+                self.finish()
         self._called.add(module)
         if self._in_flight:
             self._wait(self._needed[module])
 
     @torch.compiler.disable
-    def _after_model(self, *_: Any) -> None:
+    def _after_model(self, model: nn.Module, *_: Any) -> None:
+        if model is not self._model:
+            return
         for module, numbers in self._needed.items():
             if module not in self._called:
                 self._needed[self._model] |= numbers

@@ -282,17 +282,19 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
         Call it before weights are read outside of the model's forward pass, if they may arrive during that.
         """
+        self.wait_for_weights()
+        self._read_previous_step()
+
+    def wait_for_weights(self) -> None:
+        """Wait for changes of the weights that would arrive during the next forward pass."""
         if self._arriving is not None:
             self._arriving.finish()
-        self._read_previous_step()
 
     def _read_previous_step(self) -> None:
         """Read whether the previous step was applied, without waiting for changes of the weights."""
         try:
             applied = self.guard.finish_previous_step()
         except (NonFiniteGradientError, DamagedParametersError):
-            if self._arriving is not None:
-                self._arriving.finish()
             self._finish(False)
             self.check_parameters(self.attempted_steps)  # a restart heals these two causes
             self.check_consistency(self.attempted_steps)
@@ -332,8 +334,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def shared_weights(self) -> Iterator[None]:
         """Inside, the model contains the weights of `saved_model`: for evaluation and export. Collective."""
         if not self.weights:
-            if self._arriving is not None:
-                self._arriving.finish()
+            self.wait_for_weights()
             yield
             return
         anchors = self.saved_model()
