@@ -169,10 +169,6 @@ class OwnedParts:
         """Return the position of the first entry of each part, by name of the parameter."""
         return {name: part.range.first for name, part in self._by_name.items()}
 
-    def of_parts(self, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the parts by name of the parameter."""
-        return {self.parts[i].shard.name: values[i].view(-1) for i in self.parts}
-
     def states(self) -> list[State]:
         """Return the optimizer's state of the parts."""
         starts = self.starts()
