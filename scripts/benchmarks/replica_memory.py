@@ -31,7 +31,7 @@ from torchtitan_scape.planner.run import PlannedRun
 
 MODEL = Workload("small Llama", 4, 512, 8, 8, 1408, 8192, 256, 64)
 SERVE = "--serve"
-STEPS = {"dense": 3, "quantized": 3, "quantized_update": 12}  # by method; the bases change after ten
+STEPS = {"dense": 2, "quantized": 2, "quantized_update": 12}  # by method; the bases change after ten
 
 
 def resident(field: str) -> int:

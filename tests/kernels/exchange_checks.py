@@ -181,11 +181,15 @@ def quantized_update(
     simulated, own = SimulatedReplicas(replicas), parameters(device, torch.float32, 0)
     named = [(f"layers.{i}.weight", p) for i, p in enumerate(own)]
     inner = Muon(named, lr=1e-2) if optimizer == "Muon" else AdamS(named, lr=1e-2, kernels="torch")
-    shards, methods = collect_shards(inner.param_groups), []
-    for endpoint in simulated.endpoints:
+    shards, methods = collect_shards(inner.param_groups), list[QuantizedUpdate]()
+
+    def make(i: int) -> QuantizedUpdate:
+        endpoint = simulated.endpoints[i]
         endpoint.chunk_entries = 2048
         context = MethodContext(shards, endpoint, inner, gradient_scale=1.5, max_norm=1.0, kernels=backend)
-        methods.append(QuantizedUpdate(context, QuantizedUpdateOptions(**options)))
+        return QuantizedUpdate(context, QuantizedUpdateOptions(**options))
+
+    methods += simulated.run(make)
 
     def work(i: int) -> None:
         for number in range(1, 5):
