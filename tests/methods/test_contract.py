@@ -104,8 +104,10 @@ def test_declared_states_determine_all_later_steps(case: Case, at: int) -> None:
         for key in whole.kept[at - 1]:
             method.allocate(*key.split(".", 1))
         for state in method.states():
-            for name in state.tensors:
-                state.load_entries(name, whole.kept[at - 1][f"{state.kind}.{name}"])
+            for name, values in state.tensors.items():
+                start = state.starts[name] if state.starts else 0
+                kept_values = whole.kept[at - 1][f"{state.kind}.{name}"].view(-1)
+                values.copy_(kept_values[start : start + values.numel()].view(values.shape))
         parameters, optimizer_state = whole.trained[at - 1]
         for shard, values in zip(method.context.shards, parameters, strict=True):
             shard.parameter.data.copy_(values)
