@@ -122,4 +122,6 @@ if __name__ == "__main__":
     if SERVE in sys.argv:
         print(json.dumps(measured(int(sys.argv[-1]))))
         sys.exit(0)
-    sys.exit(main("replica_memory", __doc__, {"replica_memory": Benchmark(measure, table, ARGUMENTS)}))
+    sys.exit(
+        main("scripts.benchmarks.replica_memory", __doc__, {"replica_memory": Benchmark(measure, table, ARGUMENTS)})
+    )
