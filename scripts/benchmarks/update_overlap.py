@@ -2,13 +2,13 @@
 
     python -m scripts.benchmarks.update_overlap --rate 4
 
-Needs root and iproute2. Every node has one replica. All variants run in one process per node and take turns of a few
-steps, because the speed of a shared machine changes. Every layer waits in its forward pass and twice as long in its
+Needs root and iproute2. Every node has one replica. All variants run in one process per node and alternate
+every few steps, because the speed of a shared machine changes. Every layer waits in its forward pass and twice as long in its
 backward pass, as a host does for a device, so that the nodes do not compete for cores; its own computation is small.
 
 The exposed exchange of a variant is the median of its steps minus that of the same steps with collectives that send
 nothing, without overlap: encoding, decoding and the optimizer belong to both. A step is that of its slowest rank, from
-the start of its forward pass to that of the next one. The first step of a turn is not counted, and not the last one,
+the start of its forward pass to that of the next one. The first of these steps is not counted, and not the last one,
 because no forward pass follows that could hide the rest.
 """
 
@@ -106,7 +106,7 @@ class Variant:
         self._generator = torch.Generator().manual_seed(rank)
         self._shape = 1, SEQUENCE + 1
 
-    def turn(self, steps: int) -> list[float]:
+    def run_steps(self, steps: int) -> list[float]:
         """Take some steps, and return the seconds of all but the first and the last one."""
         dist.barrier()
         begin = [time.perf_counter()]
@@ -137,7 +137,7 @@ def measure(settings: dict[str, Any]) -> None:
             steps = 2 if round_ < 0 else 4 if name == RARE else settings["steps"]
             before = sum(variant.optimizer.collectives.ledger.sent.values())
             found: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, variant.turn(steps))
+            dist.all_gather_object(found, variant.run_steps(steps))
             if not silent:
                 sent[name] = (sum(variant.optimizer.collectives.ledger.sent.values()) - before) / steps
             if round_ >= 0:
@@ -189,7 +189,7 @@ def run(args: Namespace) -> int:
         f"A Llama with {facts['parameters'] / 1e6:.2f} M parameters in {SIZES['n_layers']} layers, {args.nodes} "
         f"emulated nodes of one replica on {os.cpu_count()} cores, {args.rate:g} Mbit/s. A layer waits "
         f"{1e3 * args.wait:g} ms in its forward pass and {2e3 * args.wait:g} ms in its backward pass. All variants "
-        f"took turns of {args.steps} steps in one run. Medians; the exposed exchange is the step minus the same step "
+        f"alternated every {args.steps} steps in one run. Medians; the exposed exchange is the step minus the same step "
         "with collectives that send nothing.",
         markdown(table(facts)),
     ]
@@ -206,7 +206,7 @@ if __name__ == "__main__":
             "--nodes": dict(type=int, default=4),
             "--rate": dict(type=float, default=4.0, help="of a NIC, each way, in Mbit/s"),
             "--rounds": dict(type=int, default=2),
-            "--steps": dict(type=int, default=6, help="of a turn; 4 of dense Muon"),
+            "--steps": dict(type=int, default=6, help="of a variant before the next one; 4 of dense Muon"),
             "--wait": dict(type=float, default=0.08, help="seconds of a layer's forward pass"),
             "--timeout": dict(type=float, default=1500.0, help="seconds after which the run is ended"),
             "--output": dict(type=Path, default=RESULTS / "update_overlap" / "table.md"),

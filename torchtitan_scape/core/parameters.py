@@ -229,16 +229,15 @@ def store_gradient(shard: Shard, values: Tensor) -> None:
         if local_gradient.data_ptr() != values.data_ptr():
             local_gradient.copy_(values.view(local_gradient.shape))
         return
-    values = values.view(local(parameter).shape).to(parameter.dtype)
-    if isinstance(parameter, DTensor):
-        values = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    parameter.grad = values
+    parameter.grad = placed_like(parameter, values.view(local(parameter).shape).to(parameter.dtype))
+
+
+def placed_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return values of a parameter's local shape as a DTensor that is sharded like it, or unchanged if it is plain."""
+    if not isinstance(parameter, DTensor):
+        return values
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(values, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
 def copies_key(shard: Shard) -> tuple[Any, ...] | None:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.core.parameters import Shard, local, placed_like
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.update import one_for_several_steps
@@ -45,11 +44,7 @@ class Part:
     def of(cls, shard: Shard, entries: Range, whole: bool) -> "Part":
         shape = shard.local_shape if whole else (entries.length,)
         values = torch.zeros(shape, dtype=torch.float32, device=shard.device)
-        parameter: Tensor = shard.parameter
-        placed = values
-        if whole and isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            placed = DTensor.from_local(values, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        placed = placed_like(shard.parameter, values) if whole else values
         return cls(entries, Shard(shard.name, nn.Parameter(placed), shard.group, shard.counted), values)
 
     def within(self, values: Tensor) -> Tensor:
@@ -130,14 +125,15 @@ class OwnedParts:
 
     @contextmanager
     def step_for(self, numbers: Sequence[int], steps: int, since: int) -> Iterator[list[Part]]:
-        """Prepare a step of the optimizer on the parts of some shards; yield the parts. They must not be empty.
+        """Prepare a step of the optimizer on parts, and yield them.
 
         Args:
+            numbers: The shards, at least one, of which this replica owns parts.
             steps: The step stands for so many.
             since: The steps that were applied since the previous one of these shards.
         """
         assert self.optimizer is not None
-        parts = [self.parts[i] for i in numbers if i in self.parts]
+        parts = [self.parts[i] for i in numbers]
         for group, rates in zip(self.optimizer.param_groups, self._rates.param_groups, strict=True):
             group.update({key: value for key, value in rates.items() if key not in ("params", "param_names")})
         # With `betas` to the power of `steps`, bias corrections need the number of steps divided by it.

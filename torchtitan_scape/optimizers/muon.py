@@ -172,10 +172,6 @@ class Muon(Optimizer):
         with unreported():
             return Muon(param_groups, matrices=lambda name, _: name in found, split=split, **self._settings)
 
-    def release_state(self) -> None:
-        """Drop the moments: a method stores them, and reads the rates of this optimizer."""
-        self.state.clear()
-
     def check_dtypes(self) -> None:
         """Raise ValueError if a parameter is not in FP32, so that small changes would be lost."""
         for shard in self._shards:

@@ -53,7 +53,7 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
 
 def release_state(optimizer: Optimizer) -> None:
     """Drop the state of all parameters: it is stored elsewhere from now on."""
-    if isinstance(optimizer, Muon | AdamS):
+    if isinstance(optimizer, AdamS):
         optimizer.release_state()
     else:
         optimizer.state.clear()
