@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.update_overlap --rate 4
 
-Needs root and iproute2. Every node has one replica. All variants run in one process per node and alternate
-every few steps, because the speed of a shared machine changes. Every layer waits in its forward pass and twice as long in its
+Needs root and iproute2. Every node has one replica. All variants run in one process per node and alternate every few
+steps, because the speed of a shared machine changes. Every layer waits in its forward pass and twice as long in its
 backward pass, as a host does for a device, so that the nodes do not compete for cores; its own computation is small.
 
 The exposed exchange of a variant is the median of its steps minus that of the same steps with collectives that send
@@ -189,8 +189,8 @@ def run(args: Namespace) -> int:
         f"A Llama with {facts['parameters'] / 1e6:.2f} M parameters in {SIZES['n_layers']} layers, {args.nodes} "
         f"emulated nodes of one replica on {os.cpu_count()} cores, {args.rate:g} Mbit/s. A layer waits "
         f"{1e3 * args.wait:g} ms in its forward pass and {2e3 * args.wait:g} ms in its backward pass. All variants "
-        f"alternated every {args.steps} steps in one run. Medians; the exposed exchange is the step minus the same step "
-        "with collectives that send nothing.",
+        f"alternated every {args.steps} steps in one run. Medians; the exposed exchange is the step minus the same "
+        "step with collectives that send nothing.",
         markdown(table(facts)),
     ]
     write(args.output, "\n\n".join(text) + "\n")
