@@ -10,6 +10,8 @@ from torchtitan_scape.core.extras import import_advice
 # Okabe and Ito's colours without yellow, which is hard to see on white.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP*X<>"
+LINEAR = 5.0  # percent; an axis of gaps that are much larger is logarithmic above
+GAP_TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 100)
 
 
 def look(i: int, dense: bool) -> dict[str, Any]:
@@ -48,6 +50,13 @@ def log_above(axis: Any, limit: float) -> None:
         return numpy.where(place <= limit, place, limit * numpy.exp(numpy.maximum(place, limit) / limit - 1))
 
     axis.set_yscale("function", functions=(place, value))
+
+
+def gap_axis(axis: Any, low: float, high: float) -> None:
+    """Set the limits and ticks of a vertical axis of gaps in percent from `low` to `high`."""
+    axis.set_ylim(low - 1, high + 1 if high < LINEAR else 1.25 * high)
+    axis.set_yticks([tick for tick in GAP_TICKS if low - 1 <= tick <= axis.get_ylim()[1]])
+    axis.yaxis.set_major_formatter("{x:+.0f}")
 
 
 def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:

@@ -9,12 +9,14 @@ import functools
 import statistics
 from typing import Any
 
-from torchtitan_scape.core.workloads import Workload, get_workload
+from scripts.study.grid import as_arguments
+from torchtitan_scape.core.workloads import LocalModel, Workload, get_workload
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.models.registry import recipe_workload
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, predict
 from torchtitan_scape.topology.layout import plan_layout
@@ -98,7 +100,15 @@ def run_seconds(options: Options, run: dict[str, Any], machine: str) -> float:
 def planned_shares(options: Options, run: dict[str, Any]) -> tuple[float, float]:
     """Return bytes over dense FP32 bytes: of a step after the start, planned, and of the whole run, counted."""
     counted = run["bytes_per_step"] / run["dense_bytes_per_step"]
-    return share_of_dense(overlapped(options).options, STUDY.local(1), run["replicas"]), counted
+    of_model = sorted((key, value) for key, value in options.items() if key.startswith("model."))
+    model = _model(tuple(argument for option in of_model for argument in as_arguments(*option)))
+    return share_of_dense(overlapped(options).options, model, run["replicas"]), counted
+
+
+@functools.cache
+def _model(arguments: tuple[str, ...]) -> LocalModel:
+    """Return the model of a run's options, as arguments of the trainer, on one rank."""
+    return recipe_workload(arguments, 1).whole()
 
 
 def shares(options: Options, run: dict[str, Any]) -> tuple[float, float]:

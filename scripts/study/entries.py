@@ -99,9 +99,15 @@ class Entry:
 
 @dataclass
 class Budget:
-    """Runs that may be compared: one recipe, batch, number of steps and of replicas."""
+    """Runs that may be compared: one recipe, model, text, batch, number of steps and of replicas.
+
+    Attributes:
+        text: Name of the training text: the grid's, or the dataset's.
+    """
 
     title: str
+    parameters: int
+    text: str
     steps: int
     batch: int
     replicas: int
@@ -137,7 +143,10 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
             setting = {k: v for k, v in options.items() if not k.startswith(_OF_METHOD)}
             method = spec.method if spec else line["method"]
             groups.setdefault(digest(setting), []).append(_Stored(method, options, line["result"], spec))
-    found = [(_budget(group, bool(grid.report.get("planned_bytes"))), _common(group)) for group in groups.values()]
+    found = [(_budget(group, grid.report), _common(group)) for group in groups.values()]
+    if len({one.parameters for one, _ in found if one.entries}) > 1:
+        for one, _ in found:
+            one.title = f"{one.parameters:,} parameters, {one.title}"
     titles = [one.title for one, _ in found]
     for one, common in found:
         others = [other for title, (_, other) in zip(titles, found, strict=True) if title == one.title]
@@ -148,12 +157,16 @@ def budgets_of(grid: Grid, store: Store) -> tuple[list[Budget], int]:
     return sorted(budgets, key=lambda b: (b.steps * b.batch, -b.batch, b.replicas, b.title)), len(queue.missing())
 
 
-def _budget(group: list[_Stored], planned_bytes: bool) -> Budget:
+def _budget(group: list[_Stored], report: dict[str, Any]) -> Budget:
     run = next((one.run for one in group if "error" not in one.run), group[0].run)
-    steps, batch, replicas = run["steps"], run["batch"], run["replicas"]
-    title = f"{steps * batch / run.get('parameters', 1):.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
-    one = Budget(title + f"{replicas} replica{'s' if replicas > 1 else ''}", steps, batch, replicas)
-    shares_of = costs.planned_shares if planned_bytes else costs.shares
+    steps, batch, replicas, parameters = run["steps"], run["batch"], run["replicas"], run.get("parameters", 1)
+    title = f"{steps * batch / parameters:.3g} tokens per parameter: {steps:,} steps x {batch:,} tokens, "
+    title += f"{replicas} replica{'s' if replicas > 1 else ''}"
+    options, names = group[0].options, report.get("texts", {})
+    text = options.get("training.dataset_path") or options.get("training.dataset", "")
+    title += f", {names[text]}" if text in names else ""
+    one = Budget(title, parameters, names.get(text, text), steps, batch, replicas)
+    shares_of = costs.planned_shares if report.get("planned_bytes") else costs.shares
     for method in dict.fromkeys(stored.method for stored in group):
         of_method = [stored for stored in group if stored.method == method]
         trials, by_trial = dict[Trial, Options](), dict[str, dict[int, Run]]()

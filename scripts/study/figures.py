@@ -7,32 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.plots import COLOURS, MARKERS, figure, log_above, look, save
-from scripts.study import costs, curves, observations
+from scripts.plots import COLOURS, LINEAR, MARKERS, figure, gap_axis, log_above, look, save
+from scripts.study import costs, curves, line_figures, observations
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
 from scripts.study.store import Store
 from scripts.study.sweep_tables import PHASES, Cell, cells_of
 
 START = 0.1  # share of the steps before which losses are not drawn
-LINEAR = 5.0  # percent; the axis of the gap is logarithmic above
-GAP_TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 100)
 BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
 SECOND_TICKS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
 PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
 # Places of a label, in points from its mark, the nearest first.
 PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for y in (-0.4, 0.8, -1.6) for x in (1, -1)]
 KINDS = ("training", "validation")
-# Label of a method in the study -> in the README's picture.
-IN_OVERVIEW = {
-    "Muon, dense": "dense, Muon",
-    "AdamW, dense": "dense, AdamW",
-    "quantized 4 bits, Muon": "quantized, Muon",
-    "quantized 4 bits": "quantized, AdamW",
-    "SPARTA 3, one bit, Muon": "SPARTA, Muon",
-    "SCAPE at 1.2 %": "SCAPE, AdamS",
-    "streaming DiLoCo 30": "streaming DiLoCo, AdamW",
-}
 Captions = dict[str, str]  # by file name
 
 
@@ -53,29 +41,6 @@ def loss_against_seconds(grid: Grid, store: Store, folder: Path) -> Captions:
     _name_marks(drawn, list(axes.flat), [(one, "AdamW")] * len(costs.MACHINES))
     save(drawn, folder / "loss_against_seconds.png", axes.flat)
     return {"loss_against_seconds.png": "Loss against predicted seconds"}
-
-
-def overview(grid: Grid, store: Store, folder: Path) -> Captions:
-    """Draw the README's picture: the gap to dense Muon over bytes, for the methods of its decision table."""
-    budget = next(one for one in budgets_of(grid, store)[0] if one.steps == 980 and one.replicas == 4)
-    drawn, ((axis,),) = figure(1, 1, (6.0, 4.2))
-    axis.grid(False)
-    for i, entry in enumerate(entry for entry in budget.entries if entry.label in IN_OVERVIEW):
-        gaps, share = entry.gaps(budget.dense("Muon")), 100 * entry.shares[0]
-        mean, left = statistics.mean(gaps), share > 8
-        bars = [[mean - min(gaps)], [max(gaps) - mean]]
-        axis.errorbar(share, mean, yerr=bars, marker="o", markersize=9, color=COLOURS[i % len(COLOURS)], capsize=3)
-        place = {"xytext": (-9 if left else 9, 6 if mean >= 0.0 else -16), "ha": "right" if left else "left"}
-        label = IN_OVERVIEW[entry.label]
-        axis.annotate(label, (share, mean), textcoords="offset points", fontsize=11, **place)
-    axis.set(xscale="log", xlim=(0.3, 140))
-    axis.set_xticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
-    axis.set_xlabel("bytes per step, % of dense FP32", fontsize=11)
-    axis.set_ylabel("final loss above dense Muon, %", fontsize=11)
-    axis.set_title("0.2 M parameters, 4 replicas, 980 steps", fontsize=11)
-    axis.axhline(0.0, color="black", linewidth=0.8)
-    save(drawn, folder / "loss_for_bytes.png")
-    return {"loss_for_bytes.png": "Loss against bytes of the recommended methods"}
 
 
 def loss_against_bytes(grid: Grid, store: Store, folder: Path, frontier: bool = False) -> Captions:
@@ -147,9 +112,7 @@ def _panel(
         mark = {"linestyle": "none", "markersize": 8, "markeredgewidth": 2, "markerfacecolor": face}
         axis.plot([x(entry)], [statistics.mean(gaps)], label=family(entry), gid=entry.label, **mark, **style)
     log_above(axis, LINEAR)
-    axis.set_ylim(low - 1, high + 1 if high < LINEAR else 1.25 * high)
-    axis.set_yticks([tick for tick in GAP_TICKS if low - 1 <= tick <= axis.get_ylim()[1]])
-    axis.yaxis.set_major_formatter("{x:+.0f}")
+    gap_axis(axis, low, high)
     axis.set_ylabel(f"final validation loss above dense {base}\n(%; logarithmic above {LINEAR:g})")
 
 
@@ -276,7 +239,8 @@ FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
     "gap": gap,
     "loss_against_bytes": loss_against_bytes,
     "loss_against_seconds": loss_against_seconds,
-    "overview": overview,
+    "loss_for_bytes": line_figures.loss_for_bytes,
+    "sizes": line_figures.sizes,
     "steps": steps,
     "loss": loss,
     "figure_10": figure_10,

@@ -72,6 +72,7 @@ class BudgetSet:
 
     Attributes:
         steps, batch, replicas: Budget: tokens per step, simulated replicas. 0: as the recipe says.
+        parameters: Of the recipe's model, by default the grid's; 0: not checked.
         learning_rates: Tried with the first seed; None: the recipe's.
         further: Runs that each method may have beyond `learning_rates`; see `Queue.tuning`.
         sizes: Numbers of ranks. sequences: global batches, in sequences; 0: the recipe's.
@@ -85,6 +86,7 @@ class BudgetSet:
     steps: int = 0
     batch: int = 0
     replicas: int = 0
+    parameters: int = 0
     learning_rates: tuple[float | None, ...] = (None,)
     seeds: tuple[int | None, ...] = (None,)
     further: int = 0
@@ -226,8 +228,8 @@ class Grid:
         for key, values in lists.items():
             if not 0 < len(values) == len(set(values)):
                 raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
-        given = table | lists | {"recipes": tuple(recipes), "launcher": launcher}
-        if tokens := given.pop("tokens_per_parameter", 0) * self.parameters:
+        given = {"parameters": self.parameters} | table | lists | {"recipes": tuple(recipes), "launcher": launcher}
+        if tokens := given.pop("tokens_per_parameter", 0) * given["parameters"]:
             given["steps"] = max(1, round(tokens / batch))
         given.pop("recipe", None)
         return BudgetSet(**given)

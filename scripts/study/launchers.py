@@ -54,12 +54,13 @@ def _copy_checkpoint(spec: RunSpec, out: Path) -> None:
     shutil.copytree(folders[-1], out / "checkpoint" / folders[-1].name)
 
 
-def result(spec: RunSpec, out: Path, log: str, parameters: int, folder: Path) -> dict[str, Any]:
+def result(spec: RunSpec, out: Path, log: str, folder: Path) -> dict[str, Any]:
     """Return what is stored of a run that has ended. Raises ValueError if it is not what the grid asks for."""
+    parameters = spec.of.parameters
     found = re.search(r"size: ([\d,]+) total parameters", log)
     count = int(found[1].replace(",", "")) if found else parameters
     if parameters and count != parameters:
-        raise ValueError(f"the model has {count} parameters, the grid says {parameters}")
+        raise ValueError(f"the model has {count} parameters, the grid says {parameters} for set {spec.of.name}")
     summary = json.loads((out / "summary.json").read_text())
     if summary["steps"] != spec.steps or not math.isfinite(summary["validation_loss"]):
         raise ValueError(f"ended at step {summary['steps']} with validation loss {summary['validation_loss']}")

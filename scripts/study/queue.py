@@ -171,7 +171,7 @@ class Queue:
             if one.process.returncode:
                 errors = re.findall(r"error: (.*)", log)
                 raise ValueError(f"exit code {one.process.returncode}" + (f": {errors[-1]}" if errors else ""))
-            content = result(one.spec, one.out, log, self.grid.parameters, self.store.path.parent)
+            content = result(one.spec, one.out, log, self.store.path.parent)
         except (ValueError, OSError, KeyError, TypeError) as error:
             last = "\n".join("    " + line for line in log.splitlines()[-LOG_LINES:])
             text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
