@@ -7,10 +7,13 @@
 
 STUDY is the name of a grid in scripts/study/grids, or the path of another one.
 
-run     runs everything that results/STUDY/runs.jsonl does not have. The same command continues after a stop. A run is
-        identified by the values of all its options, so sets and studies share runs, and a changed grid or recipe starts
-        new ones. The code's version is stored with a result and not compared: delete lines that a change of the code
-        has made obsolete. A failed run is reported, does not stop the others, and is tried again by the next command.
+run     runs everything that results/STUDY/runs.jsonl does not have. The same command continues after a stop or a kill:
+        a simulated run with a budget from its newest complete checkpoint in the folder --work, with the result of an
+        uninterrupted run; other unfinished runs start anew. A run is identified by the values of all its options, so
+        sets and studies share runs, and a changed grid or recipe starts new ones. The code's version is stored with a
+        result and not compared: delete lines, and folders of unfinished runs, that a change of the code has made
+        obsolete. A failed run is reported, does not stop the others, and is tried again by the next command, from its
+        first step unless a signal ended it.
 list    prints the missing runs and the estimated time.
 report  writes report.md and the figures, from the store alone.
 compare prints final losses and times of finished runs of the trainer, of any machine, and their gaps to the first one.

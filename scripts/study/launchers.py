@@ -16,6 +16,7 @@ import numpy as np
 from scripts.common import ALONE, Curve, command_of, losses
 from scripts.study.costs import planned_run
 from scripts.study.grid import CURVE_POINTS, BudgetSet, RunSpec, largest_divisor
+from scripts.study.sittings import checkpoint_arguments
 from scripts.study.store import SETUP, Store
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.models.registry import recipe_workload
@@ -30,7 +31,7 @@ ARRAYS = "observations.npz"
 
 def process_command(spec: RunSpec, out: Path) -> list[str]:
     """Return the command of a run on this host: one process for simulated replicas, `local` under the launcher."""
-    arguments = [*spec.arguments, f"--job.dump_folder={out}", "--metrics.enable_tensorboard"]
+    arguments = [*spec.arguments, *checkpoint_arguments(spec), f"--job.dump_folder={out}", "--metrics.enable_tensorboard"]
     _copy_checkpoint(spec, out)
     if spec.of.launcher == "simulated":
         variables = [f"{name}={value}" for name, value in ALONE.items()]
@@ -67,16 +68,19 @@ def result(spec: RunSpec, out: Path, log: str, folder: Path) -> dict[str, Any]:
     head = spec.head | {"parameters": count}
     if not spec.of.batch:
         return head | summary | {"curves": _curves(spec, out, folder)}
-    sent = summary["bytes_sent_per_step_and_rank"]
+    if changed := re.search(r"Resumed from .*; differs from the run that saved it: (.*)", log):
+        raise ValueError(f"a checkpoint of other options was continued: {changed[1]}")
+    sent = summary["bytes_sent_per_rank"]
     curves = losses(out, **{level: f"sync/bytes_sent/{level}" for level in sent})
     corpora = re.findall(r"digest ([0-9a-f]+)", log)  # the last one is of the training text
     validated = [step for step, _ in curves["validation"]]
     return {
         **head,
         "corpus": corpora[-1] if corpora else None,
-        **{key: summary[key] for key in ("validation_loss", "training_loss", "tokens", "skipped_steps")},
+        **{key: summary[key] for key in ("validation_loss", "tokens", "skipped_steps")},
+        "training_loss": curves["training"][-1][1],
         "seconds_per_step": round(summary["seconds_per_step"], 6),
-        "bytes_per_step": sum(sent.values()),
+        "bytes_per_step": round(sum(sent.values()) / spec.steps, 6),
         "dense_bytes_per_step": summary["dense_bytes_per_step_and_rank"],
         "validation": [[step, round(loss, 6)] for step, loss in curves["validation"]],
         "training": thin(curves["training"]),

@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from scripts.common import ROOT, RunError, versions, without_paths
+from scripts.study import sittings
 from scripts.study.grid import BudgetSet, Grid, Options, RunSpec
 from scripts.study.launchers import ENVIRONMENT, process_command, program_of, result
 from scripts.study.store import Store
@@ -28,6 +28,7 @@ class _Running:
     process: subprocess.Popen[bytes]
     begin: float
     out: Path
+    earlier: float  # seconds of earlier sittings
 
 
 class Queue:
@@ -152,32 +153,32 @@ class Queue:
 
     def _start(self, spec: RunSpec) -> None:
         out = self.work / spec.name
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
         try:
+            earlier = sittings.begin(spec, out)
             command = process_command(spec, out)
         except ValueError as error:
             self.fail(spec, str(error))
             return
-        with open(out / "log.txt", "wb") as log:
+        with open(out / sittings.LOG, "ab") as log:
             options = {"cwd": ROOT, "env": os.environ | ENVIRONMENT, "stdout": log, "stderr": subprocess.STDOUT}
             # In a session of its own: Ctrl-C reaches this process alone, which ends its children.
             process = subprocess.Popen(command, start_new_session=True, **options)
-        self.running.append(_Running(spec, process, time.monotonic(), out))
+        self.running.append(_Running(spec, process, time.monotonic(), out, earlier))
 
     def _collect(self, one: _Running) -> None:
-        log = (one.out / "log.txt").read_text(errors="replace")
+        log, code = (one.out / sittings.LOG).read_text(errors="replace"), one.process.returncode
         try:
-            if one.process.returncode:
+            if code:
                 errors = re.findall(r"error: (.*)", log)
-                raise ValueError(f"exit code {one.process.returncode}" + (f": {errors[-1]}" if errors else ""))
+                raise ValueError(f"exit code {code}" + (f": {errors[-1]}" if errors else ""))
             content = result(one.spec, one.out, log, self.store.path.parent)
         except (ValueError, OSError, KeyError, TypeError) as error:
             last = "\n".join("    " + line for line in log.splitlines()[-LOG_LINES:])
             text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-            self.fail(one.spec, text, f"\n{last}\n    log: {one.out / 'log.txt'}")
+            self.fail(one.spec, text, f"\n{last}\n    log: {one.out / sittings.LOG}")
         else:
-            self.keep(one.spec, content, time.monotonic() - one.begin)
+            self.keep(one.spec, content, one.earlier + time.monotonic() - one.begin)
+        sittings.end(one.spec, one.out, code)
 
     def run_in_turn(self, prepare: Callable[[BudgetSet], Callable[[RunSpec], dict[str, Any]]]) -> None:
         """Run everything that is missing, one run after the other.

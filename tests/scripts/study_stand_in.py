@@ -78,7 +78,7 @@ curves = {"training": [(s, loss + 1 / s) for s in points], "validation": [(s, lo
 curves["network"] = [(s, 120.0 if scape else 1000.0) for s in points]
 (out / "curves.json").write_text(json.dumps(curves))
 summary = dict(steps=steps, validation_loss=loss, training_loss=loss, tokens=steps * 1024, seconds_per_step=0.1)
-summary |= dict(bytes_sent_per_step_and_rank={"network": 120.0 if scape else 1000.0})
+summary |= dict(bytes_sent_per_rank={"network": steps * (120.0 if scape else 1000.0)})
 summary |= dict(dense_bytes_per_step_and_rank=1000.0, skipped_steps=0)
 (out / "summary.json").write_text(json.dumps(summary))
 """

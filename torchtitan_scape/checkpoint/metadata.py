@@ -21,7 +21,12 @@ class RunMetadata(Stateful):
         optimizer: it is asked for its counters at every save.
         residual: "exact", "mean" or "drop".
         facts: of the run, by name, JSON values; at least "model".
+
+    Attributes:
+        sent: bytes that a rank has sent until now, by level; None if unknown. The trainer sets it before every save.
     """
+
+    sent: dict[str, float] | None
 
     def __init__(self, optimizer: ReplicaOptimizer, residual: str, facts: dict[str, Any]) -> None:
         self._optimizer, options, collectives = optimizer, optimizer.options, optimizer.collectives
@@ -38,11 +43,12 @@ class RunMetadata(Stateful):
             **options.fingerprint(),
             **facts,
         }
+        self.sent = {}
         self._layout = {*_LAYOUT & self.values.keys(), *options.layout()}
         self._kinds = set(describe_states(optimizer, "exact"))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(self.values | record(self._optimizer))}
+        return {"json": json.dumps(self.values | record(self._optimizer) | {"bytes_sent": self.sent})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load nothing: `folder.read_record` reads the record before anything else is loaded."""

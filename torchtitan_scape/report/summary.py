@@ -86,6 +86,7 @@ def summarise(trainer: SummaryView) -> None:
         "seconds_per_step": trainer.train_seconds / steps,
         "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
         "bytes_sent_per_step_and_rank": sent.replicas,
+        "bytes_sent_per_rank": trainer.metrics_processor.total_sent(),
         "shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in sent.shards.items()},
         "payload_parts": trainer.replica_optimizer.methods[0].payload_chunks(),
         "planned_bytes_per_step_and_rank": planned,

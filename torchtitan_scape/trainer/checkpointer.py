@@ -383,6 +383,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if DATALOADER not in excluded:
             messages += self._load_data(path, saved)
         load_counters(self._optimizers, saved["counters"])
+        self.record.sent = saved.get("bytes_sent")
         forget_metadata()
         self._set_learning_rates("lr" in different)
         listed = ", ".join(f"{key} {change}" for key, change in different.items() if key != "ranks")

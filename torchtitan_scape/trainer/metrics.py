@@ -72,18 +72,30 @@ class ReplicaMetrics(MetricsProcessor):
         self._hosts: list[str] = []  # host of each rank
         self.forecast = ""  # predicted step time of a simulated run, appended to every line
         self._sent_before: dict[Entry, float] = {}
+        self._sent_earlier: dict[str, float] | None = {}  # before this process, see `total_sent`
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, sent: dict[str, float] | None) -> None:
         """Mark the first step of this process in TensorBoard's file.
 
         Names of folders end with the minute: a run that is started again within it writes to the same folder.
         TensorBoard then drops the values of the earlier start from `step` on, as with `purge_step`.
+
+        Args:
+            sent: The result of `total_sent` in the checkpoint that the run continues from; {} without one.
         """
-        for one in getattr(self.logger, "_loggers", ()):
-            if (writer := getattr(one, "writer", None)) is not None:
-                start = SessionLog(status=SessionLog.START)
-                writer.file_writer.add_event(Event(step=step, session_log=start))
+        self._sent_earlier = sent
+        for writer in self._writers():
+            start = SessionLog(status=SessionLog.START)
+            writer.file_writer.add_event(Event(step=step, session_log=start))
+
+    def flush(self) -> None:
+        """Write TensorBoard's buffered values: a run that resumes from a checkpoint does not repeat earlier steps."""
+        for writer in self._writers():
+            writer.flush()
+
+    def _writers(self) -> list[Any]:
+        return [one.writer for one in getattr(self.logger, "_loggers", ()) if hasattr(one, "writer")]
 
     def log(
         self,
@@ -186,6 +198,17 @@ class ReplicaMetrics(MetricsProcessor):
             {pair: value for pair, value in zip(pairs, mean[len(LEVELS) : -1], strict=True) if value > 0},
             mean[-1],
         )
+
+    def total_sent(self) -> dict[str, float] | None:
+        """Return the bytes that a rank has sent on the replicate axis since step 1, as a mean over ranks. Collective.
+
+        Returns:
+            Bytes by level, earlier starts of the run included; None if its checkpoint does not contain theirs.
+        """
+        sent = self.bytes_per_step(1, since={}).replicas
+        if (earlier := self._sent_earlier) is None:
+            return None
+        return {level: earlier.get(level, 0.0) + sent.get(level, 0.0) for level in LEVELS if level in earlier | sent}
 
 
 def build_metrics_processor(

@@ -277,7 +277,7 @@ class ScapeTrainer(Trainer):
             self.observation.before_step(self.step)
         self._data_end.start()
         if self.steps_taken == 0:
-            self.metrics_processor.begin(self.step)
+            self.metrics_processor.begin(self.step, self.checkpointer.record.sent if self.checkpointer.enable else {})
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
         try:
@@ -367,6 +367,9 @@ class ScapeTrainer(Trainer):
 
     def _check_replicas(self) -> None:
         """Run the consistency check, before every checkpoint and at its interval."""
+        self.metrics_processor.flush()
+        if self.checkpointer.enable:
+            self.checkpointer.record.sent = self.metrics_processor.total_sent()
         if self.observation is not None:
             self.observation.write()  # a run that resumes from the next checkpoint does not observe these steps again
         self.replica_optimizer.check_parameters(self.step)
