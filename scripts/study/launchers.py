@@ -31,7 +31,12 @@ ARRAYS = "observations.npz"
 
 def process_command(spec: RunSpec, out: Path) -> list[str]:
     """Return the command of a run on this host: one process for simulated replicas, `local` under the launcher."""
-    arguments = [*spec.arguments, *checkpoint_arguments(spec), f"--job.dump_folder={out}", "--metrics.enable_tensorboard"]
+    arguments = [
+        *spec.arguments,
+        *checkpoint_arguments(spec),
+        f"--job.dump_folder={out}",
+        "--metrics.enable_tensorboard",
+    ]
     _copy_checkpoint(spec, out)
     if spec.of.launcher == "simulated":
         variables = [f"{name}={value}" for name, value in ALONE.items()]
