@@ -1,7 +1,7 @@
 """A run of a study over several sittings: one that was killed continues from its newest complete checkpoint.
 
-A simulated run with a budget saves its exact state about CHECKPOINTS times, at steps that are logged and not validated. The
-metrics logged until a checkpoint are then on the disk with it, and the values of the next sitting are those of an
+A simulated run with a budget saves its exact state about CHECKPOINTS times, at steps that are logged and not validated.
+The metrics logged until a checkpoint are then on the disk with it, and the values of the next sitting are those of an
 uninterrupted run. A validation follows the save of its step, so that a kill between the two would lose it.
 
 Every run with these options continues from the folder, whatever the version of the code; delete the folder to start
