@@ -21,6 +21,12 @@ from tests.training import LAYOUTS, METHODS, RECIPE
 LOCAL = {
     "diloco": [*METHODS["diloco"], "--sync.diloco.inner_steps=4"],
     "diloco-muon": [*METHODS["diloco-muon"], "--sync.diloco.inner_steps=4"],
+    "muloco": [
+        *METHODS["diloco-muon"],
+        "--sync.diloco.inner_steps=4",
+        "--sync.diloco.code=e2m1",
+        "--sync.diloco.decay=0.9",
+    ],
     "streaming": [*METHODS["streaming"], "--sync.streaming_diloco.code=float32"],
     "sparta": METHODS["sparta"],
     "sparseloco": ["--sync.method=sparseloco", "--sync.sparseloco.inner_steps=4", "--sync.sparseloco.density=0.1"],
@@ -118,6 +124,8 @@ def first_half(
         ("3 alone", "1x2", "adamw", "diloco"),
         slow("1x2", "1x2", "adamw", "diloco"),
         slow("1x2", "4x1", "diloco-muon", "diloco"),
+        ("3 alone", "1x2", "muloco", "muloco"),
+        slow("1x2", "1x2", "muloco", "diloco"),
         slow("1x2", "1x2", "signs", "diloco-signs"),
         slow("1x2", "1x2", "diloco-signs", "diloco"),
         slow("1x2", "1x2", "diloco-signs", "adamw"),

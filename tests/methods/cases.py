@@ -87,6 +87,12 @@ CASES = [
     ),
     Case("diloco", {"inner_steps": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, {"inner_steps": 1}, period=3),
     Case(
+        "diloco",
+        {"inner_steps": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "code": "int4", "decay": 1.0},
+        {"inner_steps": 1, "code": "float32", "decay": 0.0},
+        period=3,
+    ),
+    Case(
         "streaming_diloco",
         {"inner_steps": 4, "delay": 2, "outer_momentum": 0.5},
         {"inner_steps": 1, "delay": 0, "mix": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0, "code": "float32"},

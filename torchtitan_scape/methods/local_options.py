@@ -87,6 +87,10 @@ class LocalOptions(MethodOptions):
         """Return the options of the gradient method that averages the displacements."""
         raise NotImplementedError
 
+    def error_factor(self) -> float:
+        """Return the factor on the errors that `averaging` keeps, before an exchange adds them."""
+        return 1.0
+
     def stores_momentum(self) -> bool:
         """Return whether the outer momentum is a state."""
         return self.outer_momentum > 0.0
@@ -114,11 +118,28 @@ class LocalOptions(MethodOptions):
         return LocalCost(self)
 
 
-def whole_displacements(code: Code) -> MethodOptions:
-    """Return the options that average all entries of the displacements in this encoding, without error feedback."""
-    if code == "float32":
-        return DenseOptions()
-    return QuantizedOptions(code=code, error_feedback=False)
+@dataclass
+class WholeOptions(LocalOptions):
+    """Options of local updates that send all entries of the displacements."""
+
+    code: Code = "float32"
+    """Encoding of the displacements: FP32, or a code of blocks of 128 entries that share a scale"""
+
+    decay: float = 0.0
+    """Factor on the quantization error of a round, which is added to the next displacement, in [0, 1]; with 0 the error
+    is dropped and needs no memory"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0.0 <= self.decay <= 1.0, "decay", "it must lie in [0, 1]; 0 drops the error")
+
+    def averaging(self) -> MethodOptions:
+        if self.code == "float32":
+            return DenseOptions()
+        return QuantizedOptions(code=self.code, error_feedback=self.decay > 0.0)
+
+    def error_factor(self) -> float:
+        return self.decay or 1.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +152,7 @@ class LocalCost(GradientCost):
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        schedule, averaging = self.options.schedule(), self.options.averaging().cost()
+        schedule, averaging = self.options.schedule(), self._averaging
         calls: list[CollectiveCall] = []
         for number in range(schedule.fragments):
             fragment = model.select({name for name in model.names if schedule.fragment_of(name) == number})
@@ -146,13 +167,13 @@ class LocalCost(GradientCost):
         which is exchanged in place. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to
         write the parameter. Restart: 8 to copy the anchor to the parameter.
         """
-        options, averaging = self.options, self.options.averaging()
-        cost = averaging.cost()
-        assert isinstance(cost, GradientCost)
-        exchange = 0.0 if isinstance(averaging, DenseOptions) else cost.traffic_per_parameter()
+        options = self.options
+        in_place = isinstance(options.averaging(), DenseOptions)
+        exchange = 0.0 if in_place else self._averaging.traffic_per_parameter()
         momentum = 8.0 if options.stores_momentum() else 0.0
         restart = 8.0 if options.schedule().restart else 0.0
-        return (12.0 + exchange + 4.0 + 8.0 + momentum + 4.0 + restart) / options.inner_steps
+        errors = 8.0 if options.error_factor() != 1.0 else 0.0
+        return (12.0 + exchange + 4.0 + 8.0 + momentum + 4.0 + restart + errors) / options.inner_steps
 
     def shared_states(self, model: LocalModel) -> dict[str, float]:
         """Return the bytes of anchor and outer momentum, on the device or on the host."""
@@ -169,14 +190,19 @@ class LocalCost(GradientCost):
         displacements = 4.0 * model.entries / schedule.fragments
         states = {} if self.options.host else self.shared_states(model)
         states |= {"displacements": (1 + (schedule.delay > 0) + schedule.restart) * displacements}
-        chunks = 0.0 if schedule.delay else self.chunk_memory(model, replicas)
-        return states | ({"chunks in flight": chunks} if chunks else {})
+        kinds = {"residual": self.residual_bytes * self._averaging.residual_entries(model)}
+        kinds["chunks in flight"] = 0.0 if schedule.delay else self.chunk_memory(model, replicas)
+        return states | {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     @property
     def chunk_bytes(self) -> float:
-        averaging = self.options.averaging().cost()
-        assert isinstance(averaging, GradientCost)
-        return averaging.chunk_bytes
+        return self._averaging.chunk_bytes
+
+    @property
+    def _averaging(self) -> GradientCost:
+        cost = self.options.averaging().cost()
+        assert isinstance(cost, GradientCost)
+        return cost
 
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         return self.shared_states(model) if self.options.host else {}
@@ -199,5 +225,5 @@ class SparseLocalCost(LocalCost):
     """Cost of local updates that send the largest entries of the displacements, with error feedback."""
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        kinds = {"residual": 4.0 * model.entries, "messages": replicas * gathered_bytes(self, model, replicas)}
-        return super().device_memory(model, replicas) | kinds
+        messages = replicas * gathered_bytes(self, model, replicas)
+        return super().device_memory(model, replicas) | {"messages": messages}

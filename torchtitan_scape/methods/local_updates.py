@@ -237,6 +237,8 @@ class LocalUpdates(LocalMethod):
         info = info._replace(applied=info.applied.clone())
         # Without a delay, the default `start` needs buffers for two chunks only, not for all.
         averaging = fragment.averaging
+        if (factor := self.options.error_factor()) != 1.0:
+            torch._foreach_mul_([t for state in averaging.states() for t in state.tensors.values()], factor)
         finish = (
             GradientMethod.start(averaging, displacements, info) if at_once else averaging.start(displacements, info)
         )

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchtitan_scape.methods.local_options import Code, FragmentSchedule, LocalOptions, whole_displacements
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.local_options import Code, FragmentSchedule, WholeOptions
 
 
 @dataclass
-class StreamingDilocoOptions(LocalOptions):
+class StreamingDilocoOptions(WholeOptions):
     """[sync.streaming_diloco]: DiLoCo, one fragment of the model at a time."""
 
     section: ClassVar[str] = "sync.streaming_diloco"
@@ -43,6 +42,3 @@ class StreamingDilocoOptions(LocalOptions):
 
     def schedule(self) -> FragmentSchedule:
         return FragmentSchedule(self.inner_steps, self.fragments, self.delay, self.mix)
-
-    def averaging(self) -> MethodOptions:
-        return whole_displacements(self.code)
