@@ -145,6 +145,12 @@ METHODS |= {
         ("noloco", "AdamW", "inner_steps", 50),
     )
 }
+# Of the authors' configuration file for 8 replicas (facebookresearch/MuLoCo, 2x_4gpu_muloco.py); the decay of errors is of their job files.
+MULOCO = {"inner_steps": 30, "outer_lr": 0.9, "outer_momentum": 0.8, "code": "e2m1", "decay": 0.9}
+INNER_MUON = {"name": "Muon", "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.00125}
+for _name, _method in (("muloco", "diloco"), ("streaming_muloco", "streaming_diloco")):
+    METHODS[_name] = {f"optimizer.{key}": value for key, value in INNER_MUON.items()} | {"sync.method": _method}
+    METHODS[_name] |= {f"sync.{_method}.{key}": value for key, value in MULOCO.items()}
 # Systems of the shard axis. A method for the replicas may follow.
 SHARDING: dict[str, dict[str, Any]] = {
     "zeropp": {"sharding.weights_code": "int8", "sharding.secondary": True, "sharding.gradients_code": "int8+int4"},
