@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan_scape.core.workloads import Workload, get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.diloco.options import DilocoOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -44,6 +45,7 @@ COMPARED = (
     PlannedRun(QuantizedOptions(code="e2m1", block=128), "AdamW", overlap=True),
     PlannedRun(QuantizedUpdateOptions(interval=4), "Muon"),
     PlannedRun(SpartaOptions(), "AdamW"),
+    PlannedRun(DilocoOptions(code="e2m1", decay=0.9), "Muon"),  # MuLoCo
 )
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (
