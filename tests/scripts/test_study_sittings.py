@@ -23,11 +23,13 @@ from tests.scripts.study_stand_in import SMALL, Study, declare
 from torchtitan_scape.checkpoint.storage import MANIFEST, is_complete
 
 STEPS = 60
-DILOCO = """
-[methods.diloco]
-label = "DiLoCo, Muon"
+MULOCO = """
+[methods.muloco]
+label = "MuLoCo"
 sync.method = "diloco"
 sync.diloco.inner_steps = 7
+sync.diloco.code = "e2m1"
+sync.diloco.decay = 0.9
 optimizer.name = "Muon"
 optimizer.beta1 = 0.95
 """
@@ -35,21 +37,21 @@ TIMES = ("seconds_per_step", "wall_seconds")
 
 
 class Sittings:
-    """A grid of one run of DiLoCo with Muon, its results and the folder of its work."""
+    """A grid of one run of MuLoCo, its results and the folder of its work."""
 
     def __init__(self, folder: Path) -> None:
         options = {"validation.steps": 1, "validation.local_batch_size": 2}
-        one = SMALL | {"steps": STEPS, "methods": ["diloco"], "learning_rates": [1e-2], "seeds": [0]}
+        one = SMALL | {"steps": STEPS, "methods": ["muloco"], "learning_rates": [1e-2], "seeds": [0]}
         self.grid, self.output, self.work = folder / "grid.toml", folder / "results", folder / "work"
         folder.mkdir()
         declare(self.grid, one | {"options": options})
-        self.grid.write_text(self.grid.read_text() + DILOCO)
+        self.grid.write_text(self.grid.read_text() + MULOCO)
         self.arguments = ["run", str(self.grid), f"--output={self.output}", f"--work={self.work}"]
 
     @property
     def spec(self) -> RunSpec:
         grid = Grid(self.grid)
-        return grid.spec(grid.sets[0], "diloco", 1e-2, 0)
+        return grid.spec(grid.sets[0], "muloco", 1e-2, 0)
 
     @property
     def out(self) -> Path:
