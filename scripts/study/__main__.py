@@ -12,8 +12,7 @@ run     runs everything that results/STUDY/runs.jsonl does not have. The same co
         uninterrupted run; other unfinished runs start anew. A run is identified by the values of all its options, so
         sets and studies share runs, and a changed grid or recipe starts new ones. The code's version is stored with a
         result and not compared: delete lines, and folders of unfinished runs, that a change of the code has made
-        obsolete. A failed run is reported, does not stop the others, and is tried again by the next command, from its
-        first step unless a signal ended it.
+        obsolete. A failed run is reported, does not stop the others, and is tried again by the next command.
 list    prints the missing runs and the estimated time.
 report  writes report.md and the figures, from the store alone.
 compare prints final losses and times of finished runs of the trainer, of any machine, and their gaps to the first one.
@@ -94,7 +93,7 @@ def command(args: argparse.Namespace) -> int:
             part.run()
     text = f"{every.done()} runs done, {len(every.failed)} failed"
     print(f"{text}; next: python -m scripts.study report {args.study}", flush=True)
-    return 1 if every.failed else 0
+    return 1 if every.failed or every.stopped else 0
 
 
 if __name__ == "__main__":

@@ -229,8 +229,11 @@ class Grid:
             if not 0 < len(values) == len(set(values)):
                 raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
         given = {"parameters": self.parameters} | table | lists | {"recipes": tuple(recipes), "launcher": launcher}
-        if tokens := given.pop("tokens_per_parameter", 0) * given["parameters"]:
-            given["steps"] = max(1, round(tokens / batch))
+        tokens, parameters = given.pop("tokens_per_parameter", 0), given["parameters"]
+        if not isinstance(parameters, int) or parameters < bool(tokens):
+            raise ValueError(f"{where}: parameters = {parameters!r}; give the number of the model's parameters")
+        if tokens:
+            given["steps"] = max(1, round(tokens * parameters / batch))
         given.pop("recipe", None)
         return BudgetSet(**given)
 

@@ -74,8 +74,10 @@ def result(spec: RunSpec, out: Path, log: str, folder: Path) -> dict[str, Any]:
     if not spec.of.batch:
         return head | summary | {"curves": _curves(spec, out, folder)}
     if changed := re.search(r"Resumed from .*; differs from the run that saved it: (.*)", log):
-        raise ValueError(f"a checkpoint of other options was continued: {changed[1]}")
+        raise ValueError(f"a checkpoint of other options was continued ({changed[1]}); delete {out}")
     sent = summary["bytes_sent_per_rank"]
+    if sent is None:
+        raise ValueError(f"it continued from a checkpoint of an earlier version, without its bytes; delete {out}")
     curves = losses(out, **{level: f"sync/bytes_sent/{level}" for level in sent})
     corpora = re.findall(r"digest ([0-9a-f]+)", log)  # the last one is of the training text
     validated = [step for step, _ in curves["validation"]]

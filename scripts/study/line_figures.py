@@ -121,7 +121,7 @@ def _lines(grid: Grid, one: Budget, base: str) -> dict[str, list[Point]]:
     """Return the points of the grid's lines in a budget, over bytes in percent; lines without points are left out."""
     reference, entries = one.dense(base), {entry.method: entry for entry in one.entries}
     found: dict[str, list[Point]] = {}
-    for name, methods in grid.report["lines"].items():
+    for name, methods in grid.report.get("lines", {}).items():
         for method, text in methods.items():
             if method not in grid.methods:
                 raise ValueError(f"[report.lines] {name}: there is no method {method!r}")

@@ -42,6 +42,7 @@ class Queue:
             raise ValueError(f"--jobs {jobs}: give 1 or more")
         self.grid, self.sets, self.store, self.jobs, self.work = grid, sets, store, jobs, work
         self.failed: set[str] = set()
+        self.stopped: set[str] = set()  # by a signal; the next command continues them
         self.running: list[_Running] = []
 
     def runs(self, guess: bool = False) -> dict[str, RunSpec]:
@@ -105,7 +106,7 @@ class Queue:
 
     def missing(self) -> list[RunSpec]:
         """Return the known runs that are neither stored nor running and have not failed in this process."""
-        taken = self.failed | {one.spec.key for one in self.running}
+        taken = self.failed | self.stopped | {one.spec.key for one in self.running}
         return [spec for key, spec in self.runs().items() if key not in taken and self.store.result(key) is None]
 
     def done(self) -> int:
@@ -167,6 +168,10 @@ class Queue:
 
     def _collect(self, one: _Running) -> None:
         log, code = (one.out / sittings.LOG).read_text(errors="replace"), one.process.returncode
+        if sittings.stopped(code):
+            self.stopped.add(one.spec.key)
+            print(f"stopped: {one.spec.title}: exit code {code}; the same command continues it", flush=True)
+            return
         try:
             if code:
                 errors = re.findall(r"error: (.*)", log)
@@ -178,7 +183,7 @@ class Queue:
             self.fail(one.spec, text, f"\n{last}\n    log: {one.out / sittings.LOG}")
         else:
             self.keep(one.spec, content, one.earlier + time.monotonic() - one.begin)
-        sittings.end(one.spec, one.out, code)
+            sittings.end(one.spec, one.out)
 
     def run_in_turn(self, prepare: Callable[[BudgetSet], Callable[[RunSpec], dict[str, Any]]]) -> None:
         """Run everything that is missing, one run after the other.

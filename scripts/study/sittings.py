@@ -4,8 +4,8 @@ A simulated run with a budget saves its exact state about CHECKPOINTS times, at 
 The metrics logged until a checkpoint are then on the disk with it, and the values of the next sitting are those of an
 uninterrupted run. A validation follows the save of its step, so that a kill between the two would lose it.
 
-Every run with these options continues from the folder, whatever the version of the code; delete the folder to start
-the run anew.
+Every run with these options continues from the folder until its result is stored, whatever the version of the code and
+the reason of its end; delete the folder to start the run anew.
 """
 
 import math
@@ -71,11 +71,12 @@ def begin(spec: RunSpec, out: Path) -> float:
     return seconds
 
 
-def end(spec: RunSpec, out: Path, code: int) -> None:
-    """Delete the checkpoints of a run that has ended with its result or by its own error, but not if it was stopped.
+def stopped(code: int) -> bool:
+    """Return whether a trainer with this exit code, negative for a signal, was stopped and can continue."""
+    return code < 0 or code >= 128 or code == STOPPED
 
-    Args:
-        code: Exit code of the trainer; negative for a signal.
-    """
-    if interval(spec) and 0 <= code < 128 and code != STOPPED:
+
+def end(spec: RunSpec, out: Path) -> None:
+    """Delete the checkpoints of a run whose result is stored."""
+    if interval(spec):
         shutil.rmtree(out / "checkpoint", ignore_errors=True)

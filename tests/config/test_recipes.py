@@ -145,7 +145,7 @@ METHODS |= {
         ("noloco", "AdamW", "inner_steps", 50),
     )
 }
-# Of the authors' configuration file for 8 replicas (facebookresearch/MuLoCo, 2x_4gpu_muloco.py); the decay of errors is of their job files.
+# Of the configuration for 8 replicas in facebookresearch/MuLoCo, 2x_4gpu_muloco.py; `decay` is of the job files there.
 MULOCO = {"inner_steps": 30, "outer_lr": 0.9, "outer_momentum": 0.8, "code": "e2m1", "decay": 0.9}
 INNER_MUON = {"name": "Muon", "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.00125}
 for _name, _method in (("muloco", "diloco"), ("streaming_muloco", "streaming_diloco")):

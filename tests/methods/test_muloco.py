@@ -22,6 +22,8 @@ from tests.methods.test_local_updates import (
     trained,
 )
 from tests.pool import Pool
+from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 
 MULOCO = DILOCO | {"code": "e2m1", "decay": 0.9}
 STEPS = 24  # four rounds
@@ -117,6 +119,12 @@ def far_from_zero(values: dict[str, Tensor], unit: dict[str, Tensor]) -> float:
 def test_without_decay_no_error_is_kept(pool1: Pool) -> None:
     ((*history,),) = pool1(trained, 6, "diloco", MULOCO | {"decay": 0.0}, 2, inner="Muon")
     assert not any(key.startswith("residual") for key in history[-1][1][0])
+
+
+@pytest.mark.parametrize("options", [DilocoOptions, partial(StreamingDilocoOptions, code="float32")])
+def test_an_exchange_in_fp32_has_no_error_to_keep(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"decay = 0.9; only a code has an error; set code"):
+        options(decay=0.9)
 
 
 def test_streaming_fragments_keep_their_errors(pool1: Pool) -> None:

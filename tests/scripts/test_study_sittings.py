@@ -17,6 +17,7 @@ from scripts.common import ROOT, losses, process_state
 from scripts.study import launchers, sittings
 from scripts.study.__main__ import main
 from scripts.study.grid import GRIDS, Grid, RunSpec
+from scripts.study.queue import Queue, _Running
 from scripts.study.store import Store
 from tests import server
 from tests.scripts.study_stand_in import SMALL, Study, declare
@@ -115,16 +116,23 @@ def test_checkpoints_are_at_logged_steps_without_validation() -> None:
             assert not any(key.startswith("checkpoint.") for key in spec.options)
 
 
-def test_a_run_that_ends_by_its_own_error_starts_anew(study: Study) -> None:
+def test_only_a_stored_run_loses_its_checkpoints(study: Study, tmp_path: Path) -> None:
+    """A trainer that was stopped is no failure, which the tuning would take for a settled trial."""
+    assert [code for code in (-9, 0, 1, 2, 3, 75, 130) if sittings.stopped(code)] == [-9, 75, 130]
     grid = Grid(declare(study.grid, SMALL))
     spec, out = grid.spec(grid.sets[0], "scape-0.1", 1e-3, 0), study.output / "run"
-    for code, kept in ((-9, True), (75, True), (130, True), (1, False), (0, False)):
-        (out / "checkpoint").mkdir(parents=True, exist_ok=True)
-        sittings.end(spec, out, code)
-        assert (out / "checkpoint").exists() == kept, code
+    out.mkdir(parents=True)
     (out / "log.txt").touch()
     assert sittings.begin(spec, out) == 0.0
     assert [path.name for path in out.iterdir()] == [sittings.TIMES], "nothing to continue from"
+    (out / "log.txt").touch()
+    queue = Queue(grid, grid.sets, Store(study.output), 1, tmp_path)
+    for code, stopped in ((-9, True), (2, False)):
+        (out / "checkpoint").mkdir(exist_ok=True)
+        queue._collect(_Running(spec, SimpleNamespace(returncode=code), 0.0, out, 0.0))  # type: ignore[arg-type]
+        assert (spec.key in queue.stopped, spec.key in queue.failed) == (True, not stopped)
+        assert queue.waits_for([spec]) == stopped and spec not in queue.missing()
+        assert (out / "checkpoint").is_dir()
 
 
 def test_the_last_value_of_a_step_counts_also_of_a_log_that_ends_within_a_record(tmp_path: Path) -> None:

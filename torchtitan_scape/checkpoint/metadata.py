@@ -26,7 +26,7 @@ class RunMetadata(Stateful):
         sent: bytes that a rank has sent until now, by level; None if unknown. The trainer sets it before every save.
     """
 
-    sent: dict[str, float] | None
+    sent: dict[str, float] | None = None
 
     def __init__(self, optimizer: ReplicaOptimizer, residual: str, facts: dict[str, Any]) -> None:
         self._optimizer, options, collectives = optimizer, optimizer.options, optimizer.collectives
@@ -43,7 +43,6 @@ class RunMetadata(Stateful):
             **options.fingerprint(),
             **facts,
         }
-        self.sent = {}
         self._layout = {*_LAYOUT & self.values.keys(), *options.layout()}
         self._kinds = set(describe_states(optimizer, "exact"))
 
@@ -69,7 +68,7 @@ class RunMetadata(Stateful):
             )
         older = {"levels_weights": 0, "levels_block": 0, "pipeline": 1, "whiten_every": 0}  # values of older versions
         if saved["method"] == self.values["method"]:
-            older["interval"] = 1
+            older |= {"interval": 1, "decay": 0.0}
         saved = older | saved
         keys = [
             key

@@ -132,6 +132,8 @@ class WholeOptions(LocalOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0.0 <= self.decay <= 1.0, "decay", "it must lie in [0, 1]; 0 drops the error")
+        coded = self.code != "float32" or not self.decay
+        self.require(coded, "decay", "only a code has an error; set code, for example to 'e2m1', or decay to 0")
 
     def averaging(self) -> MethodOptions:
         if self.code == "float32":
@@ -140,6 +142,9 @@ class WholeOptions(LocalOptions):
 
     def error_factor(self) -> float:
         return self.decay or 1.0
+
+    def label(self) -> str:
+        return super().label() + (f", decay {self.decay:g}" if self.decay else "")
 
 
 @dataclass(frozen=True)

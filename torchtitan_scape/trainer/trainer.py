@@ -277,7 +277,7 @@ class ScapeTrainer(Trainer):
             self.observation.before_step(self.step)
         self._data_end.start()
         if self.steps_taken == 0:
-            self.metrics_processor.begin(self.step, self.checkpointer.record.sent if self.checkpointer.enable else {})
+            self.metrics_processor.begin(self.step, {} if self.step == 1 else self.checkpointer.record.sent)
         seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
         try:
