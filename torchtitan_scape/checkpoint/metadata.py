@@ -66,12 +66,8 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; build the model "
                 "of the checkpoint, or start in another folder (--job.dump_folder of the trainer)"
             )
-        older: dict[str, float] = {
-            "levels_weights": 0,
-            "levels_block": 0,
-            "pipeline": 1,
-            "whiten_every": 0,
-        }  # values of older versions
+        # Values of older versions.
+        older: dict[str, float] = {"levels_weights": 0, "levels_block": 0, "pipeline": 1, "whiten_every": 0}
         if saved["method"] == self.values["method"]:
             older |= {"interval": 1, "decay": 0.0}
         saved = older | saved
