@@ -91,7 +91,7 @@ def command(args: argparse.Namespace) -> int:
         else:
             part.jobs = args.jobs if launcher == "simulated" else 1  # ranks of several runs would share the cores
             part.run()
-    text = f"{every.done()} runs done, {len(every.failed)} failed"
+    text = f"{every.done()} runs done, {len(every.failed)} failed, {len(every.stopped)} stopped"
     print(f"{text}; next: python -m scripts.study report {args.study}", flush=True)
     return 1 if every.failed or every.stopped else 0
 

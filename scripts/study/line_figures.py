@@ -24,7 +24,7 @@ from scripts.study.store import Store
 WIDTH, PANEL = 6.4, 3.9  # inches: of a figure, and the height of a panel; texts are readable at two thirds of it
 NAMES, TEXTS = 11, 9.5  # points
 BYTE_TICKS = (0.1, 0.3, 1, 3, 10, 30, 100)  # percent
-MARKERS = "osD^vphd<>"  # hollow ones can be told from filled ones
+MARKERS = "osD^vphd<>"  # shapes with an area: hollow and filled ones look different
 DASHES = ("-", "--", ":", "-.")  # from the most replicas to the fewest
 LINE_COLOURS = (*COLOURS[1:], "#8B4513", "#7B3FA0")
 DENSE = "#000000"
@@ -213,7 +213,7 @@ def _count(points: Any, box: Any, margin: float) -> int:
 
 
 def _ink(axis: Any) -> dict[str, Any]:
-    """Return points 4 pixels apart on lines, error bars and marks of an axis by colour: pixels of shape (points, 2)."""
+    """Return points 4 pixels apart on lines, error bars and markers of an axis by colour: pixels of shape (points, 2)."""
     from matplotlib.colors import to_hex
 
     lines = [line for line in axis.get_lines() if len(line.get_xydata())]

@@ -9,13 +9,17 @@ from scripts.study.__main__ import main
 from scripts.study.grid import RunSpec
 from scripts.study.store import Store
 
-HEAD = """
+MODEL = """
 recipe = "train_configs/study.toml"
 parameters = 200720
 lr_warmup = 0.05
-density_warmup = 0.1
 validations = 4
 validation_tokens = 81920
+"""
+HEAD = (
+    MODEL
+    + """
+density_warmup = 0.1
 [report]
 tables = ["budgets"]
 figures = ["frontier", "gap", "steps"]
@@ -49,6 +53,7 @@ density_warmup = 0.05
 "sync.scape.density" = 0.01
 density_warmup = 0.25
 """
+)
 SMALL = {
     "name": "small",
     "steps": 40,

@@ -14,15 +14,12 @@ from scripts.study.grid import Grid
 from scripts.study.queue import Queue
 from scripts.study.report import write_report
 from scripts.study.store import Store
-from tests.scripts.study_stand_in import SMALL, Study
+from tests.scripts.study_stand_in import MODEL, SMALL, Study
 
-GRID = """
-recipe = "train_configs/study.toml"
-parameters = 200720
-lr_warmup = 0.05
+GRID = (
+    MODEL
+    + """
 density_warmup = 0.05
-validations = 4
-validation_tokens = 81920
 [report]
 tables = ["budgets"]
 figures = ["loss_for_bytes", "sizes"]
@@ -61,6 +58,7 @@ replicas = 16
 recipe = "train_configs/embedded.toml"
 parameters = 2229888
 """
+)
 GAPS = {"dense-muon": 0.0, "muloco-5": 2.0, "muloco-30": 4.0, "sparta": 3.0}
 PUBLISHED = {"label": "by others", "gaps": [{"parameters": 1e8, "gap": 3.0}, {"parameters": 1e9, "gap": 2.0}]}
 

@@ -13,17 +13,15 @@ from scripts.study.entries import budgets_of
 from scripts.study.grid import GRIDS, Grid, RunSpec, defaults
 from scripts.study.queue import Queue
 from scripts.study.store import Store
+from tests.scripts.study_stand_in import MODEL
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 
-GRID = """
-recipe = "train_configs/study.toml"
-parameters = 200720
-lr_warmup = 0.05
+GRID = (
+    MODEL
+    + """
 density_warmup = 0.05
-validations = 4
-validation_tokens = 81920
 [report]
 tables = ["budgets"]
 figures = ["loss_against_bytes", "loss_against_seconds"]
@@ -68,6 +66,7 @@ learning_rates = [0.016, 0.008, 0.032]
 further = 2
 seeds = [0, 1]
 """
+)
 # Best learning rate of each method, and its loss there.
 BEST = {"dense-adams": (4e-3, 2.0), "scape": (4e-3, 2.1), "dense-adamw": (32e-3, 1.9), "powersgd": (16e-3, 2.4)}
 

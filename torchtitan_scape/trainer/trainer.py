@@ -366,7 +366,7 @@ class ScapeTrainer(Trainer):
         return bool(self.replica_optimizer.collectives.sum_over_all(reached).item() > 0)
 
     def _check_replicas(self) -> None:
-        """Run the consistency check, before every checkpoint and at its interval."""
+        """Check the replicas, before every checkpoint and at the interval, and write what a resumed run needs."""
         self.metrics_processor.flush()
         if self.checkpointer.enable:
             self.checkpointer.record.sent = self.metrics_processor.total_sent()
