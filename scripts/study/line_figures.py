@@ -213,7 +213,7 @@ def _count(points: Any, box: Any, margin: float) -> int:
 
 
 def _ink(axis: Any) -> dict[str, Any]:
-    """Return points 4 pixels apart on lines, error bars and markers of an axis by colour: pixels of shape (points, 2)."""
+    """Return points 4 pixels apart on lines, error bars and markers of an axis by colour, in pixels, (points, 2)."""
     from matplotlib.colors import to_hex
 
     lines = [line for line in axis.get_lines() if len(line.get_xydata())]
