@@ -3,11 +3,13 @@
     python -m scripts.gpu.check speed
     python -m scripts.gpu.check training --only throughput-adamw,throughput-scape --output DIR
     python -m scripts.gpu.check correctness --smoke    # tiny sizes, on a CPU too
+    python -m scripts.gpu.check lease --seconds 540    # the most important steps of all parts
 
 Each step is a process with its own time limit, at most the rest of the part's; steps receive the time that others do
 not use. A failed step does not stop the next one. Results are stored in OUTPUT/DEVICE/results.json while steps run,
-their output in PART.log, and tables in report.md. Parts may run at the same time, if no time is measured. The exit code
-is 1 if a step failed or was cut off.
+their output in PART.log, and tables in report.md. Parts may run at the same time, if no time is measured. `lease`
+stores each step in its own part, and leaves out those that passed with the present sources. The exit code is 1 if a
+step failed or was cut off.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, RunError, names, read, run_command, write
 from scripts.gpu.machine import clocks, folder_of, patience, sources
@@ -38,28 +40,64 @@ CLOCK_SECONDS = 10.0  # between two readings of the GPU's clocks
 PARTS: dict[str, dict[str, tuple[float, str]]] = {
     "correctness": {
         "tests": (360, "scripts.gpu.correctness:tests"),
-        "sanitizer": (110, "scripts.gpu.correctness:sanitizer"),
+        "sanitizer": (110, "scripts.gpu.correctness:sanitizer memcheck"),
+        "races": (90, "scripts.gpu.correctness:sanitizer racecheck,synccheck"),
     },
     "speed": {
         "passes-500m": (120, "scripts.gpu.passes:passes llama_500m"),
         "passes-1.8b": (150, "scripts.gpu.passes:passes llama_1_8b"),
-        "methods": (150, "scripts.gpu.method_steps:method_steps 1 adamw {rows}"),
-        "methods-muon": (130, "scripts.gpu.method_steps:method_steps 1 muon {rows}"),
-        "methods-shard": (100, "scripts.gpu.method_steps:method_steps 8 adamw {rows}"),  # of an 8-GPU node
+        "methods": (90, "scripts.gpu.method_steps:method_steps llama_1_8b 1 adamw {rows}"),
+        "methods-muon": (60, "scripts.gpu.method_steps:method_steps llama_500m 1 muon {rows}"),
+        "methods-muon-shard": (60, "scripts.gpu.method_steps:method_steps llama_1_8b 8 muon {rows}"),
+        "methods-shard": (100, "scripts.gpu.method_steps:method_steps llama_1_8b 8 adamw {rows}"),  # of an 8-GPU node
         "traffic": (95, "scripts.gpu.memory_traffic:count"),
         "codes": (60, "scripts.gpu.passes:codes"),
         "tiles": (40, "scripts.gpu.passes:tiles"),
     },
     "training": {
-        "throughput-adamw": (150, "scripts.gpu.training:throughput adamw"),  # compiles for the others too
-        "throughput-scape": (100, "scripts.gpu.training:throughput scape"),
-        "throughput-adams": (80, "scripts.gpu.training:throughput adams"),
+        "throughput-adamw": (70, "scripts.gpu.training:throughput adamw"),  # compiles for the others too
+        "throughput-scape": (50, "scripts.gpu.training:throughput scape"),
+        "throughput-muon": (50, "scripts.gpu.training:throughput muon"),
+        "throughput-quantized_update": (50, "scripts.gpu.training:throughput quantized_update"),
+        "throughput-adams": (50, "scripts.gpu.training:throughput adams"),
         "offload": (75, "scripts.gpu.training:throughput offload"),
     },
-    "losses": {"quality": (470, "scripts.gpu.training:quality {steps}")},
+    "losses": {
+        "ten-million": (320, "scripts.gpu.losses:losses dense-muon,quantized_update,muloco,sparta"),
+        "ten-million-more": (
+            240,
+            "scripts.gpu.losses:losses dense-muon-0.032,quantized_update-0.032,muloco-0.008,scape",
+        ),
+        "sparta": (100, "scripts.gpu.losses:repeated 4"),
+    },
     "ranks": {"stages": (40, "scripts.gpu.ranks:stages"), "lost-rank": (130, "scripts.gpu.ranks:lost")},
     "methods": {"methods": (440, "scripts.gpu.methods:run_all")},
 }
+# The order of `lease`, for a GPU that is at hand for minutes: parts, steps, and their lowest limits in seconds.
+LEASE: tuple[tuple[str, str, float], ...] = (
+    ("correctness", "tests", 80),
+    ("losses", "ten-million", 320),
+    ("speed", "methods", 70),
+    ("speed", "methods-muon", 35),
+    ("speed", "methods-muon-shard", 30),
+    ("speed", "traffic", 40),
+    ("training", "throughput-adamw", 55),
+    ("training", "throughput-scape", 35),
+    ("training", "throughput-muon", 40),
+    ("training", "throughput-quantized_update", 40),
+    ("losses", "sparta", 60),
+    ("correctness", "races", 60),
+    ("losses", "ten-million-more", 320),
+)
+
+
+class Step(NamedTuple):
+    """A step of a part, with its lowest time limit in seconds and its function and arguments for `scripts.gpu.step`."""
+
+    part: str
+    name: str
+    seconds: float
+    call: str
 
 
 def take(call: str, limit: float, smoke: bool, log: Path, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -115,11 +153,47 @@ def machine() -> dict[str, Any]:
         return dict(read(result))
 
 
-def chosen(part: str, only: str) -> dict[str, tuple[float, str]]:
-    known = PARTS[part]
-    if unknown := [name for name in names(only) if name not in known]:
-        raise ValueError(f"--only {unknown[0]}: {part} has no such step, only {', '.join(known)}")
-    return {name: step for name, step in known.items() if not only or name in names(only)}
+def chosen(part: str, only: str) -> list[Step]:
+    """Return the steps of a part, or of the lease, all or those in `only`."""
+    if part == "lease":
+        known = [Step(of, name, seconds, PARTS[of][name][1]) for of, name, seconds in LEASE]
+    else:
+        known = [Step(part, name, *step) for name, step in PARTS[part].items()]
+    for name in names(only):
+        if name not in [step.name for step in known]:
+            raise ValueError(f"--only {name}: {part} has no such step, only {', '.join(step.name for step in known)}")
+    return [step for step in known if not only or step.name in names(only)]
+
+
+class Results:
+    """The stored results of a device, by part."""
+
+    def __init__(self, folder: Path, common: dict[str, Any], commit: str) -> None:
+        self.folder, self.common, self.commit = folder, common, commit
+
+    def clear(self, part: str) -> None:
+        """Remove the steps of a part when they begin anew."""
+        with locked(self.folder):
+            stored = read(self.folder / RESULTS_FILE) or {}
+            write(self.folder / RESULTS_FILE, {name: one for name, one in stored.items() if name != part})
+
+    def has(self, step: Step) -> bool:
+        """Return whether the step has passed with the present sources."""
+        stored = (read(self.folder / RESULTS_FILE) or {}).get(step.part, {})
+        found = stored.get("steps", {}).get(step.name, {})
+        return bool(found.get("status") == "passed" and found["commit"] == self.commit)
+
+    def keep(self, step: Step, record: dict[str, Any]) -> None:
+        """Store a step's record beside those of the part that are stored, and write the report."""
+        with locked(self.folder):
+            stored = read(self.folder / RESULTS_FILE) or {}
+            steps = stored.get(step.part, {}).get("steps", {}) | {step.name: record | {"commit": self.commit}}
+            part = {step.part: {"part": step.part, **self.common, "steps": steps}}
+            write(self.folder / RESULTS_FILE, stored | part)
+            try:
+                write_report(self.folder)
+            except Exception as error:  # it can be made later; the remaining steps cannot
+                print(f"no report: {error!r}", flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,48 +207,41 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{args.part}.log"
     log.write_text("")
-    measured, command = sources(), " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
-    found: dict[str, Any] = {"part": args.part, "command": command, "smoke": args.smoke, "machine": device, "steps": {}}
-
-    def keep(name: str, record: dict[str, Any]) -> None:
-        found["steps"][name] = record | {"commit": measured}
-        with locked(folder):
-            stored = read(folder / RESULTS_FILE) or {}
-            if args.only:  # another process may have run other steps of the part meanwhile
-                found["steps"] = stored.get(args.part, found)["steps"] | {name: found["steps"][name]}
-            write(folder / RESULTS_FILE, stored | {args.part: found})
-            try:
-                write_report(folder)
-            except Exception as error:  # it can be made later; the remaining steps cannot
-                print(f"no report: {error!r}", flush=True)
-
-    together = min(PART_SECONDS, sum(seconds for seconds, _ in PARTS[args.part].values()) + 2 * END_SECONDS)
-    passed, remaining = 0, sum(seconds for seconds, _ in steps.values())
-    for number, (name, (seconds, call)) in enumerate(steps.items(), 1):
+    command = " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
+    results = Results(folder, {"command": command, "smoke": args.smoke, "machine": device}, sources())
+    if args.part == "lease":
+        for step in (done := [step for step in steps if results.has(step)]):
+            print(f"{step.part} {step.name}: passed with these sources", flush=True)
+        steps = [step for step in steps if step not in done]
+    elif not args.only:
+        results.clear(args.part)
+    together = args.seconds or min(PART_SECONDS, sum(step.seconds for step in steps) + 2 * END_SECONDS)
+    passed, remaining = 0, sum(step.seconds for step in steps)
+    for number, step in enumerate(steps, 1):
         left = more * together - (time.monotonic() - begin) - END_SECONDS
         if left < END_SECONDS:
-            keep(name, {"status": "no time left", "result": None})
+            print(f"{step.name}: no time left", flush=True)
+            if args.part != "lease":  # earlier results stay
+                results.keep(step, {"status": "no time left", "result": None})
             continue
-        limit = min(max(more * seconds, left * seconds / remaining), left)
-        remaining -= seconds
-        print(f"{args.part} {number}/{len(steps)}: {name}, at most {limit:.0f} s", flush=True)
-        record = take(call.format(steps=args.steps, rows=args.rows), limit, args.smoke, log, partial(keep, name))
+        limit = min(max(more * step.seconds, left * step.seconds / remaining), left)
+        remaining -= step.seconds
+        print(f"{args.part} {number}/{len(steps)}: {step.name}, at most {limit:.0f} s", flush=True)
+        record = take(step.call.format(rows=args.rows), limit, args.smoke, log, partial(results.keep, step))
         passed += record["status"] == "passed"
-        print(f"{name}: {record['status']} after {record['seconds']} s", flush=True)
+        print(f"{step.name}: {record['status']} after {record['seconds']} s", flush=True)
     print(f"results: {folder / RESULTS_FILE}, {folder / 'report.md'}", flush=True)
     return 0 if passed == len(steps) else 1
 
 
 def main() -> int:
     options = {
-        "part": dict(choices=[*PARTS]),
+        "part": dict(choices=[*PARTS, "lease"]),
         "--smoke": dict(action="store_true", help="tiny sizes, on a CPU too"),
         "--output": dict(type=Path, help="results/gpu by default, outputs/gpu_smoke of a smoke test"),
         "--only": dict(default="", help="names of steps, with commas"),
         "--rows": dict(default="", help="rows of a step `methods`, with commas; all by default"),
-        "--steps": dict(
-            default="", help="training steps of `losses`: one number, or of Muon and of the others with a comma"
-        ),
+        "--seconds": dict(type=float, default=0.0, help="of all steps together, by default those of their limits"),
     }
     return run_command(__doc__, run, options, "stopped; what was found is stored")
 

@@ -1,4 +1,4 @@
-"""Run tests/gpu in several processes, or two of its cases under compute-sanitizer.
+"""Run tests/gpu in several processes, or some of its cases under compute-sanitizer.
 
 Needs torch, triton, numpy and pytest. Each process runs a share of the cases, so that a kernel that breaks the device's
 context fails the cases of one process only.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RunError, write
+from scripts.common import RunError, names, write
 from scripts.gpu.processes import program, run_limited, run_together
 
 PROCESSES = 10
@@ -21,7 +21,7 @@ TESTS = "tests/gpu"
 OUTCOME = re.compile(rf"^({TESTS}/.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.M)
 # A whole step on unaligned tensors with its selection, several steps of replicas with lists of entries, exchanges by
 # addresses in tables, and a code that packs bits.
-SANITIZED = (
+MEMCHECKED = (
     f"{TESTS}/test_gpu.py::test_a_step_equals_the_pytorch_reference[gradients off-dtype1-target-0.1]",
     f"{TESTS}/test_gpu.py::test_replicas_are_equal_and_follow_the_reference[options0]",
     f"{TESTS}/test_gpu.py::test_exchanges_by_kernels_equal_those_of_pytorch[sparta]",
@@ -29,6 +29,9 @@ SANITIZED = (
     f"{TESTS}/test_gpu.py::test_exchanges_by_kernels_equal_those_of_pytorch[radius]",
     f"{TESTS}/test_gpu.py::test_block_codes_equal_the_reference[int4-128-scale0]",
 )
+MANY_STEPS = (f"{TESTS}/test_gpu.py::test_exchanges_by_kernels_equal_those_of_pytorch[sparta, many steps]",)
+SANITIZED = {"memcheck": MEMCHECKED, "racecheck": MANY_STEPS, "synccheck": MANY_STEPS}  # cases by tool
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
 SANITIZER_SECONDS = 120.0  # a case
 HANG_SECONDS = 60
 
@@ -68,8 +71,8 @@ def tests(result: Path, smoke: bool) -> None:
         raise RunError("no test has passed")
 
 
-def sanitizer(result: Path, smoke: bool) -> None:
-    """Run cases under compute-sanitizer. Raises RunError if it reports errors or does not end."""
+def sanitizer(result: Path, smoke: bool, tools: str) -> None:
+    """Run cases under tools of compute-sanitizer. Raises RunError if it reports errors or does not end."""
     checker = program("compute-sanitizer")
     if checker is None:
         write(result, {"note": "compute-sanitizer is not installed"})
@@ -77,16 +80,16 @@ def sanitizer(result: Path, smoke: bool) -> None:
     cases: list[dict[str, Any]] = []
     # Without the cache each tensor is its own allocation, so that accesses beyond its end are detected.
     environment = {"SCAPE_GPU_TESTS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for case in SANITIZED:
+    for tool, case in ((one, case) for one in names(tools) for case in SANITIZED[one]):
         begin = time.monotonic()
         # Failed API calls are no error: torch and Triton probe the device.
-        check = [checker, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
+        check = [checker, f"--tool={tool}", "--report-api-errors=no", "--error-exitcode=9", *command(case)]
         output, code = run_limited(check, SANITIZER_SECONDS, **environment)
-        said = (re.findall(r"ERROR SUMMARY: .*", output) or [output[-300:]])[-1]
-        cases.append({"test": case, "exit_code": code, "said": said, "seconds": time.monotonic() - begin})
+        said = (SUMMARY.findall(output) or [output[-300:]])[-1]
+        cases.append({"tool": tool, "test": case, "exit_code": code, "said": said, "seconds": time.monotonic() - begin})
         write(result, {"program": checker, "cases": cases})
-        print(f"{case}: {said}", flush=True)
+        print(f"{tool}: {case}: {said}", flush=True)
         if code:
             print(output[-4000:], flush=True)
-    if bad := [row["test"] for row in cases if row["exit_code"]]:
+    if bad := [f"{row['tool']} of {row['test']}" for row in cases if row["exit_code"]]:
         raise RunError(f"compute-sanitizer: {', '.join(bad)}")

@@ -3,7 +3,7 @@
 Each step is one of the first of 8 replicas, in the steady state: the check for non-finite gradients, the norm, the
 method and the update. Messages are encoded and decoded, and not sent. Gradients are drawn before every step.
 
-python -m scripts.gpu.step scripts.gpu.method_steps:method_steps 1 muon dense-muon,torch-muon --result FILE
+python -m scripts.gpu.step scripts.gpu.method_steps:method_steps llama_500m 1 muon dense-muon,torch-muon --result FILE
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from scripts.gpu.passes import RATES, REPLICAS, SMOKE, FirstOfMany, draw, free, 
 from scripts.gpu.timing import Clock, clock_of
 from torchtitan_scape import AdamS, Muon
 from torchtitan_scape.core.hidden_matrices import is_hidden_matrix
-from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, local_shapes
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, layer_of, local_shapes
 from torchtitan_scape.kernels.backends import norms
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.update import clip_factor
@@ -36,7 +36,7 @@ Kernel = tuple[str, float, float]  # name, start and end in microseconds
 Named = list[tuple[str, nn.Parameter]]
 Make = Callable[[Named, bool], Any]  # returns an object whose `step` is timed; True to clip
 BUSY_MS = 150.0  # longer than the host needs for a step
-MODEL, SMOKE_NAMES = "llama_1_8b", ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight", "norm.weight")
+SMOKE_NAMES = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight", "norm.weight")
 # Steps. The last one of the warm-up changes the bases of `quantized_update`, which then stay for 19 steps.
 WARM_UP, REPEATS, PHASED = 21, 10, 3
 BELOW, ABOVE = 1e-3, 1e9  # max_norm, of the norms of all gradients
@@ -121,13 +121,13 @@ GROUPS: dict[str, dict[str, Make]] = {
     },
     "muon": {  # for whole matrices
         "torch-muon": peer(lambda hidden, others: [TORCH_MUON(hidden), fused_adamw(others)]),
-        "dion-muon": peer(dion_muon),
         "dense-muon": method("dense", MUON),
         "sparta-muon": method("sparta", MUON, **SPARTA),
         "quantized_update-muon": method("quantized_update", MUON),
         "quantized_update-muon-no-bases": method("quantized_update", MUON, whiten_every=0),
         "quantized_update-muon-2": method("quantized_update", MUON, interval=2),
         "quantized_update-muon-2-no-bases": method("quantized_update", MUON, interval=2, whiten_every=0),
+        "dion-muon": peer(dion_muon),  # last, because its kernels are tuned for a long time
     },
 }
 
@@ -187,27 +187,40 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
     return {"launches": len(own), **milliseconds, "ms_by_kernel": by_kernel}
 
 
-def method_steps(result: Path, smoke: bool, shard: str, group: str, only: str = "") -> None:
-    """Time the rows of a group, or those in `only`, on the rows of each tensor that one of `shard` ranks has."""
-    if unknown := [name for name in names(only) if name not in GROUPS[group]]:
+def part_of(model: str, ranks: int, group: str) -> LocalModel:
+    """Return what one of `ranks` ranks with a shard of the model updates: with AdamW its rows of each tensor, with Muon
+    the whole matrices of its part of the layers, and its rows of the other tensors.
+    """
+    workload = WORKLOADS[model]
+    if group != "muon":
+        return workload.local(ranks)
+    layers, whole, local = workload.layers // ranks, workload.whole(), workload.local(ranks)
+    numbers = [i for i, name in enumerate(whole.names) if (layer_of(name) or 0) < layers]
+    shapes = [whole.shapes[i] if whole.is_hidden(i) else local.shapes[i] for i in numbers]
+    return LocalModel(tuple(whole.names[i] for i in numbers), tuple(shapes), whole.hidden_names)
+
+
+def method_steps(result: Path, smoke: bool, name: str, shard: str, group: str, only: str = "") -> None:
+    """Time the rows of a group, or those in `only`, for one of `shard` ranks with a shard of the model."""
+    if unknown := [row for row in names(only) if row not in GROUPS[group]]:
         raise ValueError(f"{group} has no row {unknown[0]!r}, only {', '.join(GROUPS[group])}")
     clock, ranks = clock_of(smoke, REPEATS), int(shard)
-    model = LocalModel(SMOKE_NAMES, local_shapes(SMOKE, ranks)) if smoke else WORKLOADS[MODEL].local(ranks)
-    found: dict[str, Any] = {"model": MODEL, "shard": ranks, "copy_bandwidth": clock.bandwidth}
+    model = LocalModel(SMOKE_NAMES, local_shapes(SMOKE, ranks)) if smoke else part_of(name, ranks, group)
+    found: dict[str, Any] = {"model": name, "shard": ranks, "entries": model.entries, "copy_bandwidth": clock.bandwidth}
     found |= {"baselines": [*BASELINES], "methods": {}, "profiles": {}}
     rows = BASELINES | {name: GROUPS[group][name] for name in names(only) or GROUPS[group]}
-    for name, make in rows.items():
+    for row, make in rows.items():
         try:
             figures, clipped = (measure(make, model, clock, clips) for clips in (False, True))
         except ModuleNotFoundError as error:
-            print(f"{name}: left out, {error}", flush=True)
+            print(f"{row}: left out, {error}", flush=True)
         except Exception as error:  # of torch, Triton or the method; the other methods are measured nevertheless
-            found["methods"][name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
-            print(f"{name}: {found['methods'][name]['failed']}", flush=True)
+            found["methods"][row] = {"failed": f"{type(error).__name__}: {error}"[:600]}
+            print(f"{row}: {found['methods'][row]['failed']}", flush=True)
         else:
-            found["profiles"][name] = clipped.pop("profile")
-            found["methods"][name] = figures | {"clipped": clipped}
-            print(f"{name}: {figures['ms']:.3f} ms, with clipping {clipped['ms']:.3f} ms", flush=True)
+            found["profiles"][row] = clipped.pop("profile")
+            found["methods"][row] = figures | {"clipped": clipped}
+            print(f"{row}: {figures['ms']:.3f} ms, with clipping {clipped['ms']:.3f} ms", flush=True)
         write(result, found)
-    if failed := [name for name, one in found["methods"].items() if "failed" in one]:
+    if failed := [row for row, one in found["methods"].items() if "failed" in one]:
         raise RunError(f"not timed: {', '.join(failed)}")

@@ -4,7 +4,7 @@ python -m scripts.gpu.report results/gpu/DEVICE    # writes report.md there
 """
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,10 @@ def correctness(results: dict[str, Any]) -> Iterator[str]:
             f"tests/gpu in {tests['processes']} processes: {tests['passed']} passed, {len(tests['failed'])} failed, "
             f"{tests['skipped']} skipped, {tests['seconds']:.0f} s.{failed}"
         )
-    sanitizer = results.get("sanitizer", {})
-    yield sanitizer.get("note", "")
-    yield markdown([{"test": row["test"], "said": row["said"]} for row in sanitizer.get("cases", ())])
+    for found in (results[name] for name in ("sanitizer", "races") if name in results):
+        yield found.get("note", "")
+        keys = ("tool", "test", "said")
+        yield markdown([{key: row[key] for key in keys if key in row} for row in found.get("cases", ())])
 
 
 # ------------------------------------------------------------------------------------------------- speed
@@ -129,7 +130,11 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
         yield f"Milliseconds with tiles of several sizes, {tried['entries']:,} entries in large matrices:"
         yield markdown(tile_rows(tried["tiles"]))
     for steps in (one for name, one in results.items() if name.startswith("methods")):
-        yield f"Steps of {steps['model']}, shard 1 of {steps.get('shard', 1)}, one of 8 replicas; nothing is sent."
+        entries = f", {steps['entries']:,} entries" if "entries" in steps else ""
+        yield (
+            f"Steps of {steps['model']}, shard 1 of {steps.get('shard', 1)}{entries}, one of 8 replicas; "
+            "nothing is sent."
+        )
         if "baselines" not in steps:
             yield "Gradients were drawn once: some steps clipped, others did not, and Radius's mask had all entries."
         yield markdown(method_rows(steps))
@@ -140,7 +145,10 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
     traffic = results.get("traffic", {})
     yield traffic.get("note", "")
     if counted := traffic.get("counted"):
-        yield "Bytes through device memory as the hardware counts them, and those that a pass must move:"
+        yield (
+            "Bytes through device memory as the hardware counts them, and those that a pass must move. Shares of the "
+            "device's limits and waits for each issued instruction are of the longest kernel of a pass:"
+        )
         yield markdown(traffic_rows(counted, traffic.get("least", {})))
 
 
@@ -209,6 +217,9 @@ def traffic_rows(counted: dict[str, Any], least: dict[str, float]) -> list[Row]:
         factor = (one["read"] + one["written"]) / least[name] if name in least else None
         row = {"pass": name, "launches": one["launches"], "read, GB": number(one["read"], ".2f", 1e-9)}
         row |= {"written, GB": number(one["written"], ".2f", 1e-9), "of the least bytes": number(factor, ".2f")}
+        row |= {f"{key}, %": number(value, ".0f") for key, value in one.get("shares", {}).items()}
+        most = sorted(one.get("stalls", {}).items(), key=lambda stall: -stall[1])[:4]
+        row["waits of a warp, cycles"] = joined([f"{name} {cycles:.1f}" for name, cycles in most])
         rows.append(row)
     return rows
 
@@ -240,22 +251,24 @@ def training(results: dict[str, Any]) -> Iterator[str]:
 
 
 def losses(results: dict[str, Any]) -> Iterator[str]:
-    if quality := results.get("quality"):
-        yield f"{quality['replicas']} simulated replicas; all runs together on one GPU. Arguments of all runs:"
-        yield f"`{' '.join(quality.get('arguments', ()))}`"
-        groups = defaultdict[Any, dict[str, Any]](dict)  # by the steps of the runs
-        for name, run in quality["runs"].items():
-            groups[run.get("steps")][name] = run
-        for runs in groups.values():
-            yield markdown(quality_rows(runs))
-            yield "Training loss by step:"
-            yield markdown(curve_rows(runs))
-        for name, run in quality["runs"].items():
+    for step in results.values():
+        yield f"{step['replicas']} simulated replicas; these runs together on one GPU. Arguments of all of them:"
+        yield f"`{' '.join(step.get('arguments', ()))}`"
+        yield markdown(loss_rows(step["runs"]))
+        yield markdown(
+            [{"run": name, "options": f"`{' '.join(run.get('options', ()))}`"} for name, run in step["runs"].items()]
+        )
+        yield "Training loss by step:"
+        yield markdown(curve_rows(step["runs"]))
+        for name, run in step["runs"].items():
             if error := run.get("error"):
                 yield f"{name} failed:\n\n```text\n{error.strip()}\n```"
+        if "messages" in step:
+            said = "\n".join(step["messages"]) or "none"
+            yield f"Messages of the kernel about the GPU, afterwards:\n\n```text\n{said}\n```"
 
 
-def quality_rows(runs: dict[str, Any]) -> list[Row]:
+def loss_rows(runs: dict[str, Any]) -> list[Row]:
     """Return losses at the last steps that all runs have reached: one run may be cut off before another."""
     last = {kind: last_common([run[kind] for run in runs.values() if run["training"]]) for kind in LOSSES}
     rows = []

@@ -1,8 +1,7 @@
-"""The trainer on one GPU: tokens/s and MFU of Llama-500M, losses of a 50 M Llama with 4 simulated replicas.
+"""The trainer on one GPU: tokens/s and MFU of Llama-500M.
 
-Needs TorchTitan, but no network: the text for Llama-500M and the tokenizer are in the repository, and the text of the
-losses is prepared on any machine with `python -m scripts.study.prepare_text --larger`. The tokenizer uses 4,096 of the
-32,000 entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
+Needs TorchTitan, but no network: text and tokenizer are in the repository. The tokenizer uses 4,096 of the 32,000
+entries that Llama-500M embeds; the computation of a step is the same. Figures are read from the trainer's log.
 """
 
 import re
@@ -12,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ALONE, EMBEDDED, ROOT, RunError, read, write
+from scripts.common import ALONE, EMBEDDED, RunError, read, write
 from scripts.gpu.processes import python, run_together
-from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.data.manifest import MANIFEST
 
 ERROR_PART = 4000  # characters that are stored of the start and of the end of a traceback
 LOGGED = re.compile(
@@ -29,31 +26,21 @@ PLAIN = ["--metrics.no-enable-tensorboard", "--checkpoint.no-enable", "--sample.
 PLAIN += ["--sync.consistency_interval=0"]
 SMOKE = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=3", "--metrics.log_freq=1"]
 SMOKE += ["--lr_scheduler.warmup_steps=1"]
-# A recipe of train_configs/methods, and options.
+# A recipe of train_configs/methods, and options. A replica alone sends nothing, and codes nothing; Muon and
+# `quantized_update` are compared with two simulated replicas.
 OFFLOADED = ("--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master")
+TWO = ("--topology.simulate_replicas=2", "--optimizer.beta1=0.95")
 TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw": ("adamw", ()),
     "adams": ("adams", ()),
     "scape": ("scape", ()),
+    "muon": ("adamw", ("--optimizer.name=Muon", *TWO)),
+    "quantized_update": ("quantized_update", TWO),
     "offload": ("scape", OFFLOADED),
 }
-BATCH, SEQUENCE, STEPS, EVERY = 8, 4096, 40, 10  # tokens/s include the time of writing a log line
-REPLICAS = 4
-MUON = ("--optimizer.name=Muon", "--optimizer.beta1=0.95")
-SCAPE = ("--sync.method=scape", "--sync.scape.density=0.05", "--sync.scape.code=int4")
-SPARTA = ("--sync.method=sparta", "--sync.sparta.interval=3", "--sync.sparta.code=1bit")
-# 1.2 % of the dense bytes, and dense training with the same optimizer. On an H100, AdamW and SCAPE had higher
-# losses at step 60 with twice these rates (docs/benchmarks/gpu.md).
-COMPARED: dict[str, tuple[str, ...]] = {
-    "dense Muon": ("--sync.method=dense", *MUON, "--optimizer.lr=0.016"),
-    "SPARTA, Muon": (*SPARTA, *MUON, "--optimizer.lr=0.032"),
-    "dense AdamW": ("--sync.method=dense", "--optimizer.name=AdamW", "--optimizer.lr=0.002"),
-    "SCAPE": (*SCAPE, "--optimizer.name=AdamS", "--optimizer.lr=0.001"),
-}
-COMPARED_STEPS = 700  # of 65,536 tokens, by default
-# Keys of the trainer's summary that `throughput` and `quality` store.
+BATCH, SEQUENCE, STEPS, EVERY = 16, 4096, 20, 5  # tokens/s include the time of writing a log line
+# Keys of the trainer's summary that `throughput` stores.
 THROUGHPUT = ("seconds_by_phase", "peak_memory_bytes", "predicted_memory_bytes")
-QUALITY = ("planned_bytes_per_step_and_rank", "dense_bytes_per_step_and_rank", "tokens_per_second", "skipped_steps")
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -101,6 +88,7 @@ def train(arguments: dict[str, list[str]], steps: dict[str, int], note: Callable
 def timed(form: str, smoke: bool) -> list[str]:
     """Return the trainer's arguments."""
     recipe, options = TIMED[form]
+    replicas = 2 if TWO[0] in options else 1
     common = [*PLAIN, "--validation.no-enable", "--sync.scape.density_warmup_steps=0", *options]
     if smoke:
         return [f"--job.config_file={EMBEDDED},train_configs/methods/{recipe}.toml", *common, *SMOKE]
@@ -109,9 +97,9 @@ def timed(form: str, smoke: bool) -> list[str]:
         f"--job.config_file={','.join(f'train_configs/{part}.toml' for part in parts)}",
         *OWN_TEXT,
         *common,
-        *(f"--training.local_batch_size={BATCH}", f"--training.global_batch_size={BATCH}"),
+        *(f"--training.local_batch_size={BATCH // replicas}", f"--training.global_batch_size={BATCH}"),
         *(f"--training.seq_len={SEQUENCE}", f"--training.steps={STEPS}", f"--metrics.log_freq={EVERY}"),
-        *("--lr_scheduler.warmup_steps=10", "--compile.enable", "--activation_checkpoint.mode=none"),
+        *("--lr_scheduler.warmup_steps=5", "--compile.enable", "--activation_checkpoint.mode=none"),
     ]
 
 
@@ -150,58 +138,3 @@ def measured(points: list[dict[str, float]]) -> dict[str, Any]:
         "mfu_causal_percent": mfu * causal / (causal + 6.0 * model.layers * model.width * model.sequence),
         "memory_gib": max(point["gib"] for point in points),
     }
-
-
-def compared(smoke: bool) -> list[str]:
-    """Return the trainer's arguments that all runs have in common."""
-    common = [f"--job.config_file={EMBEDDED}", *PLAIN]
-    if smoke:
-        return [*common, "--topology.simulate_replicas=2", "--validation.steps=1", "--validation.seq_len=32"]
-    common += [f"--topology.simulate_replicas={REPLICAS}", "--training.local_batch_size=32", "--training.seq_len=512"]
-    common += ["--metrics.log_freq=20", "--model.flavor=50M", "--training.mixed_precision_param=bfloat16"]
-    for section in ("training", "validation"):
-        common += [f"--{section}.dataset=prepared", f"--{section}.dataset_path={TEXT.relative_to(ROOT)}"]
-    common += ["--validation.seq_len=512", "--validation.local_batch_size=32", "--validation.steps=-1"]
-    return [*common, "--compile.enable"]
-
-
-def length(smoke: bool, steps: int) -> list[str]:
-    """Return the trainer's arguments that depend on the number of steps."""
-    if smoke:
-        return [*SMOKE, "--sync.scape.density_warmup_steps=2", "--validation.freq=3"]
-    start = steps // 20
-    found = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={start}", f"--validation.freq={steps // 4}"]
-    return [*found, f"--sync.scape.density_warmup_steps={start}"]
-
-
-def quality(result: Path, smoke: bool, steps: str = str(COMPARED_STEPS)) -> None:
-    """Compare methods after this number of steps, or two numbers: with Muon, and with AdamW or AdamS.
-
-    All runs share the GPU and begin at the same time, because the host limits a run of a small model. Raises RunError
-    if a run failed.
-    """
-    common, (muon, adam) = compared(smoke), ([int(number) for number in steps.split(",")] * 2)[:2]
-    numbers = {name: 3 if smoke else muon if MUON[0] in options else adam for name, options in COMPARED.items()}
-    own = {name: [*options, *length(smoke, numbers[name])] for name, options in COMPARED.items()}
-    found: dict[str, Any] = {"arguments": common, "replicas": 2 if smoke else REPLICAS, "runs": {}}
-    if not smoke:
-        found["text"] = read(TEXT / MANIFEST)
-        found["text"]["source"].pop("path", None)  # differs between machines
-
-    def note(runs: dict[str, Any]) -> None:
-        for name, run in runs.items():
-            points, summary = run["points"], run["summary"]
-            found["runs"][name] = {
-                "options": own[name],
-                "steps": numbers[name],
-                "training": [[point["step"], point["loss"]] for point in points],
-                "validation": run["validation"],
-                "tokens_per_second_by_step": [[point["step"], point["tps"]] for point in points],
-                **{key: run[key] for key in ("exit_code", "error")},
-                **{key: summary.get(key) for key in QUALITY},
-            }
-        write(result, found)
-        last = {name: run["training"][-1] for name, run in found["runs"].items() if run["training"]}
-        print(", ".join(f"{name}: step {step:.0f}, loss {loss:.3f}" for name, (step, loss) in last.items()), flush=True)
-
-    train({name: [*common, *own[name]] for name in COMPARED}, numbers, note)

@@ -175,7 +175,7 @@ EXCHANGES: dict[str, Callable[..., list[Tensor]]] = {
     "sparta": partial(sparta, replicas=3, dtype=torch.float32, code="1bit_unbiased", warmup_steps=2),
     # The exchanges of a run of 51.9 M parameters that ended with a CUDA error (docs/benchmarks/gpu.md).
     "sparta, many steps": partial(
-        sparta, replicas=4, dtype=torch.float32, code="1bit", interval=3, warmup_steps=33, steps=3 if SMOKE else 200
+        sparta, replicas=4, dtype=torch.float32, code="1bit", interval=3, warmup_steps=33, steps=3 if SMOKE else 80
     ),
     "sparta, owner errors": partial(sparta, replicas=5, dtype=torch.float32, code="2bit", warmup_steps=0),
     "quantized": partial(quantized, replicas=3, code="int4"),

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from scripts.common import RESULTS, ROOT, RunError, read, write
-from scripts.gpu import check, machine, method_steps, methods, timing
+from scripts.gpu import check, losses, machine, method_steps, methods, timing
 from scripts.gpu.correctness import OUTCOME, outcomes
 from scripts.gpu.passes import draw
 from scripts.gpu.processes import run_limited
 from scripts.gpu.report import write_report
-from scripts.gpu.training import COMPARED, LOGGED, TIMED, VALIDATED, compared, length, measured, parse, timed
+from scripts.gpu.training import LOGGED, TIMED, VALIDATED, measured, parse, timed
 from tests import server
 from torchtitan_scape.methods.registry import METHODS
 
@@ -227,7 +227,7 @@ def test_rows_of_the_methods_step_can_be_selected(
     monkeypatch.setattr(method_steps, "GROUPS", {"muon": rows})
     monkeypatch.setattr(method_steps, "BASELINES", {"fused AdamW": method_steps.BASELINES["fused AdamW"]})
     path = tmp_path / "found.json"
-    method_steps.method_steps(path, True, "8", "muon", "torch-muon,dion-muon,one")
+    method_steps.method_steps(path, True, "llama_500m", "8", "muon", "torch-muon,dion-muon,one")
     found = read(path)
     assert [*found["methods"]] == [*found["profiles"]] == ["fused AdamW", "torch-muon", "one"]
     assert all(each["ms"] > 0 and each["clipped"]["ms"] > 0 for each in found["methods"].values())
@@ -236,9 +236,9 @@ def test_rows_of_the_methods_step_can_be_selected(
     assert len(set(drawn)) == len(drawn) >= 6, "gradients are drawn before every step"
 
     with pytest.raises(RunError, match="not timed: none"):
-        method_steps.method_steps(path, True, "1", "muon", "none")
+        method_steps.method_steps(path, True, "llama_500m", "1", "muon", "none")
     with pytest.raises(ValueError, match="muon has no row 'dense', only torch-muon, dion-muon"):
-        method_steps.method_steps(path, True, "1", "muon", "dense")
+        method_steps.method_steps(path, True, "llama_500m", "1", "muon", "dense")
 
 
 def test_other_optimizers_clip_only_if_asked() -> None:
@@ -332,8 +332,10 @@ def test_the_trainer_accepts_the_timed_and_compared_runs() -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse as parse_arguments
 
-    losses = [[*compared(False), *options, *length(False, 700)] for options in COMPARED.values()]
-    for arguments in [timed(form, False) for form in TIMED] + losses:
+    repeated = [*losses.common(False), *losses.REPEATED, *losses.length(False, losses.REPEATED_STEPS)]
+    for arguments in (
+        [timed(form, False) for form in TIMED] + [losses.arguments(False, name) for name in losses.RUNS] + [repeated]
+    ):
         config = parse_arguments(arguments)
         check_config(config, "cpu")
         assert not config.checkpoint.enable and config.sync.consistency_interval == 0
