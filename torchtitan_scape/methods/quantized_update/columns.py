@@ -14,6 +14,7 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import exchange_passes
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.common.launching import AddressTable
+from torchtitan_scape.kernels.common.ordered import divisor_of
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.owned import Part
@@ -132,11 +133,12 @@ class Columns:
                 torch.sum(received.view(torch.float32), 0, out=row)
             else:
                 code.decode_and_sum(received, row)
-            self._store_row(column, row.div_(len(received)), steps)
+            self._store_row(column, row.div_(divisor_of(row, len(received))), steps)
 
     def _store_row(self, column: Column, row: Tensor, steps: int) -> None:
+        divisor = divisor_of(row, steps)
         for s in column.slices[column.owners.index(self._collectives.replica)]:
-            _part(self.gradients, s).copy_(row[s.at : s.at + s.length] / steps)
+            _part(self.gradients, s).copy_(row[s.at : s.at + s.length] / divisor)
 
     def begin_update(self, numbers: Sequence[int], applied: Tensor) -> None:
         """Replace the unsent updates of owned parts by the weights of the owner, if `applied`, bool ()."""
