@@ -237,7 +237,7 @@ def test_rows_of_the_methods_step_can_be_selected(
 
     with pytest.raises(RunError, match="not timed: none"):
         method_steps.method_steps(path, True, "llama_500m", "1", "muon", "none")
-    with pytest.raises(ValueError, match="muon has no row 'dense', only torch-muon, dion-muon"):
+    with pytest.raises(ValueError, match="muon has no row 'dense', only torch-muon, dense-muon"):
         method_steps.method_steps(path, True, "llama_500m", "1", "muon", "dense")
 
 
