@@ -7,8 +7,8 @@ from typing import Any
 from scripts.common import RunError
 from torchtitan_scape.core.extras import import_advice
 
-# Okabe and Ito's colours without yellow, which is hard to see on white.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colors without yellow, which is hard to see on white.
+COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP*X<>"
 LINEAR = 5.0  # percent; an axis of gaps that are much larger is logarithmic above
 GAP_TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 100)
@@ -17,7 +17,7 @@ GAP_TICKS = (-20, -15, -10, -8, -6, -4, -2, 0, 2, 4, 6, 10, 15, 20, 30, 40, 60, 
 def look(i: int, dense: bool) -> dict[str, Any]:
     """Return the style of the i-th method's line; dense ones are dashed."""
     return {
-        "color": COLOURS[i % len(COLOURS)],
+        "color": COLORS[i % len(COLORS)],
         "marker": MARKERS[i % len(MARKERS)],
         "linestyle": "--" if dense else "-",
     }

@@ -212,7 +212,7 @@ class ReplicaCollectives(OwnerExchange):
         return self._pair_mean(tensor, draw)
 
     def partner(self, draw: int) -> int | None:
-        """Return the position of this replica's partner on the outermost level; None if it rests in this draw."""
+        """Return the position of this replica's partner on the outermost level; None if it has no partner."""
         return partners(self.levels[-1].size, draw)[self.levels[-1].group_rank] if self.levels else None
 
     def pair_mean_chunked(self, source: Source, draw: int) -> None:

@@ -39,9 +39,9 @@ from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, fi
 from torchtitan_scape.huggingface.families import FAMILIES, check_same, resolve_tie
 from torchtitan_scape.huggingface.folder import (
     CONFIG,
+    atomic_folder,
     check_finite,
     read_folder,
-    whole_or_not,
     write_json,
     write_weights,
 )
@@ -124,7 +124,7 @@ def export(options: argparse.Namespace, keys: list[str]) -> None:
     """
     resolved = resolve(["--job.config_file", options.config, *keys])
     config, dtype = resolved.config, DTYPES[options.dtype]
-    with whole_or_not(options.output) as part:
+    with atomic_folder(options.output) as part:
         path = choose(options.checkpoint, config)
         saved = open_checkpoint(path)
         spec, args, model = whole_model(config)
@@ -179,7 +179,7 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
     """Write a checkpoint with the model alone, FP32. Raises ValueError for a model other than the recipe's."""
     config = resolve(["--job.config_file", options.config, *keys]).config
     spec, args, model = whole_model(config)
-    with whole_or_not(options.output) as part:
+    with atomic_folder(options.output) as part:
         described, theirs = read_folder(options.model)
         check_finite(theirs, str(options.model))
         adapter = spec.state_dict_adapter(args, None)

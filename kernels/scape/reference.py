@@ -194,7 +194,7 @@ def pack_(
         payload.copy_(values)
 
 
-def synchronised_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
+def synchronized_gradient_(payload: Tensor, last_moment: Tensor, beta1: float) -> None:
     """Replace the averaged payload b by gh = (b - beta1 * q) / (1 - beta1); q is m of the last step on A."""
     payload.sub_(last_moment, alpha=beta1).div_(1.0 - beta1)
 

@@ -51,7 +51,7 @@ def last_moment(common: Tensor, indices: Tensor | None, previous: Tensor | None)
     return torch.where(held, values, 0.0), torch.where(held, 0.0, values)
 
 
-def synchronised_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None:
+def synchronized_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None:
     """Replace the mean of the payloads by gh = (b - beta1 * q) / (1 - beta1).
 
     b is the mean plus the common part of mt. For entries in P that part is beta1 * q, which cancels; for others it is

@@ -41,7 +41,7 @@ class TorchReplicated(TorchPasses):
         sums: list[Tensor] = []
         for i in range(part.first, part.end):
             payload = self.payloads[i]
-            reference.synchronised_gradient_(payload, self._last_moment(i), self.step.rates[i].beta1)
+            reference.synchronized_gradient_(payload, self._last_moment(i), self.step.rates[i].beta1)
             if self.step.rates[i].counted:
                 sums.append(payload.square().sum().view(1))
         return sums
@@ -116,7 +116,7 @@ class TorchSharded(TorchPasses):
         sums: list[Tensor] = []
         for i in self.updater.own:
             payload, (_, released) = self.payloads[i], self._last_of(i)
-            reference_owner.synchronised_gradient_(payload, released, self.step.rates[i].beta1)
+            reference_owner.synchronized_gradient_(payload, released, self.step.rates[i].beta1)
             if self.step.rates[i].counted:
                 sums.append(payload.square().sum().view(1))
         return sums

@@ -202,7 +202,7 @@ def held(trainer: Any) -> dict[str, float]:
     Without levels, FSDP2 creates the gradients in a backward pass: they count as FP32 of the parameters' shapes.
     """
     from torchtitan_scape.core.parameters import local, stored
-    from torchtitan_scape.sharding.base import flat_groups
+    from torchtitan_scape.sharding.base import param_groups_of
 
     optimizers, model = trainer.replica_optimizer, trainer.model_parts[0]
     weights = [stored(p) for p in model.parameters()]
@@ -225,7 +225,7 @@ def held(trainer: Any) -> dict[str, float]:
             optimizer.step()
         kinds["state"] = nbytes([local(t) for state in optimizer.state.values() for t in state.values() if t.ndim])
     with fake_mode:
-        if secondary := nbytes([one for flat in flat_groups(model) for one in secondary_weights(flat)]):
+        if secondary := nbytes([one for flat in param_groups_of(model) for one in secondary_weights(flat)]):
             kinds["secondary weights"] = secondary
     return kinds
 

@@ -191,7 +191,7 @@ def measure_observe(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         assert observation is not None
         observing: dict[int, float] = defaultdict(float)
         steps: dict[int, float] = defaultdict(float)
-        for name in ("before_step", "synchronised", "after_step"):
+        for name in ("before_step", "synchronized", "after_step"):
             setattr(observation, name, timed(observing, lambda: trainer.step, getattr(observation, name)))
         trainer.train_step = timed(steps, lambda: trainer.step, trainer.train_step)  # type: ignore[method-assign]
         train(trainer)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from scripts.common import losses, markdown, megabytes, ms, number
-from scripts.plots import COLOURS, figure, save
+from scripts.plots import COLORS, figure, save
 from scripts.study.grid import BudgetSet, Grid
 from scripts.study.launchers import arrays_of
 from scripts.study.observations import gaps, smooth
@@ -79,8 +79,8 @@ def draw_losses(runs: Runs, title: str, path: Path) -> None:
     base = next(iter(runs.values()))["curves"]
     drawn, axes = figure(1, 3, (16.0, 4.6), title)
     for i, (label, run) in enumerate(runs.items()):
-        curves, style = run["curves"], {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.2, "label": label}
-        style["linestyle"] = "-" if i < len(COLOURS) else "--"
+        curves, style = run["curves"], {"color": COLORS[i % len(COLORS)], "linewidth": 1.2, "label": label}
+        style["linestyle"] = "-" if i < len(COLORS) else "--"
         lines = [smooth(curves["training"], MEAN_OF), smooth(gaps(base, curves), MEAN_OF)]
         validated = dict(map(tuple, base["validation"]))
         lines.append([(step, loss - validated[step]) for step, loss in curves["validation"] if step in validated])
@@ -127,7 +127,7 @@ def draw_frequencies(frequencies: Sequence[Frequency], title: str, path: Path) -
     for axis, (first, steps) in zip(axes[0], windows, strict=True):
         for i, one in enumerate(one for one in frequencies if one.first == first):
             below = 100 * np.cumsum(one.entries[::-1]) / one.entries.sum()
-            style = {"color": COLOURS[i % len(COLOURS)], "label": one.tensor}
+            style = {"color": COLORS[i % len(COLORS)], "label": one.tensor}
             axis.step(below, np.arange(one.steps, -1, -1) / one.steps, where="pre", **style)
         axis.axvline(100 * frequencies[0].density, color="gray", linestyle="--", linewidth=1)
         axis.set(xscale="log", xlim=(0.01, 100), xlabel="indices, the most frequent first (%)")

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.plots import COLOURS, LINEAR, MARKERS, figure, gap_axis, log_above, look, save
+from scripts.plots import COLORS, LINEAR, MARKERS, figure, gap_axis, log_above, look, save
 from scripts.study import costs, curves, line_figures, observations
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
@@ -17,7 +17,7 @@ from scripts.study.sweep_tables import PHASES, Cell, cells_of
 START = 0.1  # share of the steps before which losses are not drawn
 BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
 SECOND_TICKS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
-PHASE_COLOURS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
+PHASE_COLORS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
 # Places of a label, in points from its mark, the nearest first.
 PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for y in (-0.4, 0.8, -1.6) for x in (1, -1)]
 KINDS = ("training", "validation")
@@ -106,7 +106,7 @@ def _panel(
     for entry in (entry for entry in shown if entry.gaps(reference)):
         gaps, number = entry.gaps(reference), families.index(family(entry))
         low, high = min(low, *gaps), max(high, *gaps)
-        style = {"color": COLOURS[1 + number % (len(COLOURS) - 1)], "marker": MARKERS[number % len(MARKERS)]}
+        style = {"color": COLORS[1 + number % (len(COLORS) - 1)], "marker": MARKERS[number % len(MARKERS)]}
         axis.plot([x(entry)] * len(gaps), gaps, ".", color=style["color"], markersize=4, alpha=0.7)
         face = "white" if len(gaps) == 1 else style["color"]
         mark = {"linestyle": "none", "markersize": 8, "markeredgewidth": 2, "markerfacecolor": face}
@@ -126,8 +126,8 @@ def _name_marks(drawn: Any, axes: Sequence[Any], panels: Sequence[tuple[Budget, 
         named = [line for line in axis.get_lines() if line.get_gid()]
         marks += [(line.get_gid(), line.get_xdata()[0], line.get_ydata()[0], line.get_color()) for line in named]
         taken: list[Any] = []
-        for label, x, y, colour in sorted(marks, key=lambda mark: mark[2]):
-            note = axis.annotate(label, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=colour)
+        for label, x, y, color in sorted(marks, key=lambda mark: mark[2]):
+            note = axis.annotate(label, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=color)
             for place in ((-3, 1), *((-90 * i, 1) for i in range(1, 5))) if x == right else PLACES:
                 note.set_position(place)
                 note.set_ha("left" if place[0] > 0 else "right")
@@ -223,7 +223,7 @@ def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
         labels, starts = [cell["label"] for cell in cells], [0.0] * len(cells)
         for phase, name in PHASES.items():
             widths = [1e3 * (cell["phases"].get(phase) or 0.0) for cell in cells]
-            bottom.barh(labels, widths, left=starts, color=PHASE_COLOURS[phase], label=name)
+            bottom.barh(labels, widths, left=starts, color=PHASE_COLORS[phase], label=name)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         bottom.invert_yaxis()
         bottom.set(xlabel=f"step with {sizes[-1]} ranks (ms, medians of the phases)")

@@ -127,7 +127,7 @@ def load_arrays(path: Path) -> dict[str, Any]:
 
 
 def thin(curve: Curve) -> list[list[float]]:
-    """Return at most CURVE_POINTS points: the first step, then means of step and loss over neighbours."""
+    """Return at most CURVE_POINTS points: the first step, then means of step and loss over neighbors."""
     rest = curve[1:]
     size = max(1, -(-len(rest) // (CURVE_POINTS - 1)))
     groups = [curve[:1], *(rest[i : i + size] for i in range(0, len(rest), size))]

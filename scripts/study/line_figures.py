@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from scripts.common import ROOT
-from scripts.plots import COLOURS, LINEAR, figure, gap_axis, log_above, save
+from scripts.plots import COLORS, LINEAR, figure, gap_axis, log_above, save
 from scripts.study.entries import Budget, budgets_of
 from scripts.study.grid import Grid
 from scripts.study.store import Store
@@ -26,7 +26,7 @@ NAMES, TEXTS = 11, 9.5  # points
 BYTE_TICKS = (0.1, 0.3, 1, 3, 10, 30, 100)  # percent
 MARKERS = "osD^vphd<>"  # shapes with an area: hollow and filled ones look different
 DASHES = ("-", "--", ":", "-.")  # from the most replicas to the fewest
-LINE_COLOURS = (*COLOURS[1:], "#8B4513", "#7B3FA0")
+LINE_COLORS = (*COLORS[1:], "#8B4513", "#7B3FA0")
 DENSE = "#000000"
 REFERENCE = "#777777"  # of published gaps
 NOTE = "error bars: range over seeds; hollow marks: one seed"
@@ -53,7 +53,7 @@ class Label:
 
     text: str
     at: Sequence[tuple[float, float]]
-    colour: str
+    color: str
     size: float = NAMES
 
 
@@ -131,9 +131,9 @@ def _lines(grid: Grid, one: Budget, base: str) -> dict[str, list[Point]]:
 
 
 def _style(grid: Grid, name: str) -> dict[str, str]:
-    """Return colour and marker of a line, the same in all panels."""
+    """Return color and marker of a line, the same in all panels."""
     number = list(grid.report["lines"]).index(name)
-    return {"color": LINE_COLOURS[number % len(LINE_COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    return {"color": LINE_COLORS[number % len(LINE_COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def _millions(count: float) -> str:
@@ -176,14 +176,14 @@ def _set_gaps(axis: Any, base: str, gaps: Iterable[float]) -> None:
 
 
 def _write_labels(drawn: Any, axes: Iterable[Any], labels: Iterable[list[Label]]) -> None:
-    """Write the labels of each axis where they cover least, far from lines of other colours and near their own."""
+    """Write the labels of each axis where they cover least, far from lines of other colors and near their own."""
     drawn.draw_without_rendering()
     for axis, of_axis in zip(axes, labels, strict=True):
         ink, frame, legend = _ink(axis), axis.get_window_extent(), axis.get_legend()
         taken = [legend.get_window_extent()] if legend else []
         for label in sorted(of_axis, key=lambda label: len(label.at)):
             weight = "bold" if label.size == NAMES else "normal"
-            style = {"fontsize": label.size, "fontweight": weight, "color": label.colour}
+            style = {"fontsize": label.size, "fontweight": weight, "color": label.color}
             note = axis.annotate(label.text, label.at[0], xytext=(0, 0), textcoords="offset points", **style)
             costs = dict[tuple[Any, Any], float]()
             for at, place in itertools.product(label.at, PLACES):
@@ -192,7 +192,7 @@ def _write_labels(drawn: Any, axes: Iterable[Any], labels: Iterable[list[Label]]
                 outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
                 overlaps = outside + sum(map(box.padded(3).overlaps, taken))
                 covered = sum(_count(points, box, 2) for points in ink.values())
-                others = (points for colour, points in ink.items() if colour not in (DENSE, label.colour))
+                others = (points for color, points in ink.items() if color not in (DENSE, label.color))
                 near = sum(_count(points, box, 9) for points in others)
                 costs[at, place] = 1000 * overlaps + 2 * covered + 0.5 * near + 0.5 * max(map(abs, place))
             _move(note, *min(costs, key=costs.__getitem__))
@@ -213,7 +213,7 @@ def _count(points: Any, box: Any, margin: float) -> int:
 
 
 def _ink(axis: Any) -> dict[str, Any]:
-    """Return points 4 pixels apart on lines, error bars and markers of an axis by colour, in pixels, (points, 2)."""
+    """Return points 4 pixels apart on lines, error bars and markers of an axis by color, in pixels, (points, 2)."""
     from matplotlib.colors import to_hex
 
     lines = [line for line in axis.get_lines() if len(line.get_xydata())]
@@ -221,8 +221,8 @@ def _ink(axis: Any) -> dict[str, Any]:
     for bars in axis.collections:
         paths += [(to_hex(bars.get_color()[0]), axis.transData.transform(one)) for one in bars.get_segments()]
     found = dict[str, list[Any]]()
-    for colour, path in paths:
+    for color, path in paths:
         parts = [np.linspace(a, b, 2 + int(np.hypot(*(b - a)) / 4)) for a, b in itertools.pairwise(path)]
         marks = [path + shift for shift in itertools.product((-6, 0, 6), repeat=2)]
-        found.setdefault(to_hex(colour).upper(), []).extend([*parts, *marks])
-    return {colour: np.concatenate(parts) for colour, parts in found.items()}
+        found.setdefault(to_hex(color).upper(), []).extend([*parts, *marks])
+    return {color: np.concatenate(parts) for color, parts in found.items()}

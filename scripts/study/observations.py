@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scripts.common import markdown, number
-from scripts.plots import COLOURS, figure, save
+from scripts.plots import COLORS, figure, save
 from scripts.study.grid import Grid
 from scripts.study.launchers import ARRAYS, arrays_of
 from scripts.study.store import Store
@@ -17,7 +17,7 @@ from scripts.study.sweep_tables import Row
 from torchtitan_scape.observe import record
 from torchtitan_scape.observe.figures import HIGHEST, LINEAR, LOWEST, PER_OCTAVE
 
-OPTIMIZERS = {"adamw": ("AdamW", COLOURS[1]), "adams": ("AdamS", COLOURS[2])}
+OPTIMIZERS = {"adamw": ("AdamW", COLORS[1]), "adams": ("AdamS", COLORS[2])}
 SHOWN = 3  # tensors in figures of distributions and residuals: the paper's
 BINS = 120  # of a signed histogram in a figure
 BETA1 = 0.9  # of all recipes
@@ -89,8 +89,8 @@ def _signed(axis: Any, both: Runs) -> None:
         half = min(-(-inside // joined), LINEAR // 2 // joined) * joined  # 0 is an edge
         middle = slice(LINEAR // 2 - half, LINEAR // 2 + half)
         drawn, edges = counts[middle].reshape(-1, joined).sum(1), edges[middle.start : middle.stop + 1 : joined]
-        label, colour = OPTIMIZERS[name]
-        axis.stairs(drawn / counts.sum() / np.diff(edges), edges, color=colour, label=label, linewidth=1.2)
+        label, color = OPTIMIZERS[name]
+        axis.stairs(drawn / counts.sum() / np.diff(edges), edges, color=color, label=label, linewidth=1.2)
         reach = max(reach, edges[-1])
     axis.set(xlim=(-reach, reach), xlabel="g")
     axis.ticklabel_format(axis="both", style="sci", scilimits=(-2, 3))
@@ -103,8 +103,8 @@ def _logarithmic(axis: Any, both: Runs) -> None:
         counts = figures["log2"]
         below = np.cumsum(counts) / counts.sum()
         low, high = min(low, edges[np.searchsorted(below, 2e-3)]), max(high, edges[np.flatnonzero(counts)[-1] + 1])
-        label, colour = OPTIMIZERS[name]
-        axis.stairs(counts / counts.sum() * PER_OCTAVE, edges, color=colour, label=label, linewidth=1.2)
+        label, color = OPTIMIZERS[name]
+        axis.stairs(counts / counts.sum() * PER_OCTAVE, edges, color=color, label=label, linewidth=1.2)
     axis.set(xlim=(low, high), xlabel="log2 |g|", ylabel="share per octave")
 
 
@@ -143,7 +143,7 @@ def overlaps(runs: Runs, name: str, path: Path) -> None:
         for axis, (first, last) in zip(row, stretches, strict=True):
             for i, tensor in enumerate(tensors_of(runs)):
                 of = [r for r in run["rows"] if r.tensor == tensor and first <= r.step <= last]
-                axis.plot([r.step for r in of], [r.overlap for r in of], color=COLOURS[i], label=tensor, linewidth=1.2)
+                axis.plot([r.step for r in of], [r.overlap for r in of], color=COLORS[i], label=tensor, linewidth=1.2)
             axis.axhline(density, color="gray", linestyle="--", linewidth=1, label=f"chance, {100 * density:g} %")
             noise = [(step, overlap_of_noise(step, density)) for step in range(max(2, first), last + 1)]
             axis.plot(*zip(*noise, strict=True), color="gray", linestyle=":", linewidth=1.5, label=NOISE)
@@ -159,23 +159,23 @@ def residuals(runs: Runs, name: str, path: Path) -> None:
     drawn, axes = figure(3, SHOWN, (5.0 * SHOWN, 9.6))
     drawn.suptitle(f"{name}: after the switch to top-k of every tensor, with error feedback (Figure 3)")
     top = axes[0]
-    for method, (label, colour) in OPTIMIZERS.items():
+    for method, (label, color) in OPTIMIZERS.items():
         plain, switched = runs[method]["curves"], runs[f"{method}-topk"]["curves"]
         gap, start = gaps(plain, switched), switched["norm"][0][0]
-        top[0].plot(*zip(*gap, strict=True), color=colour, alpha=0.3, linewidth=0.8)
-        top[0].plot(*zip(*smooth(gap), strict=True), color=colour)
-        top[1].plot(*zip(*switched["residual"], strict=True), color=colour)
-        top[2].plot(*zip(*switched["norm"], strict=True), color=colour, linestyle="--", linewidth=1)
+        top[0].plot(*zip(*gap, strict=True), color=color, alpha=0.3, linewidth=0.8)
+        top[0].plot(*zip(*smooth(gap), strict=True), color=color)
+        top[1].plot(*zip(*switched["residual"], strict=True), color=color)
+        top[2].plot(*zip(*switched["norm"], strict=True), color=color, linestyle="--", linewidth=1)
         before = [(step, value) for step, value in plain["norm"] if step >= start]
         style = {"linestyle": ":", "linewidth": 1, "label": f"{label}: gradient of the dense run"}
-        top[2].plot(*zip(*before, strict=True), color=colour, **style)
+        top[2].plot(*zip(*before, strict=True), color=color, **style)
         for line, kind in ((axes[1], f"{method}-topk"), (axes[2], method)):
             for axis, tensor in zip(line, tensors, strict=False):
                 rows = [row for row in runs[kind]["rows"] if row.tensor == tensor and row.step >= start]
                 steps = [row.step for row in rows]
-                axis.plot(steps, [r.residual for r in rows], color=colour, label=f"{label}: residual", linewidth=1.3)
+                axis.plot(steps, [r.residual for r in rows], color=color, label=f"{label}: residual", linewidth=1.3)
                 sent = {"label": f"{label}: sent", "linewidth": 1, "linestyle": "--"}
-                axis.plot(steps, [r.sent for r in rows], color=colour, **sent)
+                axis.plot(steps, [r.sent for r in rows], color=color, **sent)
     top[0].axhline(0, color="gray", linewidth=0.8)
     titles = ["training loss, top-k minus dense (mean of 10 steps)", "residual norm, model, RMS over replicas"]
     titles += ["norm of the received gradient, model", *(f"top-k: {tensor}" for tensor in tensors)]

@@ -230,5 +230,5 @@ def beyond(best: RunSpec, tried: Sequence[RunSpec]) -> float | None:
     rates = sorted({spec.learning_rate for spec in tried if spec.also == best.also and spec.learning_rate is not None})
     if len(rates) < 2 or best.learning_rate not in (rates[0], rates[-1]):
         return None
-    edge, neighbour = (rates[0], rates[1]) if best.learning_rate == rates[0] else (rates[-1], rates[-2])
-    return float(f"{edge * edge / neighbour:.6g}")
+    edge, neighbor = (rates[0], rates[1]) if best.learning_rate == rates[0] else (rates[-1], rates[-2])
+    return float(f"{edge * edge / neighbor:.6g}")

@@ -161,9 +161,9 @@ class TimedTrainer(ScapeTrainer):
         """Return the median, or the mean for a method that exchanges once in several steps."""
         return (statistics.fmean if self.wanted.get("period", 1) > 1 else statistics.median)(values)
 
-    def summarise(self) -> None:
+    def summarize(self) -> None:
         remaining = self.replica_optimizer.timer.take()  # before the summary takes it
-        super().summarise()
+        super().summarize()
         if self.beside and not self._silent_seconds:
             # After the last step: the gathered weights are arbitrary values, which caches and residuals would keep.
             self._silent_seconds = [self._silent_pass(**self._last_batch) for _ in range(SILENT_PASSES)]

@@ -63,7 +63,7 @@ def test_the_global_batch_and_the_resumed_one_are_equal_for_all_readers(world: i
         for rank in range(world):
             loader = PreparedDataLoader(blend(), 2, S, rank=rank, **options)
             if consumed_by:
-                loader.load_old(consumed_by)
+                loader.load_resharded(consumed_by)
             tokens.update(first_tokens(loader, 2 * loader.each * simulated))
             states.append(loader.state_dict())
         return tokens, states

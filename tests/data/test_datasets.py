@@ -360,7 +360,7 @@ class _Metrics:
 
 
 class _Slow(torch.nn.Module):
-    """Logits that favour the input token; each batch takes 20 ms."""
+    """Logits that favor the input token; each batch takes 20 ms."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def test_partial_documents_are_redistributed(worlds: tuple[int, int], novel: Pat
     assert max(len(json.loads(state[f"dp_rank_{i}"])["tokens"]) for i, state in enumerate(states)) <= 17
     new = [loader(novel, tokenizer, rank, worlds[1]) for rank in range(worlds[1])]
     for one in new:
-        one.load_old(states)
+        one.load_resharded(states)
         found.append(labels(iter(one)))
     left = [json.loads(one.state_dict()[f"dp_rank_{i}"])["tokens"] for i, one in enumerate(new)]
     rows = [json.loads(line) for file in novel.glob("*.jsonl") for line in file.read_text().splitlines()]

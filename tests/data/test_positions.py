@@ -100,7 +100,7 @@ def redealt(data: Any, old: list[Documents], world: int) -> list[Documents]:
     states = [json.loads(json.dumps(reader_.state_dict())) for reader_ in old]
     new = [reader(data, rank, world) for rank in range(world)]
     for reader_ in new:
-        reader_.load_old(states)
+        reader_.load_resharded(states)
     return new
 
 
@@ -168,7 +168,7 @@ def test_tokens_not_yet_yielded_are_kept(texts: Path, tokenizer: Any) -> None:
     n_labels = len(given)
     new = [loader(texts, tokenizer, rank, 3, epochs=1) for rank in range(3)]
     states = [one.state_dict() for one in old]
-    lines = {one.load_old(states) for one in new}
+    lines = {one.load_resharded(states) for one in new}
     assert lines == {"data: the checkpoint has 4 data-parallel ranks; the rest of epoch 0 is divided among 3"}
     for one in new:
         n_labels += sum(labels.numel() for labels in take(iter(one), 1000))
@@ -191,11 +191,11 @@ def test_simulated_replicas_and_real_ranks_have_the_same_state(texts: Path, toke
     state = four.state_dict()
     assert set(state) == {"world_size", *(f"dp_rank_{i}" for i in range(4))}
     again, two = play(4), play(2)
-    assert "continues at its position" in again.load_old([state])
+    assert "continues at its position" in again.load_resharded([state])
     assert all(torch.equal(a, b) for a, b in zip(take(batches, 8), take(iter(again), 8), strict=True))
-    assert "has 4 data-parallel ranks" in two.load_old([state])
+    assert "has 4 data-parallel ranks" in two.load_resharded([state])
     rank = loader(texts, tokenizer, 1, 2)
-    rank.load_old([state])
+    rank.load_resharded([state])
     assert torch.equal(take(iter(rank), 1)[0], take(iter(two), 2)[1])
 
 
@@ -205,9 +205,9 @@ def test_a_mismatched_position_is_refused(texts: Path, tokenizer: Any, tmp_path:
     with pytest.raises(ValueError, match="positions of 2 data-parallel ranks, this run has 1"):
         one.load_state_dict(state)
     with pytest.raises(ValueError, match="no data position dp_rank_1"):
-        one.load_old([state])
+        one.load_resharded([state])
     with pytest.raises(ValueError, match="no data position at all"):
-        one.load_old([])
+        one.load_resharded([])
     for damaged in (
         "",
         "[]",
@@ -231,7 +231,7 @@ def test_other_data_of_the_same_size_are_refused(
         (texts / "other").mkdir(exist_ok=True)
         (texts / "other" / file.name).write_text(file.read_text().replace("<17>", "<71>"))
     other = loader(texts / "other", tokenizer, 0, 1)
-    for load in (other.load_state_dict, lambda state: other.load_old([state])):
+    for load in (other.load_state_dict, lambda state: other.load_resharded([state])):
         with pytest.raises(ValueError, match=r"another text: [0-9a-f]{16}, .*exclude_from_loading=dataloader") as error:
             load(state)
         assert "\n" not in str(error.value)

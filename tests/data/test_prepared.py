@@ -115,7 +115,7 @@ def resumed(old: list[PreparedDataLoader], new: list[PreparedDataLoader]) -> lis
     assert all(state == states[0] for state in states)
     for one in new:
         assert one.saved_state(len(old)).keys() == states[0].keys()
-        assert "continuing after" in one.load_old(states)
+        assert "continuing after" in one.load_resharded(states)
     return new
 
 

@@ -16,7 +16,7 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.planner.candidates import fastest, make_case
+from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.sharding.cost import flat_rows, shard_bytes, shard_memory
 from torchtitan_scape.sharding.levels_options import LevelsOptions
@@ -86,7 +86,7 @@ def test_the_predicted_step_times() -> None:
         given = tomllib.loads(f"given = {{ {''.join(re.findall('with `(.*)`', text))} }}")["given"]
         run = PlannedRun(METHODS[name].options(**given), optimizer, "overlap" in text)
         for speed, cell in zip((400, 100, 30, 10, 1, 0.1), shown, strict=True):
-            case = make_case("vista", 16, "llama_1_8b", network_bandwidth=speed / 8)
+            case = make_request("vista", 16, "llama_1_8b", network_bandwidth=speed / 8)
             seconds = fastest(case, [run]).prediction.step
             assert cell == (f"{seconds:,.0f}" if seconds >= 99.95 else f"{seconds:#.3g}"), (text, speed)
     assert len(rows) == 7

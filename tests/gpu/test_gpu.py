@@ -226,7 +226,7 @@ def test_simulated_replicas_equal_real_replicas_on_a_gpu(selection: str) -> None
                 parameter.grad = gradient
             each[i].step()
 
-        with no_synchronisation():
+        with no_synchronization():
             simulated.run(one)
     for ours, theirs in zip(shared, ranks[0][0], strict=True):
         assert torch.equal(ours.detach(), theirs)
@@ -235,7 +235,7 @@ def test_simulated_replicas_equal_real_replicas_on_a_gpu(selection: str) -> None
 
 
 @contextmanager
-def no_synchronisation() -> Iterator[None]:
+def no_synchronization() -> Iterator[None]:
     if DEVICE == "cpu":
         yield
         return
@@ -253,7 +253,7 @@ def test_no_step_waits_for_the_device(options: dict[str, Any], kernels: str) -> 
     parameters, optimizer = start(**{"density": 0.1, "density_warmup_steps": 3, "kernels": kernels, **options})
     for step in range(min(7, STEPS)):
         draw(step, 0, parameters)
-        with no_synchronisation():
+        with no_synchronization():
             optimizer.step()
 
 
@@ -270,7 +270,7 @@ def test_offload_changes_nothing_and_does_not_wait(update: str, bf16_weights: bo
         optimizer = make_scape(model.named_parameters(), lr=1e-2, density=0.05, **more)
         for step in range(STEPS):
             draw(step, 0, list(model))
-            with no_synchronisation() if step else nullcontext():
+            with no_synchronization() if step else nullcontext():
                 optimizer.step()
         assert len(optimizer.method.passes.storage.windows) == len(offload)
         state = optimizer.state_dict()["replica"]["methods"][0]["tensors"]
@@ -283,7 +283,7 @@ def test_dense_adams_does_not_wait() -> None:
     optimizer = AdamS(parameters, lr=1e-2)
     for step in range(3):
         draw(step, 0, parameters)
-        with no_synchronisation():
+        with no_synchronization():
             optimizer.step()
 
 

@@ -251,10 +251,10 @@ def check_update(
         root = (v / (1 - b2**3)).sqrt()
         # sqrt(v + e) is within sqrt(e) of sqrt(v), and within e / (2 sqrt(v)) to first order.
         root_error = torch.minimum((v_error / (1 - b2**3)).sqrt(), v_error / (1 - b2**3) / root.clamp(min=1e-30))
-        normaliser, error = root + r.eps, root_error + 4 * ULP * (root + r.eps)
-        u = m / (1 - b1**3) / normaliser
-        u_error = m_error / (1 - b1**3) / (normaliser - error).clamp(min=1e-30) + u.abs() * (
-            error / normaliser + 6 * ULP
+        normalizer, error = root + r.eps, root_error + 4 * ULP * (root + r.eps)
+        u = m / (1 - b1**3) / normalizer
+        u_error = m_error / (1 - b1**3) / (normalizer - error).clamp(min=1e-30) + u.abs() * (
+            error / normalizer + 6 * ULP
         )
         if case.staleness is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
             most, columns = case.staleness.most, case.staleness.columns[i]

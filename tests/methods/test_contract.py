@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(params=[case for case in CASES if not is_local(case) and not updates(case)], ids=str)
-def synchronising(request: pytest.FixtureRequest) -> Case:
+def synchronizing(request: pytest.FixtureRequest) -> Case:
     """A case of a `GradientMethod`."""
     return request.param
 
@@ -228,14 +228,14 @@ def test_the_dense_limit_equals_dense_training(case: Case) -> None:
             assert all(close(a, b, case.tolerance) for a, b in zip(rank.given[i], wanted, strict=True)), i
 
 
-def test_a_gradient_scale_of_n_equals_n_times_larger_gradients(synchronising: Case) -> None:
+def test_a_gradient_scale_of_n_equals_n_times_larger_gradients(synchronizing: Case) -> None:
     """If the loss is divided by the global token count, gradients are N times smaller."""
 
     def work(collectives: ReplicaCollectives) -> tuple[list[Tensor], list[Tensor]]:
         found = []
         for scale in (1.0, 2.0):
-            method = make(synchronising, collectives, scale)
-            for number in range(1, synchronising.begins + 4):
+            method = make(synchronizing, collectives, scale)
+            for number in range(1, synchronizing.begins + 4):
                 own = [g / scale for g in gradients(number, collectives.replica)]
                 with torch.no_grad():
                     result = method.synchronize(own, StepInfo(number, torch.tensor(True)))
@@ -246,11 +246,11 @@ def test_a_gradient_scale_of_n_equals_n_times_larger_gradients(synchronising: Ca
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_an_asynchronous_exchange_has_the_same_bits(synchronising: Case) -> None:
+def test_an_asynchronous_exchange_has_the_same_bits(synchronizing: Case) -> None:
     """Including states, although replicas run another collective meanwhile."""
 
     def work(collectives: ReplicaCollectives) -> Played:
-        begun, found = make(synchronising, collectives), Played()
+        begun, found = make(synchronizing, collectives), Played()
         for number in range(1, STEPS + 1):
             with torch.no_grad():
                 step = StepInfo(number, torch.tensor(True))
@@ -263,7 +263,7 @@ def test_an_asynchronous_exchange_has_the_same_bits(synchronising: Case) -> None
             found.kept.append(kept(begun))
         return found
 
-    for one, other in zip(as_replicas(synchronising, 2), run_replicas(2, work), strict=True):
+    for one, other in zip(as_replicas(synchronizing, 2), run_replicas(2, work), strict=True):
         for i in range(STEPS):
             assert all(torch.equal(a, b) for a, b in zip(one.given[i], other.given[i], strict=True))
             assert all(torch.equal(values, other.kept[i][key]) for key, values in one.kept[i].items())

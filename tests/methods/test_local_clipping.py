@@ -27,7 +27,7 @@ def test_local_updates_scale_and_clip_in_one_pass(max_norm: float | None, observ
             if observed:
                 names = [shard.name for shard in method.context.shards]
                 method.observer = SimpleNamespace(
-                    synchronised=lambda of, _, seen=seen, names=names: seen.extend(of(n).clone() for n in names)
+                    synchronized=lambda of, _, seen=seen, names=names: seen.extend(of(n).clone() for n in names)
                 )
             for number in (1, 2, 3):
                 own = [g / scale for g in gradients(number, collectives.replica)]

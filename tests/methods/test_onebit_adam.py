@@ -246,7 +246,7 @@ class Recorder:
     def __init__(self, names: list[str]) -> None:
         self.names, self.seen = names, dict[str, Tensor]()
 
-    def synchronised(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
+    def synchronized(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
         self.seen = {name: gradient(name).clone() for name in self.names}
 
 

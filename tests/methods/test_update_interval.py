@@ -16,9 +16,9 @@ from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
-from torchtitan_scape.methods.update import one_for_several_steps
+from torchtitan_scape.methods.update import scaled_for_steps
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.planner.candidates import fastest, make_case
+from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.dry_run import DryRunCollectives
@@ -197,7 +197,7 @@ def test_muon_orthogonalizes_a_part_of_the_matrices() -> None:
 def test_the_exchange_times_on_the_page_are_those_of_the_planner(
     replicas: int, interval: int, milliseconds: float
 ) -> None:
-    case = make_case("vista", replicas, "llama_1_8b", network_bandwidth=1.0)
+    case = make_request("vista", replicas, "llama_1_8b", network_bandwidth=1.0)
     run = PlannedRun(QuantizedUpdateOptions(update_code="1bit_unbiased", interval=interval), "Muon")
     assert 1e3 * fastest(case, [run]).prediction.exchange == pytest.approx(milliseconds, abs=0.6)
 
@@ -221,7 +221,7 @@ def test_one_step_stands_for_several(rate: Tensor | float) -> None:
             single.step()
             if count % 3 == 2:
                 other.grad = torch.ones(4)
-                with one_for_several_steps(several, 3):
+                with scaled_for_steps(several, 3):
                     several.step()
         after = {key: value for key, value in several.param_groups[0].items() if key != "params"}
         assert after == before and after["lr"] is rate

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    centred = x - x.mean(dim=-1, keepdim=True)
-    return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    centered = x - x.mean(dim=-1, keepdim=True)
+    return centered / (centered.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -206,5 +206,5 @@ def test_an_overflowing_sum_is_logged_and_not_recorded(caplog: pytest.LogCapture
     own = SimpleNamespace(tensors=[Observed("w", ())], _counts=True, _window=None, _step=3, record=record)
     own._whole = lambda one, parts: torch.tensor([1.0, torch.inf])
     with caplog.at_level(logging.WARNING):
-        Observation.synchronised(cast(Any, own), lambda name: torch.empty(0), torch.tensor(True))
+        Observation.synchronized(cast(Any, own), lambda name: torch.empty(0), torch.tensor(True))
     assert "Step 3: the sum of the gradients of w overflows" in caplog.text and not record.histograms

@@ -11,7 +11,7 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner import pass_rates
-from torchtitan_scape.planner.candidates import _predict, make_case
+from torchtitan_scape.planner.candidates import _predict, make_request
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.plan import main
 from torchtitan_scape.planner.run import PlannedRun
@@ -62,7 +62,7 @@ def nothing_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def predicted(method: PlannedRun, folder: Path) -> Prediction:
     passes = for_device(VISTA.device, Links.from_machine(VISTA), folder)
-    case = make_case("vista", 64, "llama_1_8b", assumptions=Assumptions(passes=passes))
+    case = make_request("vista", 64, "llama_1_8b", assumptions=Assumptions(passes=passes))
     layout = plan_layout(case.ranks, ranks_per_node=1, machine=VISTA, replicate=-1, shard=1)
     return _predict(case, layout, method, 1)
 

@@ -31,7 +31,7 @@ from torchtitan_scape.planner.candidates import (
     by_nodes,
     candidates,
     lower_memory_variants,
-    make_case,
+    make_request,
 )
 from torchtitan_scape.planner.plan import main, report
 from torchtitan_scape.planner.run import PlannedRun
@@ -44,7 +44,7 @@ SLOW = ("--network-bandwidth", "1.25")  # one tenth of the nominal bandwidth
 
 
 def on_slow_vista(gigabytes: float = 3.5, **changes: int) -> PlanRequest:
-    return make_case("vista", 64, "llama_1_8b", network_bandwidth=gigabytes, **changes)
+    return make_request("vista", 64, "llama_1_8b", network_bandwidth=gigabytes, **changes)
 
 
 def test_slow_links_need_compression_and_fast_ones_do_not() -> None:
@@ -81,7 +81,7 @@ def test_the_gain_at_the_break_even_bandwidth_is_three_percent() -> None:
 )
 def test_the_first_of_the_nearly_fastest_is_recommended(nodes: int, gigabytes: float, name: str) -> None:
     """SCAPE is faster in all these cases."""
-    case = make_case("vista", nodes, "llama_1_8b", network_bandwidth=gigabytes)
+    case = make_request("vista", nodes, "llama_1_8b", network_bandwidth=gigabytes)
     allowed = COMPRESSED if nodes <= 4 else COMPRESSED[:-1]
     steps = {m: best(case, [m]).prediction.step for m in allowed}
     taken = advise(case).compressed.method
@@ -94,7 +94,7 @@ def test_the_first_of_the_nearly_fastest_is_recommended(nodes: int, gigabytes: f
 @pytest.mark.parametrize("nodes", [16, 24, 28, 48])
 def test_a_method_that_gains_is_not_hidden_by_one_that_does_not(nodes: int) -> None:
     """On Frontier, quantized gradients are slower than dense ones, and quantized updates faster from 24 nodes on."""
-    case = make_case("frontier", nodes, "llama_1_8b")
+    case = make_request("frontier", nodes, "llama_1_8b")
     advice, dense = advise(case), best(case, DENSE).prediction.step
     gains = [dense / best(case, [m]).prediction.step for m in COMPRESSED[:3]]
     assert gains[0] < 1.0 and advice.compress is (max(gains) >= 1.03) is (nodes >= 24)
@@ -102,14 +102,14 @@ def test_a_method_that_gains_is_not_hidden_by_one_that_does_not(nodes: int) -> N
 
 def test_one_replica_has_nothing_to_compress() -> None:
     """A single rank has no exchange."""
-    case = make_case("vista", 1, "llama_500m")
+    case = make_request("vista", 1, "llama_500m")
     advice = advise(case)
     assert not advice.compress and advice.dense.prediction.exchange == 0
     assert break_even_bandwidth(case, advice) == 0
 
 
 def test_all_shard_degrees_of_a_node_are_tried_if_they_fit() -> None:
-    case = make_case("frontier", 48, "llama_1_8b")
+    case = make_request("frontier", 48, "llama_1_8b")
     every = candidates(case, DENSE)
     assert {(c.method.optimizer, c.layout.shard) for c in every} == {("Muon", s) for s in (1, 2, 4, 8)}
     assert all(c.layout.replicate * c.layout.shard == 384 for c in every)
@@ -131,7 +131,7 @@ def without_quantized_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_quantized_update")
 def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
-    case = make_case("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.45))
+    case = make_request("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.45))
     coded = min(candidates(case, COMPRESSED[:1]), key=lambda c: c.memory)
     advice = advise(case)
     assert not case.fits(coded) and case.fits(advice.compressed) and advice.compressed.method in SPARSE
@@ -144,7 +144,7 @@ def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
 
 @pytest.mark.usefixtures("without_quantized_update")
 def test_lower_memory_variants_state_their_cost() -> None:
-    case = make_case("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02, assumptions=Assumptions(usable_memory=0.1))
+    case = make_request("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02, assumptions=Assumptions(usable_memory=0.1))
     sparse = advise(case).compressed
     assert isinstance(sparse.method.options, ScapeOptions)
     offload, gather, both = lower_memory_variants(case, sparse)
@@ -159,7 +159,7 @@ def test_lower_memory_variants_state_their_cost() -> None:
 
 
 def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
-    case = make_case("vista", 64, "llama_1_8b")  # 16 sequences per rank, with 3.1 GB each
+    case = make_request("vista", 64, "llama_1_8b")  # 16 sequences per rank, with 3.1 GB each
     assert best(case, DENSE).micro_batch == 8
     for candidate in candidates(replace(case, assumptions=Assumptions(usable_memory=0.37)), DENSE):
         assert candidate.micro_batch in (1, 2) and candidate.memory <= 0.37 * 96e9
@@ -207,9 +207,9 @@ def test_overlap_hides_at_most_two_thirds_of_the_last_micro_batch(options: Metho
 
 
 def test_only_the_default_batch_is_rounded_to_the_ranks() -> None:
-    assert make_case("frontier", 48, "llama_1_8b").batch == 1152
-    assert make_case("frontier", 48, "llama_1_8b", batch=384).batch == 384
-    assert [batch % (n * 8) for n, batch, _ in by_nodes(make_case("frontier", 3, "llama_500m"))] == [0] * 5
+    assert make_request("frontier", 48, "llama_1_8b").batch == 1152
+    assert make_request("frontier", 48, "llama_1_8b", batch=384).batch == 384
+    assert [batch % (n * 8) for n, batch, _ in by_nodes(make_request("frontier", 3, "llama_500m"))] == [0] * 5
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_measured_links_replace_presets(
     said = capsys.readouterr().out
     assert "network 4 GB/s 10 us" in said and "memory bandwidth in the optimizer measured" in said
     assert "nominal" not in said
-    case = make_case("vista", 64, "llama_1_8b", links=read)
+    case = make_request("vista", 64, "llama_1_8b", links=read)
     n = 1831201280
     copied = DenseOptions().cost().memory_traffic(get_workload("llama_1_8b").local(1), 64)[1]
     assert best(case, [PlannedRun(DenseOptions())]).prediction.optimizer == pytest.approx((36 * n + copied) / 1e12)

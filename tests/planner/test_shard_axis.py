@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan_scape.planner.candidates import make_case
+from torchtitan_scape.planner.candidates import make_request
 from torchtitan_scape.planner.plan import main
-from torchtitan_scape.planner.shard_axis import FSDP, LEVELS, WANTED, forms
+from torchtitan_scape.planner.shard_axis import FSDP, LEVELS, WANTED, shard_axis_variants
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b", "--shard-axis", "8")
 
@@ -36,7 +36,7 @@ def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
     assert [one["form"] for one in found] == [FSDP] * 2 + ["ZeRO++"] * 2 + [LEVELS] * 6
     for one in found:
         assert one["step"] == pytest.approx(sum(one[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
-    n = make_case("frontier", 48, "llama_1_8b").workload.parameters
+    n = make_request("frontier", 48, "llama_1_8b").workload.parameters
     # Between nodes: an FP32 all-reduce; with levels an FP32 reduce-scatter and an INT8 all-gather; SCAPE 1 %.
     network = [one["network_bytes"] * 48 / 47 / (n / 8) for one in found]
     assert network[0] == network[2] == pytest.approx(8.0, rel=1e-3)
@@ -46,19 +46,19 @@ def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
 
 def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
     """Without levels. All-gathers cross nodes once per step, and gradients are sent in four bits."""
-    case = make_case("frontier", 4, "llama_1_8b", batch=128)
-    found = forms(case, 32)
+    case = make_request("frontier", 4, "llama_1_8b", batch=128)
+    found = shard_axis_variants(case, 32)
     assert [form.title for form in found] == [FSDP, FSDP, "ZeRO++", "ZeRO++"]
     dense, coded = found[0], found[2]
     assert coded.detail == "int8 + secondary, int8+int4" and coded.network < 0.2 * dense.network
     assert coded.prediction.memory["secondary weights"] > 0
-    one_a_node = forms(make_case("vista", 4, "llama_1_8b"), 4)
+    one_a_node = shard_axis_variants(make_request("vista", 4, "llama_1_8b"), 4)
     assert one_a_node[2].detail == "int8 + secondary, int4" and len(one_a_node) == 4
 
 
 def test_the_gain_is_limited_by_the_time_outside_compute() -> None:
-    case = make_case("frontier", 48, "llama_1_8b")
-    base, *_, levels = forms(case, 8)
+    case = make_request("frontier", 48, "llama_1_8b")
+    base, *_, levels = shard_axis_variants(case, 8)
     assert base.prediction.step / levels.prediction.step < base.prediction.step / base.prediction.compute < WANTED
     slow = replace(case, links=case.links.with_bandwidth("network", 1e8))
     assert base.predict(slow).step / levels.predict(slow).step > 3.0

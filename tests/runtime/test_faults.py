@@ -38,14 +38,14 @@ def forks() -> dict[str, str]:
 class Group:
     """Ranks of tests/runtime/peer.py, at a free endpoint unless the environment has one."""
 
-    def __init__(self, *behaviours: str, **more: str) -> None:
+    def __init__(self, *behaviors: str, **more: str) -> None:
         address, port = free_endpoint().split(":")
-        common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviours)), **more}
+        common = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(behaviors)), **more}
         self.ranks, self._outputs = [], []
-        for rank, behaviour in enumerate(behaviours):
+        for rank, behavior in enumerate(behaviors):
             read_end, write_end = os.pipe()
             environment = {**common, "RANK": str(rank)}
-            self.ranks.append(Process("tests.runtime.peer", [behaviour], environment, files=[0, write_end, write_end]))
+            self.ranks.append(Process("tests.runtime.peer", [behavior], environment, files=[0, write_end, write_end]))
             self._outputs.append(open(read_end))  # noqa: SIM115
             os.close(write_end)
 

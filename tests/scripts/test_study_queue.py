@@ -254,7 +254,7 @@ def test_curves_are_thinned_and_bytes_added_up() -> None:
     curve = [(1, 6.0), *((step, 2.0 + step % 2) for step in range(2, 242))]
     thinned = thin(curve)
     assert len(thinned) <= 60 and thinned[0] == [1, 6.0]
-    assert thinned[1] == [4, 2.4] and thinned[-1][0] < 242, "means of five neighbours"
+    assert thinned[1] == [4, 2.4] and thinned[-1][0] < 242, "means of five neighbors"
     assert cumulative([[(1, 100.0), (3, 10.0)], [(1, 1.0), (3, 1.0)]], [1, 2, 5]) == [[1, 101], [2, 112], [5, 145]]
     assert without_paths("in /a/b.c/file.py: --x=/tmp/y ./outputs/z a/b") == "in file.py: --x=y ./outputs/z a/b"
 

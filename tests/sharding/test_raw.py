@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool, RankError
 from tests.sharding.toy import Run, make, param_group, train, weights
-from torchtitan_scape.sharding.base import entries, flat_groups
+from torchtitan_scape.sharding.base import entries, param_groups_of
 from torchtitan_scape.sharding.options import ShardingOptions
 
 CODED: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8"}
@@ -46,7 +46,7 @@ def restore_default_collectives(run: Run) -> None:
     """Restore FSDP2's own collectives on every group."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-    for flat in flat_groups(run.model):
+    for flat in param_groups_of(run.model):
         group = param_group(flat.modules[0])
         group._all_gather_comm, group._reduce_scatter_comm = DefaultAllGather(), DefaultReduceScatter()
 
@@ -58,7 +58,7 @@ def test_raw_messages_are_the_default(world: int, ranks_per_node: int) -> None:
 
 def groups_and_refusals() -> None:
     run = make(2, ShardingOptions(**CODED))
-    flats = flat_groups(run.model)
+    flats = param_groups_of(run.model)
     assert [flat.name for flat in flats] == ["embedding", "layers.0", "layers.1", "norm+output"]
     assert [flat.number for flat in flats] == [0, 1, 2, 3]
     block = flats[1]
@@ -113,7 +113,7 @@ def dense_is_counted() -> None:
     run, rank = make(2, ShardingOptions()), dist.get_rank()
     train(run, steps=1)
     ring = "node" if rank % 2 == 0 else "network"
-    flats = flat_groups(run.model)
+    flats = param_groups_of(run.model)
     gathered, reduced = (sum(4 * entries(getattr(f, kind)) for f in flats) for kind in ("gathered", "reduced"))
     again = sum(4 * entries(flat.gathered) for flat in flats[:3])  # the last group is not resharded
     assert run.sent == {

@@ -14,7 +14,7 @@ from tests.pool import Pool
 from tests.sharding import literal
 from tests.sharding.test_raw import equal
 from tests.sharding.toy import make, param_group, record_gathers, train
-from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, flat_groups
+from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, param_groups_of
 from torchtitan_scape.sharding.options import ShardingOptions
 
 NODES: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8+int4", "gradients_block": 32}
@@ -31,7 +31,7 @@ def follows_the_literal_form(ranks_per_node: int, codes: dict[str, tuple[str, ..
     for gradients, hops in codes.items():
         options = ShardingOptions(weights_code="int8", gradients_code=gradients, weights_block=32, gradients_block=64)
         run = make(ranks_per_node, options)
-        for flat in flat_groups(run.model):
+        for flat in param_groups_of(run.model):
             group = param_group(flat.modules[0])
             row = entries(flat.gathered)
             rows = [numbers(100 * flat.number + other, row) for other in range(ranks)]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan_scape.sharding import build
-from torchtitan_scape.sharding.base import Sharding, flat_groups
+from torchtitan_scape.sharding.base import Sharding, param_groups_of
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.topology.layout import Layout, plan_layout
 from torchtitan_scape.topology.machines import get_machine
@@ -149,7 +149,7 @@ def weights(run: Run) -> Tensor:
 
 def record_gathers(run: Run) -> Run:
     """Record the output of every all-gather in `run.gathers` from now on."""
-    for flat in flat_groups(run.model):
+    for flat in param_groups_of(run.model):
         group = param_group(flat.modules[0])
         gather = group._all_gather_comm
 

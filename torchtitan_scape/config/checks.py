@@ -90,7 +90,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
 
 
 def import_custom(config: JobConfig) -> None:
-    """Import the module of the user's, which may register model converters, before its names are checked.
+    """Import the user's module, which may register model converters, before its names are checked.
 
     Raises:
         ValueError: It cannot be imported.
@@ -100,7 +100,7 @@ def import_custom(config: JobConfig) -> None:
         return
     try:
         import_module(module)
-    except Exception as error:  # a module of the user's raises what it likes
+    except Exception as error:  # the user's module raises what it likes
         raise ValueError(
             f"[experimental] custom_import = {module!r} cannot be imported: {type(error).__name__}: {one_line(error)}; "
             "correct the module, or add its folder to PYTHONPATH"

@@ -17,7 +17,7 @@ _LARGEST_SIZE = 2**24
 
 @dataclass
 class ModelSizes(Options):
-    """[model.sizes]: sizes in the place of those of the flavor. Keys that are 0 keep the flavor's value. The flavor
+    """[model.sizes]: sizes that override those of the flavor. Keys that are 0 keep the flavor's value. The flavor
     "custom" has no sizes of its own: it needs dim, n_layers, n_heads and vocab_size.
     """
 

@@ -202,7 +202,7 @@ def resolve(arguments: list[str]) -> Resolved:
         raise ValueError(f"command line: {_message_in_box(stderr.getvalue())} {blank}".rstrip()) from None
     except _ArgumentError as error:
         raise ValueError(f"command line: {' '.join(str(error).split())}") from None
-    except Exception as error:  # TorchTitan and a module of the user's raise what they like
+    except Exception as error:  # TorchTitan and the user's module raise what they like
         raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
     sys.stderr.write(stderr.getvalue())  # warnings
     if not isinstance(config, JobConfig):

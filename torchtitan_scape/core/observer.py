@@ -16,7 +16,7 @@ class Observer(Protocol):
     @property
     def names(self) -> Collection[str]: ...
 
-    def synchronised(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
+    def synchronized(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
         """Observe gradients between exchange and clipping, on every rank. Collective.
 
         Args:

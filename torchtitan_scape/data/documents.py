@@ -66,7 +66,7 @@ class Documents:
         raise NotImplementedError
 
     def deal(self, units: list[Units]) -> Units:
-        """Return this reader's part of the rests of an epoch of all old readers."""
+        """Return this reader's share of the documents that the previous readers left unread."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -98,7 +98,7 @@ class Documents:
         self.epoch, self.empty, self.whole = state["epoch"], state["empty"], False
         self.left = copy.deepcopy(state["left"])
 
-    def load_old(self, states: Sequence[dict[str, Any]]) -> str:
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
         """Load this reader's part of the rests of another number of readers. Return a description for the log."""
         first = min(state["epoch"] for state in states)
         last = max(state["epoch"] + len(state["left"]) for state in states)

@@ -160,10 +160,10 @@ class TextDataset(HuggingFaceTextDataset):
         self._data.load_state_dict(position)
         self._restore([position])
 
-    def load_old(self, positions: Sequence[str]) -> str:
+    def load_resharded(self, positions: Sequence[str]) -> str:
         """Continue from the positions of another number of readers. Return a description for the log."""
         old = [self._checked(position) for position in positions]
-        text = self._data.load_old(old)
+        text = self._data.load_resharded(old)
         self._restore(old[self._data.rank :: self._data.world])
         return text
 
@@ -241,19 +241,19 @@ class TextDataLoader(ParallelAwareDataloader):
         """Restore the state of a run with the same number of ranks, so that the batches continue without a gap.
 
         Raises:
-            ValueError: The state is of another number of ranks (see `load_old`) or of other data.
+            ValueError: The state is of another number of ranks (see `load_resharded`) or of other data.
         """
         if not state_dict:
             return
         if state_dict["world_size"] != self.dp_world_size or self._rank_id not in state_dict:
             raise ValueError(
                 f"the checkpoint has the data positions of {state_dict['world_size']} data-parallel ranks, this run "
-                f"has {self.dp_world_size}; load_old must redistribute them"
+                f"has {self.dp_world_size}; load_resharded must redistribute them"
             )
         self._reset_worker()
         self.dataset.load_state_dict({"position": state_dict[self._rank_id]})
 
-    def load_old(self, states: Sequence[dict[str, Any]]) -> str:
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
         """Continue with the data of a run with another (or the same) number of data-parallel ranks.
 
         Not collective: every rank receives all states. The rest of an epoch is divided among the new ranks by the rule
@@ -277,7 +277,7 @@ class TextDataLoader(ParallelAwareDataloader):
             self.load_state_dict(merged)
             return f"data: each of {world} ranks continues at its position"
         self._reset_worker()
-        done = self.dataset.load_old([merged[f"dp_rank_{i}"] for i in range(world)])
+        done = self.dataset.load_resharded([merged[f"dp_rank_{i}"] for i in range(world)])
         return f"data: the checkpoint has {world} data-parallel ranks; {done}"
 
     def _reset_worker(self) -> None:

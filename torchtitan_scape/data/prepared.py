@@ -148,7 +148,7 @@ class PreparedDataLoader(BaseDataLoader):
                 )
         self.seed, self._start_samples, self._batches_yielded = seed, consumed, 0
 
-    def load_old(self, states: Sequence[dict[str, Any]]) -> str:
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
         """Restore the position of a run with another number of readers. Return a line for the log."""
         self.load_state_dict(states[0])
         return f"data: continuing after {self.consumed:,} samples"

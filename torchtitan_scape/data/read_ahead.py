@@ -129,6 +129,6 @@ class ReadAheadLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loader.load_state_dict(state_dict)
 
-    def load_old(self, states: list[dict[str, Any]]) -> str:
-        """Apply `TextDataLoader.load_old`. Return a line for the log."""
-        return self.loader.load_old(states)
+    def load_resharded(self, states: list[dict[str, Any]]) -> str:
+        """Apply `TextDataLoader.load_resharded`. Return a line for the log."""
+        return self.loader.load_resharded(states)

@@ -47,7 +47,7 @@ class SimulatedDataLoader(BaseDataLoader):
         for loader in self.loaders:
             loader.load_state_dict(state_dict)
 
-    def load_old(self, states: Sequence[dict[str, Any]]) -> str:
-        """Apply `TextDataLoader.load_old` to every replica. Return a line for the log."""
-        *_, line = (loader.load_old(states) for loader in self.loaders)
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
+        """Apply `TextDataLoader.load_resharded` to every replica. Return a line for the log."""
+        *_, line = (loader.load_resharded(states) for loader in self.loaders)
         return line

@@ -22,7 +22,7 @@ _DAMAGES = (SafetensorError, ValueError, *_STRUCTURE)
 
 
 @contextmanager
-def whole_or_not(output: Path) -> Iterator[Path]:
+def atomic_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `output` on success and deleted on failure.
 
     Raises:

@@ -47,7 +47,7 @@ class GradientMethod(Method):
         """Return the synchronized gradients, FP32, bitwise equal on all replicas. Collective.
 
         Args:
-            gradients: this replica's gradients, FP32, contiguous and of any shape, one per shard; they may be
+            gradients: This replica's gradients, FP32, contiguous and of any shape, one per shard; they may be
                 overwritten. `core.tensors.flat` returns vectors.
             info: see `Method.step`.
         """

@@ -33,9 +33,9 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
         """Divide the gradients into chunks.
 
         Args:
-            codec: encoding of the messages. Every parameter starts at a multiple of its block size, so that no two
+            codec: Encoding of the messages. Every parameter starts at a multiple of its block size, so that no two
                 parameters share a scale.
-            in_place: the gradients are encoded without a buffer.
+            in_place: The gradients are encoded without a buffer.
         """
         super().__init__(context, options)
         self.codec = codec
@@ -79,7 +79,7 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
         is known.
 
         Args:
-            gradients: as in the last `bind`; those of the chunk exist.
+            gradients: As in the last `bind`; those of the chunk exist.
             applied: `StepInfo.applied`; None during the backward pass, before the check for non-finite gradients.
         """
         chunk = self.chunks[number]

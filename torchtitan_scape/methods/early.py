@@ -16,8 +16,8 @@ class ChunkInFlight(NamedTuple):
     """A chunk whose exchange has started.
 
     Attributes:
-        handle: the collective.
-        finish: stores the result after waiting for it, and updates the method's state.
+        handle: The collective.
+        finish: Stores the result after waiting for it, and updates the method's state.
     """
 
     handle: Handle
@@ -39,9 +39,9 @@ class EarlyExchange(ABC):
     """A method whose gradients are exchanged in chunks that can start before all gradients are complete.
 
     Attributes:
-        collectives: communication with the other replicas.
+        collectives: Communication with the other replicas.
         overlap: `methods.overlap.BackwardOverlap`, if chunks start during the backward pass.
-        arriving: receives the changes of the weights, if they may arrive during the next forward pass.
+        arriving: Receives the changes of the weights, if they may arrive during the next forward pass.
 
     Class attributes:
         sends_weights: True if the exchange ends with changes of the weights, which `arriving` can receive.
@@ -69,7 +69,7 @@ class EarlyExchange(ABC):
         """Start the exchange of a chunk. Collective. Neither gradients nor state change before `finish`.
 
         Args:
-            gradients: those that exist now, None for the others. Those of the chunk exist.
+            gradients: Those that exist now, None for the others. Those of the chunk exist.
         """
 
     def cancel_early(self) -> None:

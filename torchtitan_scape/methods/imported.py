@@ -16,12 +16,12 @@ class CheckpointReader(Protocol):
     """A checkpoint's optimizer state by parameter, as `checkpoint.reader.StateReader` reads it. Calls are collective.
 
     Attributes:
-        path: of the checkpoint.
-        saved: the record of the run that saved, see `checkpoint.metadata`.
-        replicas: of that run.
-        same_count: whether this run has as many replicas.
-        simulated: replicas of this process, 1 for a real one.
-        model_ranks: ranks of a replica of this run.
+        path: Of the checkpoint.
+        saved: The record of the run that saved, see `checkpoint.metadata`.
+        replicas: Of that run.
+        same_count: Whether this run has as many replicas.
+        simulated: Replicas of this process, 1 for a real one.
+        model_ranks: Ranks of a replica of this run.
     """
 
     path: str
@@ -48,7 +48,7 @@ class SavedValues:
     """One quantity of a parameter: `own` of each replica plus `shared`, which all replicas have in common.
 
     Args:
-        reader: has the numbers of replicas, before and now.
+        reader: Has the numbers of replicas, before and now.
         own: FP32 (rows, n) of the replicas whose rows this rank reads; None if all replicas were equal.
         shared: FP32 (n,); None for zeros.
     """
@@ -88,14 +88,14 @@ class ImportedState:
     """The saved state of one parameter on this rank's shard, on the device. None: nothing of the kind was saved.
 
     Attributes:
-        kinds: all tensors as they were saved, flat, see `CheckpointReader`.
-        exp_avg: the first moment.
-        exp_avg_sq: the second moment, if the reader was asked for it.
-        pending: gradients in mean units that no step has applied yet, on any replica.
-        weights: of replicas that differed; None if the weights are those of the saved model.
-        displacements: by kind, pending changes of the weights, to be subtracted from them, besides those in `weights`:
+        kinds: All tensors as they were saved, flat, see `CheckpointReader`.
+        exp_avg: The first moment.
+        exp_avg_sq: The second moment, if the reader was asked for it.
+        pending: Gradients in mean units that no step has applied yet, on any replica.
+        weights: Of replicas that differed; None if the weights are those of the saved model.
+        displacements: By kind, pending changes of the weights, to be subtracted from them, besides those in `weights`:
             of replicas that differ, or of all.
-        copies: by kind, further state that a run with the same kind continues with.
+        copies: By kind, further state that a run with the same kind continues with.
     """
 
     exp_avg: SavedValues | None = None
@@ -132,8 +132,8 @@ def import_state(
     """Interpret the saved state of a method by its declarations. Collective.
 
     Args:
-        kinds: flat tensors by kind, (n,), or (rows, n) if saved per replica.
-        decode: returns pending gradients (n,) without the coordinates in which they were saved; None to leave out
+        kinds: Flat tensors by kind, (n,), or (rows, n) if saved per replica.
+        decode: Returns pending gradients (n,) without the coordinates in which they were saved; None to leave out
             those with coordinates.
     """
     imported, states = ImportedState(kinds), reader.saved["states"]

@@ -42,10 +42,10 @@ class State:
     """One kind of tensor that a method keeps between steps. Steps and loading change the tensors in place.
 
     Attributes:
-        kind: its name in checkpoints, for example "residual".
-        tensors: by parameter name, of the parameter's local shape if `by_parameter`.
-        per_replica: True if every replica has its own values; else all have the same, or their parts of them.
-        on_migration: the treatment under another layout, replica count or method.
+        kind: Its name in checkpoints, for example "residual".
+        tensors: By parameter name, of the parameter's local shape if `by_parameter`.
+        per_replica: True if every replica has its own values; otherwise they are equal, or parts of equal values.
+        on_migration: The treatment under another layout, replica count or method.
             "gradient": pending gradients, FP32 in mean units. Their mean over replicas is preserved.
             "pending": pending gradients in coordinates of their own, see `MethodEntry.decoders_function`. Elsewhere
                 they are decoded if the shards are the same, and lost otherwise.
@@ -56,10 +56,10 @@ class State:
             "copy": copied if the next run has a state of that kind.
             "rebuild": dropped, and the next exchange is complete; loaded if method, options and layout are the same.
         by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
-        packed: one bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
-        if_absent: the value under the same layout if the checkpoint was saved before this kind existed, for state that
+        packed: One bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
+        if_absent: The value under the same layout if the checkpoint was saved before this kind existed, for state that
             is not `by_parameter`; None if the next exchange must then be complete.
-        starts: if every replica has a part of each tensor of its own, or none: the position of its first entry in the
+        starts: If every replica has a part of each tensor of its own, or none: the position of its first entry in the
             flat local tensor, by parameter name. None for whole tensors.
     """
 
@@ -110,8 +110,8 @@ class StepInfo(NamedTuple):
     """One optimizer step.
 
     Attributes:
-        number: attempted steps including this one, from 1; the same on all ranks, a host integer.
-        applied: bool () on the device; False if any gradient on any rank is not finite. It gates every write of state.
+        number: Attempted steps including this one, from 1; the same on all ranks, a host integer.
+        applied: Bool () on the device; False if any gradient on any rank is not finite. It gates every write of state.
         norms: FP64 (n,), of each gradient that `Method.step` receives; None if they are not known.
     """
 
@@ -125,18 +125,18 @@ class MethodContext:
     """Everything a method receives apart from its options.
 
     Attributes:
-        shards: this rank's parameter shards; gradients are passed in this order.
-        collectives: communication with the other replicas.
-        optimizer: the optimizer that updates `shards`; a method may read its rates and moments.
-        gradient_scale: converts a local gradient into mean units: the number of replicas if the loss was divided by
+        shards: This rank's parameter shards; gradients are passed in this order.
+        collectives: Communication with the other replicas.
+        optimizer: The optimizer that updates `shards`; a method may read its rates and moments.
+        gradient_scale: Converts a local gradient into mean units: the number of replicas if the loss was divided by
             the global token count, else 1.
-        total_steps: steps of the run, for schedules that depend on them; 0 if unknown.
+        total_steps: Steps of the run, for schedules that depend on them; 0 if unknown.
         kernels: "auto", "triton" or "torch".
-        max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
+        max_norm: Bound on the norm of the synchronized gradient over the whole model; None for no clipping.
         grad_norm: FP32 (), written by `step`: the norm of the synchronized gradient before clipping.
         clip_factor: FP32 (), written by `step`: the factor by which the gradient was scaled: in its memory, or by the
             optimizer as it read it.
-        timer: measures the phases of a step.
+        timer: Measures the phases of a step.
     """
 
     shards: Sequence[Shard]
@@ -177,9 +177,9 @@ class Method(ABC):
     Create all state in `__init__`, and change it in place. The mathematics belongs in functions on local tensors.
 
     Attributes:
-        norms: returns the norms of tensors, FP64 (n,).
-        multiply_gradients: multiplies tensors, in place, by a factor on their device; see `kernels.backends.scaling`.
-        optimizer_step: takes the optimizer's step.
+        norms: Returns the norms of tensors, FP64 (n,).
+        multiply_gradients: Multiplies tensors, in place, by a factor on their device; see `kernels.backends.scaling`.
+        optimizer_step: Takes the optimizer's step.
 
     Class attributes:
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
@@ -223,9 +223,9 @@ class Method(ABC):
         """Synchronize, clip and update. Collective.
 
         Args:
-            gradients: contiguous, one per shard, of `gradient_dtype` and of a shape that is the same on all replicas;
+            gradients: Contiguous, one per shard, of `gradient_dtype` and of a shape that is the same on all replicas;
                 they may be overwritten. They may contain NaN if not `info.applied`; then no state may change.
-            info: the step's number, and the flag that gates every write.
+            info: The step's number, and the flag that gates every write.
         """
 
     def finish_previous_step(self, applied: bool) -> None:
@@ -284,8 +284,8 @@ class Method(ABC):
         """Raise ValueError if the next steps need second moments that the loaded checkpoint does not have.
 
         Args:
-            loaded: the optimizer continues with saved second moments of all parameters.
-            step: attempted steps of the run that saved.
+            loaded: The optimizer continues with saved second moments of all parameters.
+            step: Attempted steps of the run that saved.
         """
 
     def allocate(self, kind: str, name: str) -> None:
@@ -313,9 +313,9 @@ class Method(ABC):
         """Begin to load a checkpoint; only for methods with `holds_optimizer_state`, see `checkpoint.migration`.
 
         Args:
-            reader: a `methods.imported.CheckpointReader`.
-            same_layout: method and layout are those of the run that saved.
-            step: of the checkpoint.
+            reader: A `methods.imported.CheckpointReader`.
+            same_layout: Method and layout are those of the run that saved.
+            step: Of the checkpoint.
 
         Returns:
             An object with `parameter(shard, imported, row)` and `finish()`, like `methods.scape.importing.ScapeImport`.
@@ -350,7 +350,7 @@ class Method(ABC):
         as the root mean square over replicas.
 
         Args:
-            local: return those of this rank, without communication.
+            local: Return those of this rank, without communication.
         """
         figures = {"density": self.density()}
         pending = [state for state in self.states() if state.is_gradient]
@@ -407,7 +407,7 @@ class Method(ABC):
         if self.observer is not None:
             with self.context.timer.phase("observe"):
                 by_name = dict(zip((shard.name for shard in self.context.shards), flat(gradients), strict=True))
-                self.observer.synchronised(by_name.__getitem__, info.applied)
+                self.observer.synchronized(by_name.__getitem__, info.applied)
 
 
 @dataclass

@@ -53,8 +53,8 @@ class _Fragment:
     """Parameters that are exchanged together.
 
     Attributes:
-        averaging: the method that averages their displacements.
-        outer_step: an `OuterStep` of `kernels.exchange.triton_outer`, if a kernel takes it.
+        averaging: The method that averages their displacements.
+        outer_step: An `OuterStep` of `kernels.exchange.triton_outer`, if a kernel takes it.
     """
 
     number: int
@@ -68,9 +68,9 @@ class _FragmentInFlight:
     """The exchange of a fragment between its start and the use of its result.
 
     Attributes:
-        due: the step that applies the result; None until the next step if the exchange comes from a checkpoint.
-        finish: waits and returns the mean displacements, FP32 (n,) per shard.
-        means: the result of `finish`, once it was called.
+        due: The step that applies the result; None until the next step if the exchange comes from a checkpoint.
+        finish: Waits and returns the mean displacements, FP32 (n,) per shard.
+        means: The result of `finish`, once it was called.
     """
 
     fragment: _Fragment

@@ -28,7 +28,7 @@ class BackwardOverlap:
 
     Attributes:
         active: True from `begin` to `finish` or `cancel`.
-        complete: after `start_remaining`, whether the backward pass completed each chunk. As many flags on all ranks:
+        complete: After `start_remaining`, whether the backward pass completed each chunk. As many flags on all ranks:
             ranks with fewer chunks, as with uneven shards, add True.
     """
 
@@ -50,7 +50,7 @@ class BackwardOverlap:
         """Return the overlap for the replicas of this process.
 
         Args:
-            methods: one method per replica of this process.
+            methods: One method per replica of this process.
 
         Returns:
             None if the method cannot start chunks early, if there is no other replica, or if the process simulates
@@ -66,8 +66,8 @@ class BackwardOverlap:
         """Expect the last backward pass of a step, unless none of its chunks may start early.
 
         Args:
-            step: number of the step, see `StepInfo.number`.
-            complete_everywhere: of each flag of `complete` in the previous step, whether it was true on all ranks.
+            step: Number of the step, see `StepInfo.number`.
+            complete_everywhere: Of each flag of `complete` in the previous step, whether it was true on all ranks.
 
         Raises:
             ValueError: another one is expected already.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan_scape.core.parameters import Shard, local, placed_like
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.update import one_for_several_steps
+from torchtitan_scape.methods.update import scaled_for_steps
 from torchtitan_scape.optimizers.initial_state import create_state, initial_value
 from torchtitan_scape.optimizers.parts import optimizer_of_parts
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -139,7 +139,7 @@ class OwnedParts:
         # With `betas` to the power of `steps`, bias corrections need the number of steps divided by it.
         self._set_counters(parts, (self.applied.item() - since) / steps)
         try:
-            with one_for_several_steps(self.optimizer, steps):
+            with scaled_for_steps(self.optimizer, steps):
                 yield parts
         finally:
             for part in parts:

@@ -109,8 +109,8 @@ def _creates_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def one_for_several_steps(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[None]:
-    """Let one step of the optimizer, with the mean of several gradients, stand for as many steps.
+def scaled_for_steps(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[None]:
+    """Scale the rates so that one step of the optimizer, with the mean of several gradients, replaces as many steps.
 
     Learning rates are multiplied by `steps`, and `betas` raised to that power. With AdamW equal gradients then have the
     same effect as in these steps; with AdamS and momentum about the same, once the moments have settled. SGD adds

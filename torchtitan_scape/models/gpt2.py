@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_scape.models.initial import initialise
+from torchtitan_scape.models.initial import initialize
 from torchtitan_scape.titan.config import JobConfig
 from torchtitan_scape.titan.data import BaseTokenizer
 from torchtitan_scape.titan.models import (
@@ -149,7 +149,7 @@ class GPT2(ModelProtocol):
         self.output = TiedOutput()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        initialise(self, self._draw, self._drawn)
+        initialize(self, self._draw, self._drawn)
 
     def _draw(self) -> None:
         added = _STD / (2 * self.model_args.n_layers) ** 0.5

@@ -12,7 +12,7 @@ from torchtitan_scape.core.parameters import local, plain_name
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, draw: Callable[[], None], whole: Callable[[], nn.Module]) -> None:
+def initialize(model: nn.Module, draw: Callable[[], None], whole: Callable[[], nn.Module]) -> None:
     """Initialize the model's parameters and direct buffers, whose memory exists already.
 
     DTensor draws no random numbers on a CPU: every rank would fill its shard from the same seed, so that all shards

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_scape.models.initial import initialise
+from torchtitan_scape.models.initial import initialize
 from torchtitan_scape.titan.models import RoPEScalingArgs, Transformer, TransformerModelArgs
 
 # Llama 3.1's scaling of the rotary frequencies is off, because none of these models was trained with it.
@@ -32,7 +32,7 @@ class Llama(Transformer):
     """TorchTitan's Llama with the same initial weights in every layout, also on a CPU."""
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        initialise(self, lambda: super(Llama, self).init_weights(buffer_device), self._drawn)
+        initialize(self, lambda: super(Llama, self).init_weights(buffer_device), self._drawn)
 
     def _drawn(self) -> Transformer:
         with torch.device("cpu"):

@@ -117,7 +117,7 @@ class Observation:
                 )
 
     @torch.no_grad()
-    def synchronised(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
+    def synchronized(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
         """Record the synchronized gradients; see `core.observer.Observer`. Waits for the device."""
         if not bool(applied):
             if self._takes_histograms:

@@ -35,8 +35,8 @@ class MatrixBlocks:
         return cls((rows, columns), (rows,))
 
     def parts(self, local: Tensor, first_row: int = 0) -> Iterator[tuple[Tensor, float]]:
-        """Yield views of the blocks, and the factor by which their orthogonalized entries are multiplied besides the
-        learning rate: 0.2 sqrt(max(rows, columns)) of the block.
+        """Yield views of the blocks, and the scales that give their updates a root mean square of 0.2 at a learning
+        rate of 1: 0.2 sqrt(max(rows, columns)) of the block.
 
         Args:
             local: (n, b), rows of the matrix from `first_row` on, which may be a part of a block; or a stack.

@@ -105,7 +105,7 @@ class Candidate:
         return sum(self.prediction.memory.values())
 
 
-def make_case(
+def make_request(
     machine: str,
     nodes: int,
     model: str | Workload,

@@ -219,7 +219,7 @@ def _fit_lines(fit: PaperFit) -> Iterator[str]:
     held = fit.step("llama_1_8b", 1.0, 4, 0.75) / (16 * fit.step("llama_1_8b", 1.0, 64, 0.75))
     yield (
         "Not fitted: AdamS with the distributed optimizer (6 bytes a parameter instead of 8), efficiency of llama_1_8b "
-        f"on 64: {100 * held:.2f} % predicted, 21.48 % measured. Not modelled: SCAPE with distributed optimizer and "
+        f"on 64: {100 * held:.2f} % predicted, 21.48 % measured. Not modeled: SCAPE with distributed optimizer and "
         "offload (63.69 % and 55.04 %), another form of the algorithm."
     )
 

@@ -39,11 +39,11 @@ from torchtitan_scape.planner.candidates import (
     candidates,
     fastest,
     lower_memory_variants,
-    make_case,
+    make_request,
 )
 from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.pass_rates import for_device
-from torchtitan_scape.planner.shard_axis import ShardAxisVariant, forms, lines
+from torchtitan_scape.planner.shard_axis import ShardAxisVariant, lines, shard_axis_variants
 from torchtitan_scape.planner.step import Assumptions
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import get_machine
@@ -61,11 +61,11 @@ def report(case: PlanRequest) -> Iterator[str]:
     yield ""
     yield from _answer(case, advice)
     yield ""
-    yield from _keys(case, advice.choice)
+    yield from _recipe_lines(case, advice.choice)
     yield ""
     yield from _table(case)
     yield ""
-    yield from _leaner(case, advice)
+    yield from _lower_memory_lines(case, advice)
     yield from _losses(case, advice)
 
 
@@ -143,7 +143,7 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
     )
 
 
-def _keys(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
+def _recipe_lines(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
     method, layout = chosen.method, chosen.layout
     yield "[training]"
     yield f"global_batch_size = {case.batch}"
@@ -188,7 +188,7 @@ def _table(case: PlanRequest) -> Iterator[str]:
         )
 
 
-def _leaner(case: PlanRequest, advice: Advice) -> Iterator[str]:
+def _lower_memory_lines(case: PlanRequest, advice: Advice) -> Iterator[str]:
     """Return the variants that need less memory; nothing if there are none."""
     if not lower_memory_variants(case, advice.compressed):
         return
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             links = Links.from_json(options.links) if options.links else None
             machine = get_machine(options.machine)
             passes = for_device(machine.device, links or Links.from_machine(machine), options.kernels)
-            case = make_case(
+            case = make_request(
                 options.machine,
                 options.nodes,
                 _model(options),
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 assumptions=Assumptions(mfu=options.mfu, passes=passes),
             )
             if options.shard_axis:
-                found = forms(case, options.shard_axis)
+                found = shard_axis_variants(case, options.shard_axis)
                 answer, said = partial(_forms_as_json, case, found), chain(_question(case), [""], lines(case, found))
             else:
                 answer, said = partial(as_json, case), report(case)

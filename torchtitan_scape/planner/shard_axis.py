@@ -47,7 +47,7 @@ class ShardAxisVariant:
         return self.candidate.memory > case.capacity
 
 
-def forms(case: PlanRequest, shard: int) -> list[ShardAxisVariant]:
+def shard_axis_variants(case: PlanRequest, shard: int) -> list[ShardAxisVariant]:
     """Return all variants with one replica on `shard` consecutive ranks and the largest micro-batch that fits.
 
     The first is dense training with FSDP's own collectives and overlap between replicas. Three levels need a shard axis

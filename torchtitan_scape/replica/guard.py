@@ -287,7 +287,7 @@ class FiniteGuard:
         what = "the gradients were not finite, or too large to be summed"
         raise NonFiniteGradientError(
             f"{cause or what}, {steps}; "
-            + ("" if cause else f"in the last one: {self._culprits()}. ")
+            + ("" if cause else f"in the last one: {self._nonfinite_ranks()}. ")
             + f"{self._summed_ranks_note()}Parameters and state are those of the last good step. Lower the learning "
             f"rate, or look at the data of {self.summed_over or 'that rank'}."
         )
@@ -297,7 +297,7 @@ class FiniteGuard:
             return ""
         return f"A rank has a part of the sum over {self.summed_over}, any of which may have made it. "
 
-    def _culprits(self) -> str:
+    def _nonfinite_ranks(self) -> str:
         assert self._each is not None
         bad = [name for name, good in zip(self.names, self._each.tolist(), strict=True) if not good]
         found = [(rank, names) for rank, names in sorted(self._gather_objects((self.rank, bad))) if names]

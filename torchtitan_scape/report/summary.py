@@ -53,7 +53,7 @@ class SummaryView(Protocol):
     def described(self) -> str: ...
 
 
-def summarise(trainer: SummaryView) -> None:
+def summarize(trainer: SummaryView) -> None:
     """Log a summary on rank 0, and write it to summary.json in the dump folder. Collective."""
     trainer.replica_optimizer.finish_previous_step()
     traffic = trainer.replica_optimizer.collectives.ledger

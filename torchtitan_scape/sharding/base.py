@@ -109,7 +109,7 @@ def entries(slices: Sequence[ParameterSlice]) -> int:
     return sum(slice_.size for slice_ in slices)
 
 
-def flat_groups(model: nn.Module) -> list[ShardedParamGroup]:
+def param_groups_of(model: nn.Module) -> list[ShardedParamGroup]:
     """Return the parameter groups of a model after `fully_shard`, each once; modules sharded together share one."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters(remove_duplicate=False)}
     modules_by_state: dict[int, tuple[list[str], list[FSDPModule]]] = {}

@@ -15,8 +15,8 @@ from torchtitan_scape.sharding.base import (
     ReduceScatterHook,
     ShardedParamGroup,
     Sharding,
-    flat_groups,
     install,
+    param_groups_of,
 )
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -70,12 +70,12 @@ def build_sharding(
         codes = [
             _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
         ]
-        rows = [RowCodec(flat.reduced, code, options.turns) for code in codes]
+        rows = [RowCodec(flat.reduced, code, options.applies_hadamard) for code in codes]
         position = sharding.position if options.rounding == "stochastic" else None
         return QuantizedReduceScatter(flat, groups.reductions, rows, ledger, position)
 
     reductions = []
-    for flat in flat_groups(model):
+    for flat in param_groups_of(model):
         reductions.append(reduce(flat))
         install(flat, gather(flat), reductions[-1])
     if options.sparse:

@@ -13,8 +13,8 @@ from torchtitan_scape.sharding.base import (
     CountedAllGather,
     ShardedParamGroup,
     Sharding,
-    flat_groups,
     install,
+    param_groups_of,
 )
 from torchtitan_scape.sharding.levels import LevelGroup, ThreeLevelState
 from torchtitan_scape.sharding.levels_gather import SecondaryAllGather
@@ -67,7 +67,7 @@ def build_levels(
     """
     sharding, update = Sharding(groups, ShardLedger(traffic), seed), options.levels.update_code
     ledger, position = sharding.ledger, sharding.position
-    flats, nodes = flat_groups(model), groups.nodes.size if sums else 1
+    flats, nodes = param_groups_of(model), groups.nodes.size if sums else 1
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     device = next(iter(parameters.values())).device
     if frozen := [name for name, parameter in parameters.items() if not parameter.requires_grad]:
@@ -105,7 +105,7 @@ def build_levels(
                     position,
                     device,
                     node_code=sum_code,
-                    hadamard=options.turns,
+                    hadamard=options.applies_hadamard,
                     stochastic=options.rounding == "stochastic",
                 ),
                 update=WeightAllGather(rows, over, update_code, _DTYPES[update], ledger),

@@ -80,7 +80,7 @@ class ShardingOptions(Options):
         return self.gradients_code not in CODES
 
     @property
-    def turns(self) -> bool:
+    def applies_hadamard(self) -> bool:
         """Whether gradients are Hadamard-transformed before encoding."""
         return self.hadamard and "int4" in self.hop_codes
 

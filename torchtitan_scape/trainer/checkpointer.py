@@ -410,7 +410,7 @@ class ReplicaCheckpointer(CheckpointManager):
         load_into(path, {DATALOADER: old})
         trainer: Any = self.states["train_state"]
         trainer.ntokens_seen = trainer.ntokens_seen * readers // mine  # every rank counts its own tokens
-        return [loader.load_old([old])]
+        return [loader.load_resharded([old])]
 
     def _set_learning_rates(self, changed: bool) -> None:
         """Recompute the learning rates at the schedule's position, from this run's base if it has `changed`.

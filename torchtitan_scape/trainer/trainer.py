@@ -32,7 +32,7 @@ from torchtitan_scape.report.forecast import Forecast, check_memory
 from torchtitan_scape.report.interfaces import InterfaceCount
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.report.sample import log_samples
-from torchtitan_scape.report.summary import summarise
+from torchtitan_scape.report.summary import summarize
 from torchtitan_scape.runtime.device_settings import check_queues
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, facts
 from torchtitan_scape.runtime.shutdown import Shutdown
@@ -410,8 +410,8 @@ class ScapeTrainer(Trainer):
             elif (self.ran_out or self.stopped_early) and self.validator.last_loss is not None:
                 self._validated(self.step, self.validator.last_loss)  # the step's checkpoint now exists
         log_samples(self)
-        self.summarise()
+        self.summarize()
 
-    def summarise(self) -> None:
+    def summarize(self) -> None:
         """Log and write the summary of the run. Collective."""
-        summarise(self)
+        summarize(self)

@@ -21,7 +21,7 @@ class Seen:
         self.names = names
         self.gradients: dict[str, Tensor] = {}
 
-    def synchronised(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
+    def synchronized(self, gradient: Callable[[str], Tensor], applied: Tensor) -> None:
         assert bool(applied)
         self.gradients = {name: gradient(name).clone() for name in self.names}
 

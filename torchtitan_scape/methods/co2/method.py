@@ -45,8 +45,8 @@ def staleness_gap(last_step: Tensor, displacement: Tensor) -> Tensor:
     """Return 1 + last_step / displacement, FP32 (), at least 1.
 
     Args:
-        last_step: norm of the last outer step, FP32 ().
-        displacement: norm of the mean displacement, FP32 (); it may be 0.
+        last_step: Norm of the last outer step, FP32 ().
+        displacement: Norm of the mean displacement, FP32 (); it may be 0.
     """
     return 1.0 + last_step / displacement.clamp(min=torch.finfo(torch.float32).tiny)
 

@@ -83,7 +83,7 @@ class OnebitAdam(Quantized):
         if self.collectives.is_writer:
             if self.observer is not None:
                 with phase("observe"):
-                    self.observer.synchronised(partial(self._gradient_of, momenta), info.applied)
+                    self.observer.synchronized(partial(self._gradient_of, momenta), info.applied)
             with phase("update"):
                 self._update(momenta, self._if_finite(momenta, info))
 
@@ -167,7 +167,7 @@ class OnebitAdam(Quantized):
         return torch.sub(momenta[i].view(-1), moment, alpha=beta1 / (1.0 - beta1))
 
     def _update(self, momenta: list[Tensor], info: StepInfo) -> None:
-        """Step 3 of the class's docstring."""
+        """Move the weights along the momenta, divided by the root of the frozen second moments."""
         shards, states = self.context.shards, [self._state(shard) for shard in self.context.shards]
         rates = [
             _with_step_length(Rates.of(group), 1.0 / (1.0 - group["betas"][0] ** info.number))

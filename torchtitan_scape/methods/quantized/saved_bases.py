@@ -16,8 +16,8 @@ def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[
     """Read the bases of a checkpoint. Collective.
 
     Args:
-        reader: a `methods.imported.CheckpointReader`.
-        shards: all parameters of this rank.
+        reader: A `methods.imported.CheckpointReader`.
+        shards: All parameters of this rank.
 
     Returns:
         By parameter, a function of pending gradients (n,), FP32, that returns them without the basis. Parameters

@@ -271,7 +271,7 @@ def rotated(matrices: Tensor) -> Tensor:
 
 @functools.cache
 def cosine_rotation(size: int, device: torch.device) -> Tensor:
-    """Return an orthogonal matrix that mixes neighbouring entries: a cosine transform after random signs, FP32 (b, b).
+    """Return an orthogonal matrix that mixes neighboring entries: a cosine transform after random signs, FP32 (b, b).
 
     b is the largest divisor of `size` up to `ROTATED_TOGETHER`. It is computed in FP64 and equal on all machines.
     """

@@ -58,7 +58,7 @@ class QuantizedUpdate(Method, EarlyExchange):
 
     With `interval` = K above 1 the parameters are divided into K groups, and a step exchanges one of them. Gradients of
     the others are added to their residuals. The optimizer's step of a parameter has the mean over the last K steps, and
-    stands for all of them.
+    replaces K updates.
     """
 
     divides_optimizer_state = sends_weights = supports_overlap = True

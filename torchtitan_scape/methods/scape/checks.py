@@ -49,9 +49,9 @@ def backend_for(selection: str, kernels: str, backend: str, logs: bool) -> str:
     """Return the backend of the passes: selection "tensor" (the paper's) is implemented in PyTorch only.
 
     Args:
-        kernels: the option, "auto", "triton" or "torch".
-        backend: the backend of the device.
-        logs: log a warning if the backend changes.
+        kernels: The option, "auto", "triton" or "torch".
+        backend: The backend of the device.
+        logs: Log a warning if the backend changes.
 
     Raises:
         ValueError: `kernels` is "triton" and selection is "tensor".

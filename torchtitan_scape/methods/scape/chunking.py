@@ -23,14 +23,14 @@ def best_chunk(
     """Return the fastest chunk size in bytes by the cost model, for the machine's links.
 
     Args:
-        shapes: shapes of this rank's shards.
-        density: target density.
-        block_size: entries per block of the mask.
-        code: encoding of the payload.
-        packed_bytes: memory traffic of the packing pass in bytes.
-        layout: layout of the run, simulated replicas included.
-        rank: this rank.
-        levels: number of link levels for which communicators were built.
+        shapes: Shapes of this rank's shards.
+        density: Target density.
+        block_size: Entries per block of the mask.
+        code: Encoding of the payload.
+        packed_bytes: Memory traffic of the packing pass in bytes.
+        layout: Layout of the run, simulated replicas included.
+        rank: This rank.
+        levels: Number of link levels for which communicators were built.
     """
     # The levels of the group, not of this rank: all ranks of the group must choose the same size.
     tiers = layout.hierarchy(layout.replicate_group(rank))

@@ -27,10 +27,10 @@ class ScapeComponents(Method):
     """The objects that SCAPE's step, state and reports use.
 
     Attributes:
-        ordered: the shards in the order of the state and of the payload, sparsified ones first.
-        stored_tensors: returns the parameters' stored tensors, in the order of `ordered`.
-        attempted_steps: number of attempted steps of the run.
-        applied_steps: number of applied steps, float64 (), on the device.
+        ordered: The shards in the order of the state and of the payload, sparsified ones first.
+        stored_tensors: Returns the parameters' stored tensors, in the order of `ordered`.
+        attempted_steps: Number of attempted steps of the run.
+        applied_steps: Number of applied steps, float64 (), on the device.
     """
 
     gradient_dtype = None

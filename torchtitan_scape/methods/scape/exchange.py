@@ -51,11 +51,11 @@ class Codecs:
     """Encodings on the outermost level.
 
     Attributes:
-        codec: encoding of the payload at the target density, with error feedback; None for FP32.
-        warmup: encoding of the payload during the density warm-up, without error feedback, because the buffer of the
+        codec: Encoding of the payload at the target density, with error feedback; None for FP32.
+        warmup: Encoding of the payload during the density warm-up, without error feedback, because the buffer of the
             errors has the size of the target density. Tensors without a mask, and payloads whose mask is all ones (the
             first step, a full exchange), are sent in FP32.
-        update, warmup_update: encodings of the new values of a sharded update. They need no error feedback: the owner
+        update, warmup_update: Encodings of the new values of a sharded update. They need no error feedback: the owner
             knows the values that all replicas hold.
     """
 
@@ -157,7 +157,7 @@ class ShardedExchange:
         """Return the in-place payload as one row per owner, with the codec of each source.
 
         Args:
-            codec: encoding of the tensors with a mask; the others are sent in FP32.
+            codec: Encoding of the tensors with a mask; the others are sent in FP32.
         """
         source, passes, every = source_of(self.passes), self.passes, len(self.passes.counts)
         if codec is None or passes.step.in_use.dense:

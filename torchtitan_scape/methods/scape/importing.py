@@ -22,7 +22,7 @@ class ImportedScapeState(ImportedState):
     Attributes:
         moment: FP32 (n,): the first moment on P; elsewhere the part of the residual that replicas share.
         own: FP32 (rows, n): the replicas' residuals, in units of the first moment; None if they were not saved.
-        held: bool (n,), or None for all ones.
+        held: Bool (n,), or None for all ones.
     """
 
     def __init__(self, kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class ScapeImport:
     """Loads a checkpoint into one replica's SCAPE.
 
     Args:
-        same_layout: method, layout and options are those of the run that saved, as far as the state depends on them.
+        same_layout: Method, layout and options are those of the run that saved, as far as the state depends on them.
     """
 
     def __init__(self, scape: ScapeComponents, reader: CheckpointReader, same_layout: bool, step: int) -> None:

@@ -30,7 +30,7 @@ class DelayedMasks:
         step, on the previous mask.
 
         Args:
-            applied: whether the last step was applied.
+            applied: Whether the last step was applied.
         """
         if self._in_flight is not None and applied:
             return self.in_use, self.previous
@@ -42,8 +42,8 @@ class DelayedMasks:
         The selections are received in the payload buffer, which is not used before the next step, if they fit.
 
         Args:
-            own: this replica's encoded selection, uint8; None for a mask of all ones.
-            density: density of the next mask.
+            own: This replica's encoded selection, uint8; None for a mask of all ones.
+            density: Density of the next mask.
         """
         handle, received = Handle(), own
         if own is not None and not self.collectives.is_fake and self.collectives.replicas > 1:

@@ -37,8 +37,8 @@ def build_passes(
     """Return the passes, and the exchange of their payload.
 
     Args:
-        sparse: the sparsified shards; they come first in the order of the passes.
-        dense: the shards that are exchanged uncompressed.
+        sparse: The sparsified shards; they come first in the order of the passes.
+        dense: The shards that are exchanged uncompressed.
         backend: "triton" or "torch".
 
     Raises:

@@ -35,7 +35,7 @@ class GradientRecorder:
 
     def finish(self) -> None:
         """Pass the gradients to the observer after the last chunk. Collective."""
-        self._observer.synchronised(self._assembled, self._scape.passes.step.applied)
+        self._observer.synchronized(self._assembled, self._scape.passes.step.applied)
         self._found = {}
 
     def _assembled(self, name: str) -> Tensor:
@@ -58,7 +58,7 @@ def gradient_on_mask(passes: ScapePasses, tensor: int) -> Tensor:
     if isinstance(passes.updater, ShardedUpdate):
         common = passes.updater.share_of(passes.updater.common, tensor)
         _, released = reference_owner.last_moment(common, indices, held)
-        reference_owner.synchronised_gradient_(payload, released, beta1)
+        reference_owner.synchronized_gradient_(payload, released, beta1)
     else:
         if passes.compact:
             start = passes.payload_layout.positions[tensor]
@@ -66,7 +66,7 @@ def gradient_on_mask(passes: ScapePasses, tensor: int) -> Tensor:
         else:
             state = passes.kept("state")[tensor].to(payload.device)
             last = state if indices is None else state.index_select(0, indices)
-        reference.synchronised_gradient_(payload, last, beta1)
+        reference.synchronized_gradient_(payload, last, beta1)
     if indices is None:
         return payload
     return torch.full((size,), torch.nan, dtype=torch.float32, device=payload.device).scatter_(0, indices, payload)

@@ -193,9 +193,9 @@ class StateByParameter:
 
         Args:
             moment: FP32 (n,).
-            own: this replica's residual, FP32 (n,); None for zeros. Its values on P become quantization errors, if P
+            own: This replica's residual, FP32 (n,); None for zeros. Its values on P become quantization errors, if P
                 has the target density.
-            held: mask P, bool (n,); None for all ones.
+            held: Mask P, bool (n,); None for all ones.
         """
         device = self.passes.device
         moment = moment.to(device)

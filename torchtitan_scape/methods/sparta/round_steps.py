@@ -67,7 +67,7 @@ class RoundSteps:
         Collective over the ranks of the replica. Weight decay is a part of the sum; it is kept.
 
         Args:
-            applied: bool (); if False, nothing changes, and the round continues.
+            applied: Bool (); if False, nothing changes, and the round continues.
         """
         ranks = self._optimizer.exchange_ranks
         for first in range(0, len(self._shards), ranks):

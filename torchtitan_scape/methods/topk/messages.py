@@ -33,7 +33,7 @@ def encode_two_bits(values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tenso
 
     Args:
         values: FP32 (..., m); every row is encoded separately.
-        valid: bool (..., m), False for padding, which does not enter the means; None without padding.
+        valid: Bool (..., m), False for padding, which does not enter the means; None without padding.
 
     Returns:
         The means, FP32 (..., 4), and the codes, uint8 (..., m), one per byte.
@@ -65,8 +65,8 @@ class TopkMessages:
     tensors.
 
     Args:
-        layout: positions in a message.
-        backend: implementation of the passes and of the block code, "torch" or "triton".
+        layout: Positions in a message.
+        backend: Implementation of the passes and of the block code, "torch" or "triton".
     """
 
     def __init__(self, layout: MessageLayout, backend: str = "torch") -> None:
