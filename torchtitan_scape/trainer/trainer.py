@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
+from torchtitan_scape.checkpoint.shared_folder import check_shared
 from torchtitan_scape.config.checks import remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
@@ -149,6 +150,8 @@ class ScapeTrainer(Trainer):
         init_distributed(config.comm, base_folder=config.job.dump_folder)
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
+            if config.checkpoint.enable and not config.checkpoint.load_only:
+                check_shared(Path(config.job.dump_folder, config.checkpoint.folder))
         logger.info(self.described)
         queues = self._queue_remarks()
         for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable), *queues):
