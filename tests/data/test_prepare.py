@@ -337,3 +337,23 @@ def test_a_failed_worker_reports_its_error(tmp_path: Path, monkeypatch: pytest.M
         call(tmp_path / "other", "--dataset", "made_up", status=2)
     assert "file 1 of the train data cannot be read: " in capsys.readouterr().err
     assert not (tmp_path / "other" / "manifest.json").exists()
+
+
+def test_the_default_split_suits_the_default_validation(tmp_path: Path) -> None:
+    """Of 3,000 documents, one in 2,000 would be one document or two. An older share of the same data is continued."""
+    with open(tmp_path / "a.jsonl", "w") as text:
+        text.writelines(json.dumps({"text": f"{i:04} " * 100}) + "\n" for i in range(3000))
+    options = ["--path", f"{tmp_path}/a.jsonl", "--tokenizer", str(BYTE_TOKENIZER), "--output", f"{tmp_path}/data"]
+    assert prepare.main(options) == 0
+    held_out = Manifest.read(tmp_path / "data").total("validation", "tokens")
+    assert held_out > 16 * 2 * 8 * 256  # steps, readers, batch and length of train_configs/embedded.toml
+    for share in ("0.001", None):
+        given = ["--validation", share] if share else []
+        assert prepare.main([*options[:-1], str(tmp_path / "older"), *given]) == 0
+    assert Manifest.read(tmp_path / "older").held_out == 0.001
+
+
+def test_the_default_share_has_limits() -> None:
+    sizes = np.array([10_000, 10_000])
+    assert prepare._default_share(sizes, 4.0) == 0.05 and prepare._default_share(sizes * 2000, 4.0) == 0.02
+    assert prepare._default_share(sizes * 10**6, 4.0) == prepare._default_share(None, 4.0) == 0.0005

@@ -405,6 +405,8 @@ def test_a_number_of_batches_or_all_text(tmp_path: Path, tokenizer: Any) -> None
     assert [rows(one) for one in two] == [whole[:3], whole[3:6]]
     with pytest.raises(ValueError, match=r"has 9 samples of 4 tokens, and validation\.steps = 2 needs 12"):
         validation_batches(config_of(folder, steps=2), 2, 0, tokenizer, 1)
+    with pytest.raises(ValueError, match=r"set validation\.steps to at most 1, or to -1 for the whole split"):
+        validation_batches(config_of(folder, steps=2), 2, 0, tokenizer, 1)
     with pytest.raises(ValueError, match="less than one sequence for each of 10 readers"):
         validation_batches(config_of(folder), 10, 0, tokenizer, 1)
     text = tmp_path / "a.jsonl"
@@ -415,6 +417,23 @@ def test_a_number_of_batches_or_all_text(tmp_path: Path, tokenizer: Any) -> None
     assert found.rows == [3, 3, 2, 3, 3, 2] and found.bytes_per_token is None
     assert [tokenizer.decode(row) for row in rows(found)][-2:] == ["6666", "3333"]
     assert len(rows(validation_batches(config, 1, 0, tokenizer, 1))) == 16
+
+
+@pytest.mark.parametrize(
+    "readers, fix",
+    [
+        (9, {"steps": -1}),  # a sequence for each reader, but no full batch
+        (12, {"steps": -1, "seq_len": 3}),  # less than a sequence for each
+    ],
+)
+def test_the_advice_for_a_small_split_works(readers: int, fix: dict[str, int], tmp_path: Path, tokenizer: Any) -> None:
+    folder = prepared(tmp_path / "data", tokenizer)
+    advice = " and ".join(f"validation.{key} (= |to at most ){value}" for key, value in fix.items())
+    with pytest.raises(ValueError, match=f"; set {advice}.* prepare --validation"):
+        validation_batches(config_of(folder, steps=1), readers, 0, tokenizer, 1)
+    config = config_of(folder, steps=fix["steps"])
+    config.validation.seq_len = fix.get("seq_len", config.validation.seq_len)
+    assert len(validation_batches(config, readers, 0, tokenizer, 1)) == 1
 
 
 def test_the_loss_of_a_whole_split_is_the_mean_over_its_tokens() -> None:

@@ -24,7 +24,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.files import packaged, parse_json, write_whole
 from torchtitan_scape.data.datasets import DATASETS
-from torchtitan_scape.data.indexed import damage, dtype_for
+from torchtitan_scape.data.indexed import Tokens, damage, dtype_for
 from torchtitan_scape.data.local import TextPath
 from torchtitan_scape.data.manifest import MANIFEST, TRAIN, VALIDATION, Manifest, tokenizer_facts
 from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource
@@ -32,7 +32,9 @@ from torchtitan_scape.data.prepare_workers import RESUME_HINT, run
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
-HELD_OUT = 0.0005
+# Share of the documents to hold out by default: enough for the default recipe's validation (65,536 tokens with two
+# readers), within these limits.
+HELD_OUT, MOST_HELD_OUT, HELD_OUT_TOKENS = 0.0005, 0.05, 200_000
 SHARD_TOKENS = 1 << 28
 _OPTIONS = {
     "model.hf_assets_path": "--tokenizer",
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--validation",
         type=float,
         help="share of the documents to hold out (default: none if the dataset has a validation split, which is then "
-        f"prepared, else {HELD_OUT})",
+        f"prepared, else about {HELD_OUT_TOKENS:,} tokens, at least {HELD_OUT} and at most {MOST_HELD_OUT})",
     )
     parser.add_argument(
         "--border",
@@ -126,6 +128,8 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
     encoder = Encoder(tokenizer, options.border)
     ids, _ = encoder(texts) if (texts := sources[0].sample()) else ([], [])
     rate = max(1, sum(len(text.encode()) for text in texts)) / max(1, len(ids))
+    if options.validation is None and held_out is not None:
+        held_out = _saved_share(options.output) or _default_share(sources[0].sizes, rate)
     facts = tokenizer_facts(options.tokenizer, tokenizer)
     revision = _revision(name, options.path)
     plan = Manifest(
@@ -140,6 +144,20 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
         allow_special_tokens=options.allow_special_tokens,
     )
     return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
+
+
+def _default_share(sizes: Tokens | None, bytes_per_token: float) -> float:
+    """Return the share of documents to hold out; HELD_OUT for a stream, whose size is unknown."""
+    if sizes is None:
+        return HELD_OUT
+    wanted = HELD_OUT_TOKENS * bytes_per_token / max(1, int(sizes.sum()))
+    return round(min(MOST_HELD_OUT, max(HELD_OUT, wanted)), 4)
+
+
+def _saved_share(folder: Path) -> float | None:
+    """Return the share that data in this folder hold out, so that a default of another version is continued."""
+    heads = [path for path in (folder / MANIFEST, folder / UNFINISHED / PLAN) if path.exists()]
+    return _head(heads[0]).get("held_out") if heads else None
 
 
 def _exclusive_lock(unfinished: Path) -> IO[str]:

@@ -192,10 +192,22 @@ def _prepared(config: JobConfig, tokenizer: BaseTokenizer, readers: list[int], w
     if n < (wanted := validation.steps * world * size):
         raise ValueError(
             f"the validation split of {validation.dataset_path!r} has {n} samples of {seq_len} tokens, and "
-            f"validation.steps = {validation.steps} needs {wanted}; lower it, or set {WHOLE} for the whole split"
+            f"validation.steps = {validation.steps} needs {wanted}; {_fix(n, world, size, data.tokens)}"
         )
     begins = [(step * world + reader) * size for step in range(validation.steps) for reader in readers]
     return PreparedBatches(data, [range(begin, begin + size) for begin in begins], seq_len)
+
+
+def _fix(samples: int, readers: int, batch: int, tokens: int) -> str:
+    """Return the values with which a split that is too small can be used."""
+    more = "hold out more documents with prepare --validation"
+    if fewer := samples // (readers * batch):
+        return f"set validation.steps to at most {fewer}, or to {WHOLE} for the whole split"
+    if samples >= readers:
+        return f"set validation.steps = {WHOLE} for the whole split, or {more}"
+    if longest := (tokens - 1) // readers:
+        return f"set validation.steps = {WHOLE} and validation.seq_len to at most {longest}, or {more}"
+    return f"{more}, or set --validation.no-enable"
 
 
 def by_rows(loss: Callable[..., torch.Tensor], rows: Sequence[int]) -> Callable[..., torch.Tensor]:
