@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.common import RESULTS
+from scripts.paper_fit import fit_paper, headline, on_gh200, paper_points, paper_report
 from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.fit import fit_paper, headline, least_squares, on_gh200, paper_points
+from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict, predict_step
 from torchtitan_scape.topology.layout import plan_layout
@@ -154,6 +156,12 @@ def test_least_squares_recovers_coefficients(truth: list[float]) -> None:
 def test_least_squares_coefficients_are_not_negative() -> None:
     found = least_squares([[1.0, 1, 1], [1.0, 2, 3]], [3.0, 2, 1])  # falls: the slope would be -1
     assert found[1] == 0 and 1 < found[0] < 3
+
+
+def test_the_stored_report_is_that_of_the_present_model() -> None:
+    said = paper_report()
+    assert said.count("| llama_500m |") + said.count("| llama_1_8b |") == 15 + 14 and "4096" in said
+    assert (RESULTS / "paper_fit" / "table.md").read_text().strip() == said.strip()  # else: python -m scripts.paper_fit
 
 
 def test_the_fit_is_within_four_percent_of_the_paper() -> None:

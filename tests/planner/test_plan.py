@@ -303,17 +303,6 @@ def test_recommended_keys_exist_in_the_configuration() -> None:
         assert seen >= 7
 
 
-def test_paper_mode_stores_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["--paper", "--output", str(tmp_path / "fit")]) == 0
-    said = capsys.readouterr().out
-    assert (tmp_path / "fit" / "table.md").read_text().strip() == said.strip()
-    assert said.count("| llama_500m |") + said.count("| llama_1_8b |") == 15 + 14 and "4096" in said
-    stored = Path(__file__).parents[2] / "results" / "paper_fit" / "table.md"
-    assert (
-        stored.read_text().strip() == said.strip()
-    )  # else: python -m torchtitan_scape.planner.plan --paper --output results/paper_fit
-
-
 def test_measured_links_replace_presets(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model train_configs/radius_2b.toml
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --parameters 7e9 --layers 32 --width 4096
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
-    python -m torchtitan_scape.planner.plan --paper  # the paper's measured points against the model
 
 Presets have nominal figures. A shared network or an unfavorable placement provides a fraction of them (a fourteenth in
 the SCAPE paper's runs), which changes the answer: measure with `planner.preflight` and pass its JSON as --links.
@@ -305,8 +304,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-axis", type=int, default=0, help="ranks of a replica: FSDP, ZeRO++ and three levels on them, compared")
     add("--mfu", type=float, default=Assumptions().mfu, help="share of the peak that forward and backward reach")
     add("--json", action="store_true")
-    add("--paper", action="store_true", help="the SCAPE paper's points against the model, and the extrapolation")
-    add("--output", type=Path, help="with --paper: a folder that gets table.md")
     return parser
 
 
@@ -333,44 +330,31 @@ def _model(options: argparse.Namespace) -> Workload:
         logging.disable(logging.NOTSET)
 
 
-def _paper(output: Path | None) -> str:
-    from torchtitan_scape.planner.fit import paper_report  # numpy is needed for this alone
-
-    text = paper_report()
-    if output:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "table.md").write_text(text)
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     answer: Callable[[], Any]
     said: Iterable[str]
     try:
         options = _parser().parse_args(arguments)
-        if options.paper:
-            text = _paper(options.output)
+        links = Links.from_json(options.links) if options.links else None
+        machine = get_machine(options.machine)
+        passes = for_device(machine.device, links or Links.from_machine(machine), options.kernels)
+        case = make_request(
+            options.machine,
+            options.nodes,
+            _model(options),
+            ranks_per_node=options.ranks_per_node,
+            links=links,
+            network_bandwidth=options.network_bandwidth,
+            batch=options.global_batch,
+            sequence=options.seq_len,
+            assumptions=Assumptions(mfu=options.mfu, passes=passes),
+        )
+        if options.shard_axis:
+            found = shard_axis_variants(case, options.shard_axis)
+            answer, said = partial(_forms_as_json, case, found), chain(_question(case), [""], lines(case, found))
         else:
-            links = Links.from_json(options.links) if options.links else None
-            machine = get_machine(options.machine)
-            passes = for_device(machine.device, links or Links.from_machine(machine), options.kernels)
-            case = make_request(
-                options.machine,
-                options.nodes,
-                _model(options),
-                ranks_per_node=options.ranks_per_node,
-                links=links,
-                network_bandwidth=options.network_bandwidth,
-                batch=options.global_batch,
-                sequence=options.seq_len,
-                assumptions=Assumptions(mfu=options.mfu, passes=passes),
-            )
-            if options.shard_axis:
-                found = shard_axis_variants(case, options.shard_axis)
-                answer, said = partial(_forms_as_json, case, found), chain(_question(case), [""], lines(case, found))
-            else:
-                answer, said = partial(as_json, case), report(case)
-            text = json.dumps(answer(), indent=1) if options.json else "\n".join(said)
+            answer, said = partial(as_json, case), report(case)
+        text = json.dumps(answer(), indent=1) if options.json else "\n".join(said)
     except ValueError as error:
         print(f"torchtitan_scape.planner.plan: {error}", file=sys.stderr)
         return 2

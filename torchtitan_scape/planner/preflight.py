@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.files import write_whole
-from torchtitan_scape.planner.fit import least_squares
+from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.topology.groups import build_tier_groups
 from torchtitan_scape.topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
 from torchtitan_scape.topology.links import SCHEMA

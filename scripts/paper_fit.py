@@ -1,20 +1,26 @@
-"""The SCAPE paper's measured times compared with the cost model, and an extrapolation to larger runs. No torch.
+"""The SCAPE paper's measured times compared with the cost model, and an extrapolation to larger runs.
+
+    python -m scripts.paper_fit    # writes results/paper_fit/table.md
 
 The paper's own implementation has costs that ours does not have (top-k over whole tensors, several packing passes), and
 its links are known by name only. Both are fitted; every residual is shown.
 """
 
-from collections.abc import Iterator, Sequence
+import argparse
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
+from scripts.common import RESULTS, run_command, write
 from torchtitan_scape.core.workloads import WORKLOADS
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.planner.bf16 import Bf16Options
+from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.topology.layout import plan_layout
@@ -57,31 +63,6 @@ def paper_points() -> list[PaperPoint]:
     for density, days in ((1.0, 2.47), (0.1, 1.59), (0.01, 1.40)):
         points.append(PaperPoint("llama_500m", density, 32, days * 86400 / 100_000, f"{days} days"))
     return points
-
-
-def least_squares(columns: Sequence[Sequence[float]], measured: Sequence[float]) -> np.ndarray:
-    """Return coefficients >= 0 of `columns` that minimize the relative squared error against `measured`.
-
-    All subsets are tried, so that only a few columns are feasible.
-
-    Args:
-        columns: One sequence of len(measured) per coefficient.
-    """
-    values = np.asarray(measured, dtype=float)
-    scaled = np.asarray(columns, dtype=float).T / values[:, None]
-    best, least = np.zeros(len(columns)), float(len(values))
-    for count in range(1, len(columns) + 1):
-        for chosen in combinations(range(len(columns)), count):
-            part = scaled[:, chosen]
-            unit = np.abs(part).max(axis=0)  # columns differ by many orders of magnitude
-            if not unit.all():
-                continue
-            found = np.linalg.lstsq(part / unit, np.ones(len(values)), rcond=None)[0] / unit
-            squares = float(((part @ found - 1) ** 2).sum())
-            if (found >= 0).all() and squares < least:
-                best, least = np.zeros(len(columns)), squares
-                best[list(chosen)] = found
-    return best
 
 
 @dataclass(frozen=True)
@@ -170,7 +151,7 @@ def paper_report() -> str:
 def _fit_lines(fit: PaperFit) -> Iterator[str]:
     yield "# The SCAPE paper's step times and the cost model"
     yield ""
-    yield "`python -m torchtitan_scape.planner.plan --paper --output results/paper_fit` writes this file."
+    yield "`python -m scripts.paper_fit` writes this file."
     yield ""
     yield "Model of the paper's implementation: compute * 64 / N + ring bytes / bandwidth + (N - 1) * a"
     yield "(+ n * b + sent * c for SCAPE). Relative least squares, coefficients 0 or more, six from fifteen points:"
@@ -287,3 +268,14 @@ def _assumed() -> str:
         f"optimizer passes at {100 * efficiency:.0f} % of 4 TB/s (unmeasured, bytes counted), {1e6 * latency:g} us a "
         "message, the dense exchange not overlapped with the backward pass"
     )
+
+
+def run(args: argparse.Namespace) -> None:
+    text = paper_report()
+    write(args.output / "table.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    options = {"--output": dict(type=Path, default=RESULTS / "paper_fit", help="folder of table.md")}
+    sys.exit(run_command(__doc__, run, options))
