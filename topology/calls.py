@@ -12,7 +12,7 @@ from torchtitan_scape.topology.links import (
     pair_mean_stages,
     reduce_scatter_stages,
 )
-from torchtitan_scape.topology.partition import ALIGNED
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
 from torchtitan_scape.topology.ring_bytes import Levels, LevelSize
 
 
@@ -126,8 +126,8 @@ def size_multiple(levels: Levels, block_size: int | None = None) -> int:
     if replicas == 1:
         return 1
     if len(levels) < 2 and block_size is None:
-        return ALIGNED
-    return replicas * (ALIGNED if block_size is None else block_size)
+        return ALIGNED_ENTRIES
+    return replicas * (ALIGNED_ENTRIES if block_size is None else block_size)
 
 
 def padded_size(count: int, levels: Levels, block_size: int | None = None) -> int:

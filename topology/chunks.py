@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import ALIGNED, chunk_limit
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, chunk_limit
 
 Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 
@@ -205,7 +205,7 @@ def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | Non
     own = collectives.replica
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED):
+        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED_ENTRIES):
             for row, chunk in enumerate(buffer):
                 rows.fill(chunk, row, column)
             handle = collectives.reduce_scatter(buffer.view(-1), codec=codec)
@@ -228,7 +228,7 @@ def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = 
                 rows.store(chunk, row, column)
 
     def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED):
+        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED_ENTRIES):
             rows.fill(buffer[own], own, column)
             messages = None
             if codec is None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_scape.topology.partition import ALIGNED
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
 
 
 class Codec(Protocol):
@@ -81,7 +81,7 @@ class Bfloat16:
 
 def entries_together(codec: Codec | None) -> int:
     """Return the number of entries that must not be divided between ranks; None stands for FP32."""
-    return ALIGNED if codec is None else codec.block_size
+    return ALIGNED_ENTRIES if codec is None else codec.block_size
 
 
 def message_bytes(count: int, codec: Codec | None) -> int:

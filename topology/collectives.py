@@ -33,7 +33,7 @@ from torchtitan_scape.topology.group_queries import (
 from torchtitan_scape.topology.groups import ReplicaGroups
 from torchtitan_scape.topology.owner_exchange import OwnerExchange
 from torchtitan_scape.topology.pairs import partners
-from torchtitan_scape.topology.partition import ALIGNED, CHUNK_ENTRIES, chunk_limit
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, CHUNK_ENTRIES, chunk_limit
 from torchtitan_scape.topology.rank_group import RankGroup, replica_index
 from torchtitan_scape.topology.ring_bytes import gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
 from torchtitan_scape.topology.traffic import REPLICATE, SHARD, TrafficLedger
@@ -249,7 +249,7 @@ class ReplicaCollectives(OwnerExchange):
         if self.replicas == 1:
             output.copy_(input)
             return Handle()
-        assert input.nbytes % (4 * ALIGNED) == 0
+        assert input.nbytes % (4 * ALIGNED_ENTRIES) == 0
         self._count(kind, gather_bytes(input.nbytes, self.levels))
         return self._all_gather(output, input)
 
@@ -270,7 +270,7 @@ class ReplicaCollectives(OwnerExchange):
         """
         if self.replicas == 1 or bits.numel() == 0:
             return Handle()
-        assert bits.numel() % (4 * ALIGNED * self.replicas) == 0
+        assert bits.numel() % (4 * ALIGNED_ENTRIES * self.replicas) == 0
         self._count(kind, reduce_bytes(bits.numel() // 4, self.levels))
         return self._all_reduce_or(bits)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # FP32 entries in 16 bytes, NCCL's transfer size if buffers begin and end at multiples of it.
-ALIGNED = 4
+ALIGNED_ENTRIES = 4
 # 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small compared to any model.
 CHUNK_ENTRIES = 1 << 22
 # With more replicas a chunk grows, so that each pair of ranks exchanges this many encoded bytes of it. The latency of a

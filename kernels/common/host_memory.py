@@ -19,7 +19,7 @@ from torch import Tensor
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 
 PORTABLE = 1  # for all devices: the current device may differ from the tensors' device
-ALIGNED = 16  # FP32 entries, so that every tensor begins at a multiple of 64 bytes
+TENSOR_ENTRIES = 16  # FP32 entries, so that every tensor begins at a multiple of 64 bytes
 
 
 def host_tensors(shapes: Sequence[Sequence[int]], device: torch.device, owner: Any) -> list[Tensor]:
@@ -31,7 +31,7 @@ def host_tensors(shapes: Sequence[Sequence[int]], device: torch.device, owner: A
         owner: Object that uses the tensors; see `register`.
     """
     sizes = [math.prod(shape) for shape in shapes]
-    padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    padded = [-(-size // TENSOR_ENTRIES) * TENSOR_ENTRIES for size in sizes]
     # One block, because a page of memory can be registered only once.
     values = torch.zeros(sum(padded), dtype=torch.float32, device="cpu")
     if device.type == "cuda":

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan_scape.kernels.common.alignment import ALIGNED
+from torchtitan_scape.kernels.common.alignment import ALIGNED_BYTES
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 
 # FP32 entries to which slices of a buffer are aligned.
-_ALIGNED = ALIGNED // 4
+_ALIGNED = ALIGNED_BYTES // 4
 # Entries to which rows of a payload are aligned; its values may be BF16.
-_ROW = ALIGNED // 2
+_ROW = ALIGNED_BYTES // 2
 
 
 @dataclass(frozen=True)

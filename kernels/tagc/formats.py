@@ -6,7 +6,7 @@ the selections of S ranks has at most S times as many entries, so that all sizes
 
 import math
 
-from torchtitan_scape.kernels.common.alignment import ALIGNED, padded_bytes
+from torchtitan_scape.kernels.common.alignment import ALIGNED_BYTES, padded_bytes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 BLOCK = 1024
@@ -33,7 +33,7 @@ def index_bytes(density: float, blocks: int) -> int:
 
 def bitmap_bytes(blocks: int, ranks: int) -> int:
     """Return the bytes of the bitmap, padded so that the slice of each rank is aligned."""
-    step = ALIGNED * ranks
+    step = ALIGNED_BYTES * ranks
     return -(-blocks * BITMAP // step) * step
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from torchtitan_scape.core.workloads import LocalModel, Shape, Workload
 from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Stage, all_gather_stages
 
-_ALIGNED = 16
 _SCALE = 4  # bytes
 _CUT_BIASES = ("wq.bias", "wk.bias", "wv.bias", "w1.bias")
 
@@ -84,11 +84,7 @@ class FlatRow:
         coded = 0 if code == "dense" else sum(-(-math.prod(s) // block) * block for s in self.shapes if len(s) > 1)
         rest = sum(math.prod(s) for s in self.shapes if code == "dense" or len(s) == 1)
         size = coded * FORMATS[code].bits // 8 + coded // block * _SCALE if coded else 0
-        return _padded(size) + _padded(rest * raw)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+        return padded_bytes(size) + padded_bytes(rest * raw)
 
 
 def flat_rows(workload: Workload, ranks: int, tensor: int = 1, reshard: str = "default") -> tuple[FlatRow, ...]:
@@ -263,7 +259,7 @@ def gathered_matrices(optimizer: str, model: LocalModel, layout: Layout) -> list
     sizes = [int(nbytes) for _, nbytes in parts_of(model, ranks)]
     per_replica = [sum(sizes[first : first + ranks]) for first in range(0, len(sizes), ranks)]
     rounds = [per_replica[first : first + replicas] for first in range(0, len(per_replica), replicas)]
-    return [-(-max(part) // _ALIGNED) * _ALIGNED for part in rounds]
+    return [padded_bytes(max(part)) for part in rounds]
 
 
 def gather_stages(optimizer: str, model: LocalModel, layout: Layout) -> list[Stage]:

@@ -23,7 +23,7 @@ from torchtitan_scape.topology.chunks import (
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import ALIGNED
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class ShardedExchange:
     def planned_bytes(self) -> float:
         replicas, entries = self.collectives.replicas, self.passes.entries
         if not entries:
-            rows = -(-self.owner.longest_row // ALIGNED) * ALIGNED
+            rows = -(-self.owner.longest_row // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
             return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
         row, codec = entries // replicas, self.codecs.update
         own = codec.message_bytes(row) if codec else (2 if self.owner.rounds_values else 4) * row
