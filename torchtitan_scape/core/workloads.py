@@ -83,6 +83,41 @@ class LocalModel:
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """The options that decide which activations are stored until the backward pass.
+
+    Attributes:
+        mode: `[activation_checkpoint] mode`: "none", "selective", "full" or "memory_budget".
+        option: `selective_ac_option`: every how manyth layer is recomputed, or "op".
+        budget: `memory_budget`: share of a layer's activations that is stored.
+        compiles_layers: torch.compile is applied to the layers.
+        compiles_loss: It is applied to the loss.
+    """
+
+    mode: str = "selective"
+    option: str = "2"
+    budget: float = 1.0
+    compiles_layers: bool = True
+    compiles_loss: bool = True
+
+    def recomputed(self, layers: int) -> int:
+        """Return how many of the layers are recomputed, entirely or in part."""
+        if self.mode == "selective" and self.option != "op":
+            return layers // int(self.option)
+        return layers if self.mode in ("selective", "full") else 0
+
+    def describe(self) -> str:
+        """Return the options in words."""
+        words = {"none": "nothing recomputed", "full": "every layer recomputed"}
+        words["memory_budget"] = f"a memory budget of {self.budget:g}"
+        if self.option == "op":
+            words["selective"] = "selected operations recomputed"
+        else:
+            words["selective"] = f"one of {self.option} layers recomputed"
+        return words[self.mode] + (", compiled" if self.compiles_layers else ", not compiled")
+
+
+@dataclass(frozen=True)
 class Workload:
     """A decoder model and its training batch.
 
@@ -91,6 +126,7 @@ class Workload:
         batch: Sequences per step, over all ranks.
         positions: Rows of the learned position embedding for GPT-2, which also has biases, a tied output and GELU; 0
             for Llama.
+        recomputation: Activation checkpointing and compilation; by default those of `train_configs/models`.
     """
 
     name: str
@@ -103,6 +139,7 @@ class Workload:
     sequence: int
     batch: int
     positions: int = 0
+    recomputation: Recomputation = Recomputation()
 
     def __post_init__(self) -> None:
         if self.gpt2 and self.sequence > self.positions:
@@ -168,19 +205,38 @@ class Workload:
         return 6.0 * (self.parameters - lookup_rows * self.width) + 6.0 * self.layers * self.width * self.sequence
 
     def activation_bytes(self, micro_batch: int, output: bool = True) -> float:
-        """Return the estimated peak of activations for `micro_batch` sequences in BF16, with every second layer
-        recomputed. Without `output`, the logits are on another rank.
+        """Return the estimated peak of activations for `micro_batch` sequences in BF16.
 
-        A layer that is not recomputed stores the inputs of its matrices, norms and products: 2 * (6 width + 2 kv + 4
-        ffn) bytes per token for Llama, 2 * (8 width + 2 ffn) for GPT-2. A recomputed layer stores its input, and one
-        layer at a time is complete. Logits take 10 bytes per entry: BF16, their FP32 copy and its gradient. Attention
-        stores no scores.
+        The peak is at the start of the backward pass: the stored activations of all layers, and the larger of what the
+        loss and what the backward pass of one layer need. Without `output`, the loss is on another rank. A compiled
+        loss needs the logits and their gradient in BF16; another one a second and a third copy in FP32.
         """
-        w, f = self.width, self.ffn
-        per_layer = 2.0 * (8 * w + 2 * f) if self.gpt2 else 2.0 * (6 * w + 2 * self.kv_width + 4 * f)
-        recomputed = self.layers // 2
-        layers = (self.layers - recomputed) * per_layer + recomputed * 2 * w + per_layer
-        return micro_batch * self.sequence * (layers + (10.0 * self.vocab if output else 0.0))
+        w, options = self.width, self.recomputation
+        complete, reduced = self._layer_bytes()
+        count = options.recomputed(self.layers)
+        stored = (self.layers - count) * complete + count * reduced
+        layer = 4.0 * (w + self.ffn) + (complete if count else 0.0)
+        if options.mode == "memory_budget":
+            stored, layer = self.layers * (2 * w + options.budget * (complete - 2 * w)), layer + complete
+        loss = (4.0 if options.compiles_loss else 12.0) * self.vocab + 4.0 * w if output else 0.0
+        return micro_batch * self.sequence * (stored + max(loss, layer))
+
+    def _layer_bytes(self) -> tuple[float, float]:
+        """Return the bytes per token that a layer stores if nothing of it is recomputed, and if it is.
+
+        The former are the inputs of its matrices, norms and products, and FP32 statistics of attention and norms;
+        attention stores no scores. torch.compile recomputes SiLU. The latter is the layer's input, and with "op" what
+        TorchTitan's list of operations saves: attention, and every second matrix product without bias.
+        """
+        w, kv, f = self.width, self.kv_width, self.ffn
+        statistics = 4.0 * self.heads + 8.0
+        if self.gpt2:
+            complete, operations = 8 * w + 2 * f, 2 * w
+        else:
+            complete = 6 * w + 2 * kv + (3 if self.recomputation.compiles_layers else 4) * f
+            operations = 3 * w + kv + f
+        by_operation = self.recomputation.mode == "selective" and self.recomputation.option == "op"
+        return 2.0 * complete + statistics, 2.0 * operations + 4.0 * self.heads if by_operation else 2.0 * w
 
     def working_bytes(self) -> float:
         """Return the estimated memory of FSDP's largest unit (a layer or an embedding), with the next one being

@@ -10,7 +10,7 @@ import torch
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.model_sizes import Model
 from torchtitan_scape.config.parsing import resolve
-from torchtitan_scape.core.workloads import Workload
+from torchtitan_scape.core.workloads import Recomputation, Workload
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 from torchtitan_scape.models.sizes import with_sizes
@@ -64,9 +64,17 @@ def workload_of(config: JobConfig) -> Workload:
         sequence=config.training.seq_len,
         batch=config.training.global_batch_size,
         positions=parameters.get("pos_embeddings.weight", (0,))[0],
+        recomputation=_recomputation(config),
     )
     assert dict(zip(workload.names(), workload.shapes(), strict=True)) == parameters
     return workload
+
+
+def _recomputation(config: JobConfig) -> Recomputation:
+    chosen, compiled = config.activation_checkpoint, config.compile.components if config.compile.enable else []
+    return Recomputation(
+        chosen.mode, chosen.selective_ac_option, chosen.memory_budget, "model" in compiled, "loss" in compiled
+    )
 
 
 def _parameter_shapes(name: str, args: BaseModelArgs) -> dict[str, tuple[int, ...]]:

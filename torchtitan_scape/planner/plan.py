@@ -86,9 +86,8 @@ def _question(case: PlanRequest) -> Iterator[str]:
         yield f"The optimizer's passes: {a.passes.describe()}"
     passes = "" if a.passes else f"memory bandwidth in the optimizer {memory}; "
     yield (
-        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; {passes}every second layer "
-        "recomputed; dense and quantized gradients hidden behind the last micro-batch's backward pass as far as it "
-        "lasts"
+        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; {passes}{w.recomputation.describe()}; "
+        "dense and quantized gradients hidden behind the last micro-batch's backward pass as far as it lasts"
     )
 
 
