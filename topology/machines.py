@@ -5,6 +5,8 @@ Numbers are nominal and come from the named sources. Measurements on the machine
 
 from dataclasses import dataclass
 
+GIB = 2**30 / 1e9  # GB
+ASSUMED_STORAGE = 10.0  # GB/s of a shared file system, where no figure is known
 MEMORY_EFFICIENCY = 0.7  # share of the nominal memory bandwidth that an optimizer's passes reach, if not measured
 
 
@@ -31,7 +33,7 @@ class Device:
 
     Attributes:
         name: Name of the device.
-        memory: GB (1e9 bytes) of device memory.
+        memory: GB (1e9 bytes) of device memory, as the device reports it.
         memory_bandwidth: GB/s, nominal, reads and writes together.
         peak: TFLOP/s of dense BF16 matrix products, nominal.
         source: Origin of the numbers.
@@ -52,10 +54,11 @@ class Device:
 
 _A100 = Device(
     "A100 80GB",
-    80.0,
+    79.25 * GIB,
     2000.0,
     312.0,
-    "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down), PCIe 4.0; an eighth of a DGX's 2 TB",
+    "NVIDIA A100 data sheet, 80 GB SXM model (2,039 GB/s, rounded down), PCIe 4.0; an eighth of a DGX's 2 TB; memory "
+    "as PyTorch reports it (levihsu/OOTDiffusion, issue 235, 2025-03)",
     host_memory=250.0,
     host_link=31.5,
 )
@@ -75,6 +78,7 @@ class Machine:
         source: Origin of the numbers.
         device: Device of a rank.
         measured: Origin of measured links, see `topology.links.with_measured_links`; "" if they are nominal.
+        storage: GB/s that all nodes together write to the shared file system, at its peak; 0 if it is not known.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Machine:
     source: str
     device: Device = ASSUMED_CORE
     measured: str = ""
+    storage: float = 0.0
 
 
 MACHINES = {
@@ -96,12 +101,13 @@ MACHINES = {
             "ways. Latencies are assumed",
             device=Device(
                 "GH200",
-                96.0,
+                94.88 * GIB,
                 4000.0,
                 989.0,
-                "NVIDIA GH200 data sheet, 96 GB HBM3 model; dense BF16 of its H100 part; 120 GB LPDDR5X, NVLink-C2C "
-                "900 GB/s both ways (Cornell Virtual Workshop on Vista)",
-                host_memory=120.0,
+                "NVIDIA GH200 data sheet, 96 GB HBM3 model, which are GiB: nvidia-smi lists 97,871 MiB and PyTorch 94.88 "
+                "GiB (Lightning-AI/litgpt, issue 1892, 2024-12); dense BF16 of its H100 part; 116 GB host memory (TACC, "
+                "Vista User Guide, table 2, 2026-11); NVLink-C2C 900 GB/s both ways (Cornell Virtual Workshop on Vista)",
+                host_memory=116.0,
                 host_link=450.0,
             ),
         ),
@@ -115,13 +121,14 @@ MACHINES = {
             ),
             source="Low-bandwidth partitioning paper, Table II and Section IV: 200 GB/s between the GCDs of a GPU, "
             "Infinity Fabric 50 GB/s between GPUs of a node, four 200 Gb/s Slingshot-11 NICs for eight GCDs. "
-            "Latencies are assumed",
+            "Latencies are assumed. Orion's capacity tier writes 4.6 TB/s at its peak (OLCF, 2021-05)",
+            storage=4600.0,
             device=Device(
                 "MI250X GCD",
-                64.0,
+                64 * GIB,
                 1600.0,
                 191.5,
-                "AMD MI250X data sheet, half of 128 GB, 3.2 TB/s and 383 TFLOP/s: a GCD is half a package; Frontier "
+                "AMD MI250X data sheet, half of 128 GB (GiB), 3.2 TB/s and 383 TFLOP/s: a GCD is half a package; Frontier "
                 "User Guide: 512 GB a node, 36 GB/s each way between CPU and GCD",
                 host_memory=64.0,
                 host_link=36.0,
@@ -144,10 +151,11 @@ MACHINES = {
             "Latencies are assumed",
             device=Device(
                 "H100 80GB",
-                80.0,
+                85.0,
                 3350.0,
                 989.0,
-                "NVIDIA H100 data sheet, SXM model: 3.35 TB/s, dense BF16, PCIe 5.0; an eighth of a DGX's 2 TB",
+                "NVIDIA H100 data sheet, SXM model: 3.35 TB/s, dense BF16, PCIe 5.0; an eighth of a DGX's 2 TB; memory "
+                "as in results/gpu",
                 host_memory=250.0,
                 host_link=63.0,
             ),

@@ -32,8 +32,8 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.patching import environment
 from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.planner.configured import levels_of, method_of, shard_axis_of
 from torchtitan_scape.planner.step import predict
-from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import Machine, get_machine

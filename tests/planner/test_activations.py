@@ -1,4 +1,4 @@
-"""Predicted memory against the peaks that GPUs reserved (results/gpu), and layers against the tensors that they save."""
+"""Predicted memory against the peaks of GPUs in results/gpu, and a layer against the tensors that it saves."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.workloads import Recomputation, Workload, get_workload
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.report.forecast import method_of
+from torchtitan_scape.planner.configured import method_of
 
 RESULTS = Path(__file__).parents[2] / "results" / "gpu"
 LLAMA, GPT2 = get_workload("llama_500m"), get_workload("gpt_345m")

@@ -113,7 +113,7 @@ def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch)
     exchanges.
     """
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.report.forecast import levels_of
+    from torchtitan_scape.planner.configured import levels_of
     from torchtitan_scape.report.memory import MemoryReport
     from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register

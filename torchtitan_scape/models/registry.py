@@ -89,7 +89,12 @@ def _parameter_shapes(name: str, args: BaseModelArgs) -> dict[str, tuple[int, ..
 
 
 def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:
-    """Return the model and batch of a recipe.
+    """Return the model and batch of a recipe, as `planned_recipe`."""
+    return planned_recipe(arguments, ranks)[0]
+
+
+def planned_recipe(arguments: Sequence[str], ranks: int) -> tuple[Workload, JobConfig]:
+    """Return the model and batch of a recipe, and its configuration.
 
     Args:
         arguments: The trainer's command line.
@@ -109,4 +114,6 @@ def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:
             "the plan"
         )
     found = workload_of(config)
-    return found if found.batch > 0 else replace(found, batch=config.training.local_batch_size * ranks)
+    if found.batch < 0:
+        found = replace(found, batch=config.training.local_batch_size * ranks)
+    return found, config

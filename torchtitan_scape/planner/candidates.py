@@ -198,11 +198,12 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
     """
     found = fastest(case, methods)
     if not case.fits(found):
+        full = "" if case.workload.recomputation.mode == "full" else "or full activation checkpointing, "
         raise ValueError(
             f"{case.workload.name} needs {found.memory / 1e9:.0f} GB a rank at least (estimated), and "
-            f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, or full "
-            "activation checkpointing, tensor parallelism, or SCAPE with offload, which this plan does not try, or "
-            "--shard-axis for a replica on several nodes"
+            f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, {full}"
+            "or tensor parallelism, or SCAPE with offload, which this plan does not try, or --shard-axis for three "
+            "levels, or a replica on several nodes"
         )
     return found
 

@@ -40,6 +40,7 @@ from torchtitan_scape.planner.candidates import (
     lower_memory_variants,
     make_request,
 )
+from torchtitan_scape.planner.checkpoint import DEFAULT_SAVING, CheckpointCost, Saving, checkpoint_bytes
 from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.shard_axis import ShardAxisVariant, lines, shard_axis_variants
@@ -53,12 +54,24 @@ NUMBERS = ("parameters", "layers", "width", "heads", "kv_heads", "vocab")
 # ----------------------------------------------------------------------------------------------- text
 
 
-def report(case: PlanRequest) -> Iterator[str]:
-    """Return the lines of the answer."""
+def report(
+    case: PlanRequest, configured: Candidate | None = None, saving: Saving | None = DEFAULT_SAVING
+) -> Iterator[str]:
+    """Return the lines of the answer.
+
+    Args:
+        configured: The run that a recipe describes.
+        saving: Its checkpoints; None if it writes none.
+    """
     advice = advise(case)
     yield from _question(case)
     yield ""
+    if configured:
+        yield from _as_configured(case, configured, advice, saving)
+        yield ""
     yield from _answer(case, advice)
+    if saving and not configured:
+        yield _checkpoint(case, advice.choice, saving)
     yield ""
     yield from _recipe_lines(case, advice.choice)
     yield ""
@@ -72,7 +85,7 @@ def _question(case: PlanRequest) -> Iterator[str]:
     w, a, device = case.workload, case.assumptions, case.machine.device
     yield (
         f"{w.name}, {_count(w.parameters)} parameters, on {case.nodes} node(s) of {case.machine.name}: "
-        f"{case.ranks} ranks ({device.name}, {device.memory:g} GB), {case.batch} sequences of {w.sequence} tokens "
+        f"{case.ranks} ranks ({device.name}, {device.memory:.1f} GB), {case.batch} sequences of {w.sequence} tokens "
         "a step"
     )
     if case.batch != w.batch:
@@ -86,9 +99,30 @@ def _question(case: PlanRequest) -> Iterator[str]:
         yield f"The optimizer's passes: {a.passes.describe()}"
     passes = "" if a.passes else f"memory bandwidth in the optimizer {memory}; "
     yield (
-        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; {passes}{w.recomputation.describe()}; "
-        "dense and quantized gradients hidden behind the last micro-batch's backward pass as far as it lasts"
+        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; {passes}"
+        f"{w.recomputation.describe()}; dense and quantized gradients hidden behind the last micro-batch's backward "
+        "pass as far as it lasts"
     )
+
+
+def _as_configured(case: PlanRequest, own: Candidate, advice: Advice | None, saving: Saving | None) -> Iterator[str]:
+    p, layout = own.prediction, own.layout
+    yield (
+        f"The recipe as it is: {p.method.name}, {layout.replicate} replica(s) of {layout.shard} rank(s), micro-batches "
+        f"of {own.micro_batch}: {_ms(p.step)} a step, {own.memory / 1e9:.1f} GB a rank: "
+        + ("fits" if case.fits(own) else f"does not fit into {case.capacity / 1e9:.1f} GB")
+    )
+    if advice:
+        q, same = advice.choice.prediction, (p.method, layout) == (advice.choice.method, advice.choice.layout)
+        gain = f"{p.step / q.step:.2f} x as fast"
+        yield "The advice is what the recipe has" if same else f"The advice, {q.method.name}, is {gain} as the recipe"
+    if saving:
+        yield _checkpoint(case, own, saving)
+
+
+def _checkpoint(case: PlanRequest, run: Candidate, saving: Saving) -> str:
+    kinds = checkpoint_bytes(run.method, case.workload.whole(), run.layout.replicate, saving.residual)
+    return CheckpointCost(kinds, case.ranks, case.machine, case.links, saving).describe()
 
 
 def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
@@ -306,27 +340,55 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model(options: argparse.Namespace) -> Workload:
-    """Return the model that the options name, or describe by numbers. Raises ValueError."""
+def _model(options: argparse.Namespace) -> tuple[Workload, Any]:
+    """Return the model that the options name, or describe by numbers, and the recipe's configuration or None.
+
+    Raises:
+        ValueError: There is no such model.
+    """
     numbers = {name: getattr(options, name) for name in NUMBERS}
     if any(numbers.values()):
         if options.model:
             raise ValueError(f"--model {options.model} and numbers of another model; give the name or the numbers")
-        return workload_of_numbers(**numbers)
+        return workload_of_numbers(**numbers), None
     name = options.model or DEFAULT
     if name in WORKLOADS:
-        return WORKLOADS[name]
+        return WORKLOADS[name], None
     if not name.endswith(".toml"):
         raise ValueError(f"there is no model {name!r}; known are {', '.join(WORKLOADS)}, and recipes, such as a.toml")
     # A recipe needs torch and TorchTitan, and seconds to import them.
-    from torchtitan_scape.models.registry import recipe_workload
+    from torchtitan_scape.models.registry import planned_recipe
 
     ranks = options.nodes * (options.ranks_per_node or get_machine(options.machine).ranks_per_node or 1)
     logging.disable(logging.WARNING)  # TorchTitan's, of a tokenizer that is not there yet
     try:
-        return recipe_workload([f"--job.config_file={name}"], ranks)
+        return planned_recipe([f"--job.config_file={name}"], ranks)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _report_with_recipe(case: PlanRequest, config: Any) -> Iterator[str]:
+    """Return the lines of the answer, for a recipe with the run as it is configured, also if nothing else fits."""
+    if config is None:
+        yield from report(case)
+        return
+    from torchtitan_scape.planner.configured import configured_candidate, saving_of
+
+    saving = saving_of(config)
+    try:
+        own = configured_candidate(config, case)
+    except ValueError as error:
+        yield from report(case, saving=saving)
+        yield f"The recipe's own layout has no prediction here: {error}"
+        return
+    try:
+        yield "\n".join(report(case, own, saving))
+    except ValueError as error:
+        if not case.fits(own):
+            raise
+        yield from _question(case)
+        yield from ["", *_as_configured(case, own, None, saving)]
+        yield f"No method and layout that the planner tries fits: {error}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -335,12 +397,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         links = Links.from_json(options.links) if options.links else None
-        machine = get_machine(options.machine)
+        machine, (workload, config) = get_machine(options.machine), _model(options)
         passes = for_device(machine.device, links or Links.from_machine(machine), options.kernels)
         case = make_request(
             options.machine,
             options.nodes,
-            _model(options),
+            workload,
             ranks_per_node=options.ranks_per_node,
             links=links,
             network_bandwidth=options.network_bandwidth,
@@ -352,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = shard_axis_variants(case, options.shard_axis)
             answer, said = partial(_forms_as_json, case, found), chain(_question(case), [""], lines(case, found))
         else:
-            answer, said = partial(as_json, case), report(case)
+            answer, said = partial(as_json, case), _report_with_recipe(case, config)
         text = json.dumps(answer(), indent=1) if options.json else "\n".join(said)
     except ValueError as error:
         print(f"torchtitan_scape.planner.plan: {error}", file=sys.stderr)

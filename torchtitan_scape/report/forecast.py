@@ -4,15 +4,13 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
 from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
-from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.layout import Layout, simulated_layout
 from torchtitan_scape.topology.links import Links
@@ -20,34 +18,18 @@ from torchtitan_scape.topology.links import Links
 logger = logging.getLogger(__name__)
 
 
-def method_of(config: JobConfig) -> PlannedRun:
-    """Return the config's method, optimizer and overlap for the planner."""
-    return PlannedRun(options_of(config.sync), config.optimizer.name, config.sync.overlap)
-
-
-def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
-    """Return the closed form of the configured three-level sharding, or None."""
-    sums = METHODS[config.sync.method].is_linear
-    return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
-
-
-def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[ShardPlan, tuple[FlatRow, ...]]:
-    """Return the configured shard axis for the planner."""
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor, reshard)
-    return config.sharding.planned(layout, config.training.mixed_precision_param, on_cpu), rows
-
-
 def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int) -> None:
     """Log the memory that the simulated replicas need.
 
-    Activations and FSDP's gathered weights come on top: they are those of one replica.
+    Activations and FSDP's gathered weights are estimated, and only logged: they are those of one replica.
 
     Raises:
         ValueError: The memory exceeds the free memory; the message contains a fix.
     """
     simulated, method = config.topology.simulate_replicas, method_of(config)
-    model = workload_of(config).local(layout.shard * layout.context * layout.tensor)
+    workload = workload_of(config)
+    model = workload.local(layout.shard * layout.context * layout.tensor)
+    estimated = workload.working_bytes() + workload.activation_bytes(config.training.local_batch_size)
 
     def needed(replicas: int) -> dict[str, float]:
         return method.simulated_memory(model, replicas)
@@ -58,7 +40,7 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
         f"{simulated} simulated replicas need {size_text(total)} per rank without activations "
         f"({kinds_text(kinds)}); {size_text(free)} are free"
     )
-    logger.info(message)
+    logger.info(f"{message}; activations and working copy need about {size_text(estimated)} more")
     if total > free and config.comm.mode != "fake_backend":
         fits = next((n for n in range(simulated - 1, 1, -1) if sum(needed(n).values()) <= free), None)
         advice = "use a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")

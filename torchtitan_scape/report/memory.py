@@ -6,8 +6,8 @@ from typing import Any
 from torchtitan_scape.config.job_config import JobConfig, group_options
 from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.planner.configured import levels_of, method_of, shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.report.forecast import levels_of, method_of, shard_axis_of
 from torchtitan_scape.report.stage_memory import stage_memory
 from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device

@@ -10,18 +10,22 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torchtitan_scape.checkpoint.state import sizes
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving
+from torchtitan_scape.planner.configured import levels_of, shard_axis_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, levels_of, shard_axis_of
+from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.cost import matrix_stages, mean_gathers, shard_bytes
 from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Links
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +144,8 @@ def summarize(trainer: SummaryView) -> None:
     logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
 
 
-def report_dry_run(trainer: SummaryView) -> None:
-    """Log the planned bytes per step of a dry run."""
+def report_dry_run(trainer: SummaryView, saving: Saving | None) -> None:
+    """Log the planned bytes per step of a dry run, and of its checkpoints if it writes any."""
     sent, dense = trainer.replica_optimizer.planned_bytes(), trainer.replica_optimizer.dense_bytes()
     logger.info("Dry run: everything was built, no step was taken")
     logger.info(
@@ -152,6 +156,15 @@ def report_dry_run(trainer: SummaryView) -> None:
         logger.info(f"Weights, gradients and updates per step and rank on the shard axis: {shards_text(shards)}")
     for name, value in trainer.forecast.rows() if trainer.forecast else ():
         logger.info(f"{name}: {value}")
+    if saving:
+        logger.info(_checkpoint_cost(trainer, saving).describe())
+
+
+def _checkpoint_cost(trainer: SummaryView, saving: Saving) -> CheckpointCost:
+    """Return the cost of a checkpoint of the states that the dry run built."""
+    layout, model = trainer.layout, 4.0 * workload_of(trainer.job_config).parameters
+    kinds = {"parameters": model} | sizes(trainer.replica_optimizer, saving.residual)
+    return CheckpointCost(kinds, layout.world_size, layout.machine, Links.from_machine(layout.machine), saving)
 
 
 def _planned_on_replicate_axis(trainer: SummaryView) -> float:

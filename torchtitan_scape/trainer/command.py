@@ -13,6 +13,7 @@ from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.planner.configured import saving_of
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 from torchtitan_scape.report.summary import report_dry_run
 from torchtitan_scape.runtime.folder_lock import FolderLock
@@ -38,6 +39,7 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     if DEVICE_TYPE == "cpu" and config.comm.mode != "fake_backend":
         # Simulated replicas of another machine may run on any CPU.
         check_device("local" if config.topology.simulate_replicas > 1 else config.topology.machine)
+    saving = saving_of(config)
     if is_dry_run(config):
         config.validation.enable = config.checkpoint.enable = False
         config.debug.seed = config.debug.seed or 0
@@ -53,7 +55,7 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
         raise
     shutdown.attach(trainer)
     if is_dry_run(config):
-        report_dry_run(trainer)
+        report_dry_run(trainer, saving)
         return
     if dist.get_rank() == 0:
         resolved.write(config.job.dump_folder)

@@ -18,9 +18,9 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
 from torchtitan_scape.optimizers.registry import OPTIMIZERS, decay_groups
+from torchtitan_scape.planner.configured import method_of
 from torchtitan_scape.planner.step import divides_matrices
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
-from torchtitan_scape.report.forecast import method_of
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import holder_of

@@ -1,0 +1,103 @@
+"""Predicted size of a checkpoint, and the time to write it. Plain arithmetic: no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
+from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import ASSUMED_STORAGE, Machine
+
+_PENDING = ("residual", "owner_error")  # kinds of `PlannedRun.device_memory` that every replica has
+
+
+@dataclass(frozen=True)
+class Saving:
+    """`[checkpoint]` of a run; the defaults are TorchTitan's.
+
+    Attributes:
+        residual: `residual`.
+        keep: `keep_latest_k`; 0 for all.
+        count: Checkpoints that the run writes; 0 if that is not known.
+    """
+
+    residual: str = "exact"
+    keep: int = 10
+    count: int = 0
+
+
+DEFAULT_SAVING = Saving()
+
+
+def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual: str = "exact") -> dict[str, float]:
+    """Return the bytes of a checkpoint of all ranks by kind.
+
+    Args:
+        model: Whole parameters.
+        residual: `[checkpoint] residual`.
+    """
+    cost, rows = run.options.cost(), replicas if residual == "exact" else 1
+    kinds = run.device_memory(model, replicas) | run.host_memory(model, replicas)
+    found = {"parameters": 4.0 * model.entries}
+    if cost.includes_optimizer:  # one tensor has the moment on the mask and the residual elsewhere; masks are bytes
+        found |= {"moment and residual": rows * kinds["state"], "masks": float(model.entries)}
+        found["moments of owners"] = replicas * kinds.get("owned moments", 0.0)
+        found["masters"] = replicas * kinds.get("owned master", 0.0) + kinds.get("master", 0.0)
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+    found["moments"] = kinds.get("state", 0.0) * (rows if cost.per_replica_weights else 1)
+    if cost.per_replica_weights:
+        found["weights of replicas"] = rows * found["parameters"]
+    if cost.divides_update:  # every replica has its part
+        found |= {"moments": replicas * found["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
+    if residual != "drop":
+        found |= {kind: rows * kinds.get(kind, 0.0) for kind in _PENDING}
+    found |= {kind: kinds.get(kind, 0.0) for kind in ("outer momentum", "bases")}
+    return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """A checkpoint of all ranks, and the machine that writes it.
+
+    Attributes:
+        kinds: Bytes by kind.
+        ranks: Number of ranks that write.
+        saving: Which of them are kept.
+    """
+
+    kinds: Mapping[str, float]
+    ranks: int
+    machine: Machine
+    links: Links
+    saving: Saving = DEFAULT_SAVING
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+    @property
+    def storage(self) -> float:
+        """Bytes/s of the file system: the machine's, or the assumed ones."""
+        return 1e9 * (self.machine.storage or ASSUMED_STORAGE)
+
+    @property
+    def seconds(self) -> float:
+        """Time to write it, at the slower of the ranks' links to the network and the file system."""
+        return self.total / min(self.ranks * self.links["network"].bandwidth, self.storage)
+
+    def describe(self) -> str:
+        """Return the size, what is kept, and the time, in words."""
+        large = {kind: nbytes for kind, nbytes in self.kinds.items() if 1000 * nbytes > self.total}
+        kept = min((count for count in (self.saving.keep, self.saving.count) if count), default=0)
+        links = self.ranks * self.links["network"].bandwidth
+        if links < self.storage:
+            rate = f"{links / 1e9:g} GB/s, the links of {self.ranks} rank(s) ({self.links.source})"
+        else:
+            known = f"the peak of {self.machine.name}'s file system" if self.machine.storage else "assumed for storage"
+            rate = f"{self.storage / 1e9:g} GB/s, {known}"
+        return (
+            f"Checkpoint: {size_text(self.total)} of all ranks together ({kinds_text(large)}); "
+            + (f"{size_text(kept * self.total)} for the {kept} that are kept" if kept else "all are kept")
+            + f", and one more while it is written. {seconds_text(self.seconds)} to write at {rate}"
+        )
