@@ -104,9 +104,10 @@ MACHINES = {
                 94.88 * GIB,
                 4000.0,
                 989.0,
-                "NVIDIA GH200 data sheet, 96 GB HBM3 model, which are GiB: nvidia-smi lists 97,871 MiB and PyTorch 94.88 "
-                "GiB (Lightning-AI/litgpt, issue 1892, 2024-12); dense BF16 of its H100 part; 116 GB host memory (TACC, "
-                "Vista User Guide, table 2, 2026-11); NVLink-C2C 900 GB/s both ways (Cornell Virtual Workshop on Vista)",
+                "NVIDIA GH200 data sheet, 96 GB HBM3 model, which are GiB: nvidia-smi lists 97,871 MiB and PyTorch "
+                "94.88 GiB (Lightning-AI/litgpt, issue 1892, 2024-12); dense BF16 of its H100 part; 116 GB of host "
+                "memory (TACC, Vista User Guide, table 2, 2026-11); NVLink-C2C 900 GB/s both ways (Cornell Virtual "
+                "Workshop on Vista)",
                 host_memory=116.0,
                 host_link=450.0,
             ),
@@ -128,8 +129,8 @@ MACHINES = {
                 64 * GIB,
                 1600.0,
                 191.5,
-                "AMD MI250X data sheet, half of 128 GB (GiB), 3.2 TB/s and 383 TFLOP/s: a GCD is half a package; Frontier "
-                "User Guide: 512 GB a node, 36 GB/s each way between CPU and GCD",
+                "AMD MI250X data sheet, half of 128 GB (GiB), 3.2 TB/s and 383 TFLOP/s: a GCD is half a package; "
+                "Frontier User Guide: 512 GB a node, 36 GB/s each way between CPU and GCD",
                 host_memory=64.0,
                 host_link=36.0,
                 runtime="ROCm",

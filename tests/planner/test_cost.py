@@ -18,7 +18,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict, predict_step
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import Link, Links, stage_seconds
-from torchtitan_scape.topology.machines import MACHINES, get_machine
+from torchtitan_scape.topology.machines import GIB, MACHINES, get_machine
 from torchtitan_scape.topology.partition import chunk_sizes
 from torchtitan_scape.topology.pipelining import best_chunk_bytes, best_chunks, pipeline_seconds
 from torchtitan_scape.topology.ring_bytes import LevelSize
@@ -139,7 +139,7 @@ def test_every_preset_names_its_device() -> None:
     for machine in MACHINES.values():
         device = machine.device
         assert device.memory > 0 and device.memory_bandwidth > 0 and device.peak > 0 and device.source
-    assert get_machine("vista").device.memory_bandwidth == 4000 and get_machine("frontier").device.memory == 64
+    assert get_machine("vista").device.memory_bandwidth == 4000 and get_machine("frontier").device.memory == 64 * GIB
 
 
 # -------------------------------------------------------------------------------------------- the paper

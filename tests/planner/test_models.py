@@ -1,16 +1,20 @@
 """Models that the planner is asked about: by a recipe, and by numbers."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.core.workloads import Recomputation, get_workload
 from torchtitan_scape.models.registry import recipe_workload
+from torchtitan_scape.planner import plan
+from torchtitan_scape.planner.candidates import DENSE, best, make_request
 from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.plan import main
+from torchtitan_scape.planner.step import Assumptions
 
 ROOT = Path(__file__).parents[2]
 FRONTIER = ["--machine", "frontier", "--nodes", "48"]
@@ -120,3 +124,35 @@ def test_a_recipe_of_the_users_is_planned(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr()
     assert "llama3 custom (dim 512, n_layers 8, n_heads 8, vocab_size 32000), 60 M parameters" in said.out
     assert "32 sequences of 1024 tokens a step" in said.out and said.err == ""
+
+
+def test_a_recipe_is_planned_as_it_is(capsys: pytest.CaptureFixture) -> None:
+    """With full activation checkpointing, which fits, and three levels; before, the planner refused it."""
+    assert main([*FRONTIER[:3], "2", "--model", str(ROOT / "train_configs/neox_20b_frontier.toml")]) == 0
+    said = capsys.readouterr().out
+    assert "every layer recomputed, compiled" in said
+    assert re.search(r"The recipe as it is: adamw, 2 replica\(s\) of 8 rank\(s\), three levels over 2, 8 and 16", said)
+    assert re.search(r"Checkpoint: 246\.\d+ GB of all ranks.* for the 4 that are kept", said)
+
+
+def test_advice_is_not_what_the_recipe_has() -> None:
+    full, selective = (
+        replace(get_workload("llama_1_8b"), recomputation=Recomputation(m)) for m in ("full", "selective")
+    )
+    little = Assumptions(usable_memory=0.01)
+    for workload, advised in ((full, False), (selective, True)):
+        with pytest.raises(ValueError, match="a rank at least") as refused:
+            best(make_request("frontier", 2, workload, assumptions=little), DENSE)
+        assert ("full activation checkpointing" in str(refused.value)) is advised
+
+
+def test_a_recipe_that_fits_is_reported_if_no_candidate_fits(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("nothing fits")
+
+    monkeypatch.setattr(plan, "advise", refuse)
+    assert main([*FRONTIER[:3], "2", "--model", str(ROOT / "train_configs/llama_500m.toml")]) == 0
+    said = capsys.readouterr().out
+    assert "The recipe as it is: " in said and said.rstrip().endswith("No method and layout fits: nothing fits")

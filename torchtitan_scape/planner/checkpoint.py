@@ -40,10 +40,15 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
     cost, rows = run.options.cost(), replicas if residual == "exact" else 1
     kinds = run.device_memory(model, replicas) | run.host_memory(model, replicas)
     found = {"parameters": 4.0 * model.entries}
-    if cost.includes_optimizer:  # one tensor has the moment on the mask and the residual elsewhere; masks are bytes
-        found |= {"moment and residual": rows * kinds["state"], "masks": float(model.entries)}
-        found["moments of owners"] = replicas * kinds.get("owned moments", 0.0)
+    if cost.includes_optimizer:
+        # A replica's tensor has the moment on the mask and the residual elsewhere, unless owners have the moment; the
+        # mean of the residuals is saved within the moment. Masks are saved as bytes.
+        owned = replicas * kinds.get("owned moments", 0.0)
+        found["residual" if owned else "moment and residual"] = kinds["state"] * (0 if owned and rows == 1 else rows)
+        found |= {"masks": float(model.entries), "moments": owned}
         found["masters"] = replicas * kinds.get("owned master", 0.0) + kinds.get("master", 0.0)
+        if kinds["parameters"] < found["parameters"]:
+            found["BF16 weights"] = kinds["parameters"]
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
     found["moments"] = kinds.get("state", 0.0) * (rows if cost.per_replica_weights else 1)
     if cost.per_replica_weights:
@@ -99,5 +104,5 @@ class CheckpointCost:
         return (
             f"Checkpoint: {size_text(self.total)} of all ranks together ({kinds_text(large)}); "
             + (f"{size_text(kept * self.total)} for the {kept} that are kept" if kept else "all are kept")
-            + f", and one more while it is written. {seconds_text(self.seconds)} to write at {rate}"
+            + f", and one more while it is written. At least {seconds_text(self.seconds)} to write: {rate}"
         )

@@ -30,8 +30,9 @@ def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[Shar
     return config.sharding.planned(layout, config.training.mixed_precision_param, on_cpu), rows
 
 
-def configured_candidate(config: JobConfig, case: PlanRequest) -> Candidate:
-    """Return the run that a configuration describes, on the machine and with the batch of the request.
+def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidate, str]:
+    """Return the run that a configuration describes, on the machine and with the batch of the request, and the form of
+    its shard axis in words.
 
     Raises:
         ValueError: The layout or the batch is not possible there, or has an axis without a cost.
@@ -62,12 +63,15 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> Candidate:
     )
     if levels is None:
         found.memory.update(shard_memory(plan, rows, layout))
-    return Candidate(layout, micro_batch, found)
+    form = "ZeRO++" if plan.active else "FSDP"
+    if levels is not None:
+        form = f"three levels over {levels.weights}, {levels.gradients} and {levels.spread} ranks"
+    return Candidate(layout, micro_batch, found), form
 
 
 def saving_of(config: JobConfig) -> Saving | None:
-    """Return the checkpoints of a configuration; None if it writes none."""
+    """Return the checkpoints of a configuration; None if it writes none. A dry run does not know the steps."""
     chosen = config.checkpoint
     if not chosen.enable or chosen.load_only:
         return None
-    return Saving(chosen.residual, chosen.keep_latest_k, max(1, config.training.steps // chosen.interval))
+    return Saving(chosen.residual, chosen.keep_latest_k, config.training.steps // chosen.interval)

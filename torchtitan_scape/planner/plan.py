@@ -55,19 +55,19 @@ NUMBERS = ("parameters", "layers", "width", "heads", "kv_heads", "vocab")
 
 
 def report(
-    case: PlanRequest, configured: Candidate | None = None, saving: Saving | None = DEFAULT_SAVING
+    case: PlanRequest, configured: tuple[Candidate, str] | None = None, saving: Saving | None = DEFAULT_SAVING
 ) -> Iterator[str]:
     """Return the lines of the answer.
 
     Args:
-        configured: The run that a recipe describes.
+        configured: The run that a recipe describes, and the form of its shard axis.
         saving: Its checkpoints; None if it writes none.
     """
     advice = advise(case)
     yield from _question(case)
     yield ""
     if configured:
-        yield from _as_configured(case, configured, advice, saving)
+        yield from _as_configured(case, *configured, advice, saving)
         yield ""
     yield from _answer(case, advice)
     if saving and not configured:
@@ -105,11 +105,13 @@ def _question(case: PlanRequest) -> Iterator[str]:
     )
 
 
-def _as_configured(case: PlanRequest, own: Candidate, advice: Advice | None, saving: Saving | None) -> Iterator[str]:
+def _as_configured(
+    case: PlanRequest, own: Candidate, shard_axis: str, advice: Advice | None, saving: Saving | None
+) -> Iterator[str]:
     p, layout = own.prediction, own.layout
     yield (
-        f"The recipe as it is: {p.method.name}, {layout.replicate} replica(s) of {layout.shard} rank(s), micro-batches "
-        f"of {own.micro_batch}: {_ms(p.step)} a step, {own.memory / 1e9:.1f} GB a rank: "
+        f"The recipe as it is: {p.method.name}, {layout.replicate} replica(s) of {layout.shard} rank(s), "
+        f"{shard_axis}, micro-batches of {own.micro_batch}: {_ms(p.step)} a step, {own.memory / 1e9:.1f} GB a rank: "
         + ("fits" if case.fits(own) else f"does not fit into {case.capacity / 1e9:.1f} GB")
     )
     if advice:
@@ -384,11 +386,11 @@ def _report_with_recipe(case: PlanRequest, config: Any) -> Iterator[str]:
     try:
         yield "\n".join(report(case, own, saving))
     except ValueError as error:
-        if not case.fits(own):
+        if not case.fits(own[0]):
             raise
         yield from _question(case)
-        yield from ["", *_as_configured(case, own, None, saving)]
-        yield f"No method and layout that the planner tries fits: {error}"
+        yield from ["", *_as_configured(case, *own, None, saving)]
+        yield f"No method and layout fits: {error}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

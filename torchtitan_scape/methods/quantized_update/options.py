@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
@@ -25,6 +26,7 @@ from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
 from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
+_divide = lru_cache(maxsize=8)(divide)  # the planner asks for the same groups several times
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 
 
@@ -121,12 +123,13 @@ class QuantizedUpdateCost(GradientCost):
         self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False
     ) -> tuple[ExchangeGroup, ...]:
         """Return groups, owners and columns of Muon's parameters."""
-        whole = [size if model.is_hidden(i) else 0 for i, size in enumerate(model.sizes)]
+        sizes = tuple(model.sizes)
+        whole = tuple(size if model.is_hidden(i) else 0 for i, size in enumerate(sizes))
         shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
         limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
         in_fp32 = chunk_entries or chunk_limit(model.entries, replicas)
-        return divide(
-            model.sizes,
+        return _divide(
+            sizes,
             whole,
             replicas,
             block=self.options.block,
@@ -134,7 +137,7 @@ class QuantizedUpdateCost(GradientCost):
             limit_in_fp32=in_fp32,
             equal_rows=equal_rows,
             groups=self.options.interval,
-            entries=model.sizes,
+            entries=sizes,
         )
 
     def collective_calls(
