@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 GIB = 2**30 / 1e9  # GB
 ASSUMED_STORAGE = 10.0  # GB/s of a shared file system, where no figure is known
+MEMORY_TOLERANCE = 0.03  # drivers keep different parts of a device's memory for themselves
 MEMORY_EFFICIENCY = 0.7  # share of the nominal memory bandwidth that an optimizer's passes reach, if not measured
 
 
@@ -184,6 +185,18 @@ def get_machine(name: str) -> Machine:
     if name not in MACHINES:
         raise ValueError(f"there is no machine preset {name!r}; known are {', '.join(MACHINES)}")
     return MACHINES[name]
+
+
+def memory_warning(machine: Machine, device: str, memory: float) -> str:
+    """Return a warning if a device, with so many bytes of memory, is not that of the machine; "" otherwise."""
+    found, expected = memory / 1e9, machine.device.memory
+    if abs(found - expected) <= MEMORY_TOLERANCE * expected:
+        return ""
+    return (
+        f'[topology] machine = "{machine.name}" has {machine.device.name} with {expected:.1f} GB of memory, and this '
+        f"{device} has {found:.1f} GB: predictions for {machine.name} do not hold here; set another machine, or "
+        '"auto"'
+    )
 
 
 def detect_machine(device_name: str) -> str:

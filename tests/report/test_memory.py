@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -155,3 +156,34 @@ def test_offloaded_state_is_compared_with_state_on_the_device() -> None:
             register(config, with_data=False)
             report = MemoryReport.of(config, layout_of(config), None)
         assert report.against.startswith(size_text(sum(report.host.values())) + " less") if more else not report.against
+
+
+@pytest.mark.parametrize(
+    "machine, device, memory, warns",
+    [
+        ("vista", "NVIDIA GH200 480GB", 94.88 * 2**30, False),
+        ("vista", "NVIDIA GH200 144G HBM3e", 140e9, True),
+        ("dgx-h100", "NVIDIA H100 80GB HBM3", 85017493504, False),  # of results/gpu
+        ("dgx-h100", "NVIDIA H200", 150109880320, True),
+        ("auto", "NVIDIA H200", 150109880320, False),
+        ("frontier", "AMD Instinct MI250X", 63.98 * 2**30, False),
+        ("frontier", "CPU", 16e9, False),
+    ],
+)
+def test_a_device_that_is_not_the_machines_causes_a_warning(
+    machine: str, device: str, memory: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_scape.config.parsing import parse
+    from torchtitan_scape.trainer.layout import layout_of
+    from torchtitan_scape.trainer.specs import register
+
+    monkeypatch.setenv("NGPU", "8")
+    config = parse([*RECIPE, *EMBEDDED, "--comm.mode=fake_backend", "--topology.machine=dgx-h100"])
+    register(config, with_data=False)
+    config.topology.machine = "dgx-h100" if machine == "auto" else machine
+    layout = layout_of(config)
+    config.topology.machine, config.comm.mode = machine, "default"
+    properties = SimpleNamespace(name=device, total_memory=memory)
+    module = SimpleNamespace(get_device_properties=lambda _: properties, current_device=lambda: 0)
+    report = MemoryReport.of(config, layout, module)
+    assert (f"this {device} has {memory / 1e9:.1f} GB" in report.warning) is warns and bool(report.warning) is warns

@@ -13,6 +13,7 @@ from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.groups import most_groups
 from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.machines import memory_warning
 
 # Kinds that depend on the model's shape and on recomputation, and can only be estimated.
 ESTIMATED = ("working copy", "activations", "shard messages", "chunks in flight")
@@ -31,6 +32,7 @@ class MemoryReport:
         against: Comparison with the replicated form of SCAPE; empty for that form and for dense training.
         groups: Communicators of the replicate axis. Their buffers are not counted: they grow with channels and peers,
             which NCCL chooses (https://github.com/NVIDIA/nccl/issues/864).
+        warning: What is wrong if the device is not that of the named machine, or "".
     """
 
     kinds: dict[str, float]
@@ -40,6 +42,7 @@ class MemoryReport:
     host_capacity: float = 0.0
     against: str = ""
     groups: int = 0
+    warning: str = ""
 
     @classmethod
     def of(cls, config: JobConfig, layout: Layout, device_module: Any) -> "MemoryReport":
@@ -80,7 +83,9 @@ class MemoryReport:
         properties = device_module.get_device_properties(device_module.current_device())
         sharers = layout.ranks_per_node if properties.name == "CPU" else 1
         free = device.free_memory("cpu", 0, layout.ranks_per_node)
-        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, against, groups)
+        named = config.topology.machine != "auto" and properties.name != "CPU"
+        warning = memory_warning(layout.machine, properties.name, properties.total_memory) if named else ""
+        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, against, groups, warning)
 
     @property
     def tensors(self) -> float:

@@ -95,6 +95,8 @@ class ScapeTrainer(Trainer):
             self.memory = MemoryReport.of(job_config, self.layout, device_module)
             for line in self.memory.lines():
                 logger.info(line)
+            if self.memory.warning:
+                logger.warning(self.memory.warning)
             if job_config.comm.mode != "fake_backend":
                 self.memory.check()
         with (
