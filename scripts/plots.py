@@ -72,6 +72,12 @@ def save(figure: Any, path: Path, legend: Iterable[Any] = ()) -> None:
         columns = max(1, int(figure.get_figwidth() / (0.9 + 0.07 * max(map(len, entries)))))
         # A long legend must not shrink the axes.
         figure.set_figheight(figure.get_figheight() + 0.2 * max(0, -(-len(entries) // columns) - 4))
-        figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize=9, handlelength=3)
+        for count in range(columns, 0, -1):  # letters differ in width: fewer columns until none is cut off
+            place = {"loc": "outside lower center", "ncols": count, "fontsize": 9, "handlelength": 3}
+            below = figure.legend(entries.values(), entries, **place)
+            figure.draw_without_rendering()
+            if count == 1 or below.get_window_extent().width <= figure.bbox.width:
+                break
+            below.remove()
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from scripts.plots import COLORS, LINEAR, MARKERS, figure, gap_axis, log_above, look, save
-from scripts.study import costs, curves, line_figures, observations
+from scripts.study import costs, curves, line_figures, observations, sweep_figures
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
 from scripts.study.store import Store
-from scripts.study.sweep_tables import PHASES, Cell, cells_of
 
 START = 0.1  # share of the steps before which losses are not drawn
 BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
 SECOND_TICKS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1)
-PHASE_COLORS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
 # Places of a label, in points from its mark, the nearest first.
 PLACES = [(x * r, y * r) for r in (6, 10, 16, 24) for y in (-0.4, 0.8, -1.6) for x in (1, -1)]
 KINDS = ("training", "validation")
@@ -196,44 +194,6 @@ def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: fl
     save(drawn, path, [axes[0][1]])
 
 
-def figure_10(grid: Grid, store: Store, folder: Path) -> Captions:
-    """Draw step times over ranks, and the parts of a step at the largest size, as in the paper's Figure 10."""
-    panels: dict[str, list[Cell]] = {}
-    for one in grid.sets:
-        for cell in cells_of(grid, store, one.name):
-            panels.setdefault(f"{one.name}, {cell['recipe']}", []).append(cell)
-    if not panels:
-        return {}
-    low = 0.9 + 0.34 * max(len({cell["method"] for cell in panel}) for panel in panels.values())
-    width = max(6.4, 5.4 * len(panels))
-    drawn, axes = figure(2, len(panels), (width, 4.8 + low), height_ratios=(3.6, low))
-    for (top, bottom), (title, panel) in zip(axes.T, panels.items(), strict=True):
-        for i, method in enumerate(dict.fromkeys(cell["method"] for cell in panel)):
-            cells = [cell for cell in panel if cell["method"] == method]
-            ends = [(c["step_seconds"], c.get("quartiles") or [c["step_seconds"]] * 2) for c in cells]
-            bars = [[1e3 * max(mid - q[0], 0) for mid, q in ends], [1e3 * max(q[1] - mid, 0) for mid, q in ends]]
-            style = look(i, cells[0]["dense"]) | {"label": cells[0]["label"], "markersize": 5, "capsize": 3}
-            top.errorbar([c["size"] for c in cells], [1e3 * mid for mid, _ in ends], yerr=bars, **style)
-        sizes = sorted({cell["size"] for cell in panel})
-        top.set_xscale("log", base=2)
-        top.set_xticks(sizes, [str(size) for size in sizes])
-        top.minorticks_off()
-        top.set(title=title, ylim=(0, None), xlabel="ranks", ylabel="step (ms, median and quartiles)")
-        cells = [cell for cell in panel if cell["size"] == sizes[-1]]
-        labels, starts = [cell["label"] for cell in cells], [0.0] * len(cells)
-        for phase, name in PHASES.items():
-            widths = [1e3 * (cell["phases"].get(phase) or 0.0) for cell in cells]
-            bottom.barh(labels, widths, left=starts, color=PHASE_COLORS[phase], label=name)
-            starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        bottom.invert_yaxis()
-        bottom.set(xlabel=f"step with {sizes[-1]} ranks (ms, medians of the phases)")
-        bottom.set_axisbelow(True)  # bars hide the grid
-        bottom.grid(False, axis="y")
-    axes[1][0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, columnspacing=1, handlelength=1.2)
-    save(drawn, folder / "figure_10.png", axes[0])
-    return {"figure_10.png": "Per-step time; dense methods are dashed"}
-
-
 FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
     "frontier": partial(loss_against_bytes, frontier=True),
     "gap": gap,
@@ -243,7 +203,10 @@ FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
     "sizes": line_figures.sizes,
     "steps": steps,
     "loss": loss,
-    "figure_10": figure_10,
+    "figure_1": sweep_figures.figure_1,
+    "figure_10": sweep_figures.figure_10,
+    "figure_11": sweep_figures.figure_11,
+    "figure_12": sweep_figures.figure_12,
     "observations": observations.draw,
     "curves": curves.draw,
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import markdown, spread, write
-from scripts.study import costs, curves, observations, special_tables, sweep_tables
+from scripts.study import costs, curves, observations, special_tables, sweep_figures, sweep_tables
 from scripts.study.entries import Budget, budgets_of, relative
 from scripts.study.figures import FIGURES
 from scripts.study.grid import Grid
@@ -99,6 +99,7 @@ TABLES: dict[str, Callable[[Grid, Store], list[str]]] = {
     "observations": observations.parts,
     "curves": curves.parts,
     **sweep_tables.TABLES,
+    **sweep_figures.TABLES,
     **special_tables.TABLES,
 }
 

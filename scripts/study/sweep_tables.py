@@ -23,13 +23,20 @@ NEEDED = ("launcher", "recipe", "size", "step_seconds", "phases", "tokens_per_st
 def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     """Return the finished step times of a set, in the order of the grid, with the method's name and targets.
 
+    A run that several sets declare is stored once, with the set that ran it, and belongs to all of them.
+
     Raises ValueError for a line that lacks a value.
     """
     (one,) = grid.choose([set_name])
-    files = [line["method"] for line in store.of(set_name) if is_file(line["method"])]
+    lines = store.of(set_name)
+    others = [line for line in store.own.values() if line["set"] != set_name and "step_seconds" in line["result"]]
+    if shared := {line["method"] for line in others} & set(one.methods):
+        keys = {spec.key for method in shared for spec in grid.specs(one, method)}
+        lines += [line for line in others if line["key"] in keys]
+    files = [line["method"] for line in lines if is_file(line["method"])]
     order = {name: i for i, name in enumerate(dict.fromkeys([*one.methods, *grid.methods, *files]))}
     found: dict[Any, Cell] = {}
-    for line in store.of(set_name):
+    for line in lines:
         cell = line["result"]
         if line["method"] not in order or "step_seconds" not in cell or "error" in cell:
             continue  # a calibration, a run for its loss, or a failure

@@ -344,13 +344,19 @@ def test_slurm_runs_are_checked_before_anything_is_queued(
 def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
     """SCAPE by the paper's exact rule, as in train_configs/methods; a cluster's runs start at one node."""
     grid = Grid(GRIDS / "strong_scaling.toml")
-    vista, vista_muon, frontier, frontier_muon, zeropp = grid.sets
+    sets = {one.name: one for one in grid.sets}
+    vista, vista_muon, frontier = sets["vista"], sets["vista-muon"], sets["frontier"]
+    frontier_muon, zeropp = sets["frontier-muon"], sets["frontier-zeropp"]
     eight = [
         "adams",
         "adams-sharded",
         *(f"scape-{d}{form}" for d in (0.1, 0.01) for form in ("", "-sharded", "-offload")),
     ]
     assert list(vista.methods[:8]) == list(frontier.methods[:8]) == eight
+    for name in ("vista", "frontier"):
+        paper, whole = sets[f"{name}-paper"], sets[name]
+        assert list(paper.methods) == eight
+        assert (paper.recipes, paper.sizes, paper.launch) == (whole.recipes, whole.sizes, whole.launch)
     assert min(vista.sizes) == 4 and min(frontier.sizes) == 8 and min(zeropp.sizes) == 16
     for density in ("0.1", "0.01"):
         rule = load(str(ROOT / f"train_configs/methods/scape_{density}.toml")).table["sync"]["scape"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.study import timed_rank
+from scripts.study import sweep_figures, timed_rank
 from scripts.study.__main__ import main
 from scripts.study.grid import Grid, digest
 from scripts.study.report import write_report
@@ -19,8 +19,8 @@ title = "Strong scaling"
 recipe = "train_configs/embedded.toml"
 launcher = "emulated"
 [report]
-tables = ["step_times", "prediction", "interface_bytes", "shard_losses"]
-figures = ["figure_10"]
+tables = ["step_times", "prediction", "interface_bytes", "shard_losses", "beside_the_paper"]
+figures = ["figure_1", "figure_10", "figure_11", "figure_12"]
 [methods]
 dense = { label = "AdamS, dense", sync.method = "dense" }
 scape = { label = "SCAPE 0.1", sync.method = "scape" }
@@ -144,13 +144,74 @@ def test_predictions_bytes_and_losses(tmp_path: Path) -> None:
     assert rows[1]["counted by the ranks, MB"] == "8.000" and rows[1]["interface, MB"] == "8.400"
 
 
-def test_figure_10_shows_something(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 10, 11, 12])
+def test_the_figures_show_something(number: int, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    assert "](figure_10.png)" in report(tmp_path, ALL)
-    pixels = imread(tmp_path / "figure_10.png")[..., :3]
-    assert pixels.shape[0] > 200 and pixels.shape[1] > 600
+    assert f"](figure_{number}.png)" in report(tmp_path, ALL)
+    pixels = imread(tmp_path / f"figure_{number}.png")[..., :3]
+    assert pixels.shape[0] > 150 and pixels.shape[1] > 600
     assert 0.02 < (pixels.min(axis=2) < 0.9).mean() < 0.6, "neither blank nor black"
+
+
+PAPER_GRID = """
+title = "Strong scaling"
+recipe = "train_configs/embedded.toml"
+launcher = "slurm"
+[report]
+tables = ["step_times", "beside_the_paper"]
+figures = ["figure_10", "figure_11", "figure_12"]
+[methods]
+adams = { label = "AdamS", sync.method = "dense" }
+[[sets]]
+name = "MACHINE-paper"
+methods = ["adams"]
+sizes = [4, 64]
+launch = { machine = "MACHINE" }
+[[sets]]
+name = "MACHINE"
+methods = ["adams"]
+sizes = [4, 64]
+launch = { machine = "MACHINE" }
+"""
+
+
+@pytest.mark.parametrize("machine", ["vista", "frontier"])
+def test_values_of_the_paper_are_beside_ours_on_its_machine(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(sweep_figures, "save", lambda drawing, path, legend: drawn.update({path.name: drawing}))
+    (tmp_path / "grid.toml").write_text(PAPER_GRID.replace("MACHINE", machine))
+    grid, store = Grid(tmp_path / "grid.toml"), Store(tmp_path)
+    for spec, seconds in zip(grid.specs(grid.sets[0], "adams"), (20.0, 4.0), strict=True):
+        one = run("dense", 2)["result"] | {"size": spec.size, "step_seconds": seconds, "recipe": "llama_1_8b"}
+        store.keep(spec, one | {"label": "AdamS", "launcher": "slurm"}, "", {})
+    text = write_report(grid, tmp_path).read_text()
+    labels = {name: figure.axes[0].get_legend_handles_labels()[1] for name, figure in drawn.items()}
+    theirs = {name: "the paper's value" in shown for name, shown in labels.items()}
+    assert theirs == {f"figure_{n}.png": machine == "vista" and n != 12 for n in (10, 11, 12)}
+    assert [len(drawing.axes) for drawing in drawn.values()] == [4, 2, 2], "the second set has the same runs"
+    if machine == "frontier":
+        assert "Beside the paper" not in text
+        return
+    row = table(text, "Beside the paper's values")[0]
+    assert row["step, ms (64 ranks)"] == "4,000.0" and row["step, ms: the paper's"] == "4,804.4"
+    assert row["efficiency, % (64 ranks)"] == "31.2" and row["efficiency, %: the paper's"] == "17.6"
+    assert row["memory, MB: the paper's"] == "-"
+
+
+def test_a_legend_of_fifteen_methods_is_not_cut_off(tmp_path: Path) -> None:
+    from scripts import plots
+
+    drawn, axes = plots.figure(1, 2, (10.8, 5))
+    for i in range(15):
+        axes[0][0].plot([1, 2], [i, i], label=f"SCAPE 0.{i:02d}, SHARDED UPDATE, WITH OFFLOAD")
+    plots.save(drawn, tmp_path / "drawn.png", axes[0])
+    (legend,) = drawn.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= drawn.bbox.width and box.y0 >= 0
+    assert len(legend.get_texts()) == 15
 
 
 def test_failures_are_listed_and_break_nothing(tmp_path: Path) -> None:
