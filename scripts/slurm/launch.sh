@@ -2,75 +2,43 @@
 #
 # launch ARGUMENT ...       starts RANKS_PER_NODE ranks on every node of the job; arguments are passed to the trainer
 #
-# The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS, and RESUBMIT_OPTIONS
-# and RESUBMIT_VARIABLES if sbatch needs more than the file contains. docs/reference/command_line.md lists the
-# variables of the user. Set CONFIG_FILE before sbatch: --export would split it at the comma.
+# The .sbatch file sets RANKS_PER_NODE, CORES_PER_RANK and the array SRUN_OPTIONS. docs/reference/command_line.md lists
+# the variables of the user. Set CONFIG_FILE before sbatch: --export would split it at the comma.
 #
-# Signals. Without "B:", --signal=USR1@300 signals the tasks of the steps, which are the ranks, and not the batch
-# script, which continues to wait for srun. The ranks agree on a step, write a checkpoint, record it in
-# LOG_DIR/progress, and exit with code 75 after a barrier. srun returns the highest exit code of its tasks. With
-# --kill-on-bad-exit this may be 137 from a task that was about to exit with 75, so the progress file decides, not the
-# exit code. scancel sends SIGTERM: a checkpoint is written if there is time, and the job is not requeued.
+# Signals. With --signal=B:USR1@300 this script receives the signal, with every launcher, and passes it to the launcher,
+# which passes it to the ranks. The ranks agree on a step, write a checkpoint, record it in LOG_DIR/progress, and exit
+# with code 75 after a barrier. scancel sends SIGTERM to the ranks: a checkpoint is written if there is time, and the
+# job is not requeued.
 #
-# ibrun and mpirun start daemons as tasks, which do not pass a signal to the ranks. Submit such jobs with
-# --signal=B:USR1@300: this script receives the signal and passes it to the launcher, which passes it to the ranks.
+# The exit code of the launcher does not decide about a requeue: after the first failure it kills the other ranks, and
+# srun returns the highest code, such as 137 or 143. The files progress and failures in LOG_DIR decide. They exist
+# before the ranks start, because a node may see a new file of another one late.
 
-# scancel --signal=USR1 --batch would end the script. A handler, unlike an ignored signal, is not inherited by srun.
-trap : USR1
+# Before the ranks run, a signal is kept for them: rank.sh passes it on.
+LAUNCHER_PROCESS=""
+on_usr1() {
+    if [ -n "$LAUNCHER_PROCESS" ]; then pass_signal "$LAUNCHER_PROCESS"; else export SCAPE_STOP_REQUESTED=SIGUSR1; fi
+}
+trap on_usr1 USR1
 
+source scripts/slurm/requeue.sh
 source scripts/slurm/machines.sh
+source scripts/slurm/container.sh
 
-# Returns whether the job may be requeued: a limited number of times at the same step. $1: the last step.
-may_requeue() {
-    local limit="${REQUEUE_LIMIT:-3}" taken=0 before=-1
-    if [ -s "$LOG_DIR/requeues" ]; then read -r taken before <"$LOG_DIR/requeues"; fi
-    if [ "$1" -gt "$before" ]; then taken=0; fi
-    if [ "$taken" -ge "$limit" ]; then
-        echo "error: the job is not requeued: no progress beyond step $1 in $limit starts (REQUEUE_LIMIT)" >&2
-        return 1
-    fi
-    echo "$((taken + 1)) $1" >"$LOG_DIR/requeues"
-}
-
-# Requeues the job if the result of srun calls for it. $1: exit code of srun.
-requeue() {
-    local recorded event step signal shown
-    recorded=$(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true)
-    read -r event step signal <<<"$recorded"
-    if [ "$event" = stopped ]; then
-        if [ "$signal" != SIGUSR1 ]; then return; fi # the job was canceled with scancel
-    elif [ "$1" -eq 2 ] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
-        return
-    fi
-    if ! may_requeue "${step:-0}"; then return; fi
-    # The site or the user may exclude requeues: JobRequeue=0 in slurm.conf, or sbatch --no-requeue.
-    # Not with grep -q, which ends before scontrol has written everything: with pipefail that is an error.
-    shown=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null || true)
-    if [ "${REQUEUE:-1}" = 0 ] || [[ "$shown" == *Requeue=0* ]]; then
-        echo "this job cannot be requeued; to continue: $RESUBMIT"
-        return
-    fi
-    echo "requeueing job $SLURM_JOB_ID (exit code $1, ${recorded:-no step completed})"
-    scontrol requeue "$SLURM_JOB_ID" || echo "the requeue failed; to continue: $RESUBMIT"
-}
-
-# Prints the command that submits the job again. Arguments: those of the job.
-resubmit_command() {
-    local script account="" command
-    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
-    if [ -n "${SLURM_JOB_ACCOUNT:-}" ]; then account=" -A $SLURM_JOB_ACCOUNT"; fi
-    command="CONFIG_FILE=${CONFIG_FILE:-} ${RESUBMIT_VARIABLES:-}sbatch --nodes=$SLURM_JOB_NUM_NODES$account${RESUBMIT_OPTIONS:-}"
-    echo "cd $PWD && $command ${script:-JOB_FILE}$(printf ' %q' "$@")"
-}
+# Fails if a package is missing. Does not import them, which takes seconds.
+PROBE='import importlib.util as u, sys
+sys.exit(any(u.find_spec(name) is None for name in ("torch", "torchtitan", "triton")))'
 
 # Refuses values of variables that would fail later, in every rank or in srun.
 check_values() {
     local count='^[1-9][0-9]{0,5}$' tasks cpus
     case "$LAUNCHER" in
-        srun | ibrun | mpirun) ;;
-        *) refuse "LAUNCHER=$LAUNCHER; it must be srun, ibrun or mpirun" ;;
+        auto | srun | ibrun | mpirun) ;;
+        *) refuse "LAUNCHER=$LAUNCHER; it must be auto, srun, ibrun or mpirun" ;;
     esac
-    command -v "$LAUNCHER" >/dev/null || refuse "LAUNCHER=$LAUNCHER, but there is no $LAUNCHER on PATH"
+    if [ "$LAUNCHER" != auto ] && ! command -v "$LAUNCHER" >/dev/null; then
+        refuse "LAUNCHER=$LAUNCHER, but there is no $LAUNCHER on PATH"
+    fi
     if [ "$LAUNCHER" = mpirun ] && ! [[ "$(mpirun --version 2>&1 || true)" =~ "Open MPI"|OpenRTE ]]; then
         refuse "LAUNCHER=mpirun, but $(command -v mpirun) is not that of Open MPI; use srun or ibrun"
     fi
@@ -95,10 +63,9 @@ check_values() {
 # environment.sh would create .venv if no Python has torchtitan. A job must not install packages: the nodes would be
 # idle, may not reach the package index, and only the user knows which torch build the GPUs need.
 choose_python() {
-    local python probe
-    probe='import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in ("torch", "torchtitan", "triton")))'
+    local python
     for python in "${PYTHON:-python3}" "$PWD/.venv/bin/python"; do
-        if "$python" -c "$probe" 2>/dev/null; then
+        if "$python" -c "$PROBE" 2>/dev/null; then
             source scripts/environment.sh trainer
             return
         fi
@@ -141,45 +108,94 @@ on_every_node() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL "$@"
 }
 
-# Starts rank.sh in every rank with LAUNCHER. Arguments: those of the trainer.
-start_ranks() {
-    local ranks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" name child status=0 forward=()
+# Sets COMMAND: LAUNCHER with its options, before a program that every rank runs.
+launcher_command() {
+    local ranks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" name
     case "$LAUNCHER" in
-        srun)
-            # --export=ALL: ranks need the variables above also after sbatch --export=CONFIG_FILE=...
-            srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$ranks" \
-                --ntasks-per-node="$RANKS_PER_NODE" --distribution=block:cyclic --kill-on-bad-exit=1 --export=ALL \
-                "${SRUN_OPTIONS[@]}" scripts/slurm/rank.sh "$@"
-            return
+        srun) # --export=ALL: ranks need the variables of this script also after sbatch --export=CONFIG_FILE=...
+            COMMAND=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$ranks" --ntasks-per-node="$RANKS_PER_NODE"
+                --distribution=block:cyclic --kill-on-bad-exit=1 --export=ALL "${SRUN_OPTIONS[@]}")
             ;;
-        ibrun) set -- ibrun -n "$ranks" scripts/slurm/rank.sh "$@" ;;
+        ibrun) COMMAND=(ibrun -n "$ranks") ;;
         mpirun)
-            # Open MPI passes no variables to other nodes on its own.
-            for name in $(compgen -e); do
-                case "$name" in SLURM_* | SLURMD_* | OMPI_* | PMIX_* | PRTE_* | BASH_FUNC_* | _ | PWD | OLDPWD | SHLVL | HOSTNAME) ;;
-                    *) forward+=(-x "$name") ;;
+            COMMAND=(mpirun -np "$ranks" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none)
+            for name in $(compgen -e); do # Open MPI passes no variables to other nodes on its own.
+                case "$name" in
+                    SLURM_* | SLURMD_* | OMPI_* | PMIX_* | PRTE_* | BASH_FUNC_* | _ | PWD | OLDPWD | SHLVL | HOSTNAME) ;;
+                    *) COMMAND+=(-x "$name") ;;
                 esac
             done
-            set -- mpirun -np "$ranks" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none "${forward[@]}" \
-                scripts/slurm/rank.sh "$@"
             ;;
     esac
-    "$@" &
-    child=$!
-    trap 'pass_signal "$child"' USR1
+}
+
+# Replaces LAUNCHER=auto by the first launcher that starts all ranks. Each has 20 s.
+choose_launcher() {
+    local ranks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" started
+    if [ "$LAUNCHER" != auto ]; then return; fi
+    for LAUNCHER in srun ibrun mpirun; do
+        if ! command -v "$LAUNCHER" >/dev/null; then continue; fi
+        launcher_command
+        started=$(timeout --kill-after=2 18 "${COMMAND[@]}" echo started 2>/dev/null | grep -cx started || true)
+        if [ "$started" -eq "$ranks" ]; then return; fi
+        echo "$LAUNCHER started $started of $ranks ranks within 18 s; trying another launcher"
+    done
+    refuse "no launcher started the $ranks ranks; set LAUNCHER to srun, ibrun or mpirun to see its errors"
+}
+
+# Starts rank.sh in every rank and waits for the launcher. Arguments: those of the trainer.
+start_ranks() {
+    local status=0
+    launcher_command
+    "${COMMAND[@]}" ${PYXIS[@]+"${PYXIS[@]}"} ${IN_CONTAINER[@]+"${IN_CONTAINER[@]}"} scripts/slurm/rank.sh "$@" &
+    LAUNCHER_PROCESS=$!
     while :; do # a signal interrupts wait
         status=0
-        wait "$child" || status=$?
-        kill -0 "$child" 2>/dev/null || break
+        wait "$LAUNCHER_PROCESS" || status=$?
+        kill -0 "$LAUNCHER_PROCESS" 2>/dev/null || break
     done
-    wait "$child" || status=$?
-    trap : USR1
+    wait "$LAUNCHER_PROCESS" || status=$?
     return "$status"
+}
+
+# Creates LOG_DIR and the files by which the ranks report; moves the logs of an earlier start, because `finish` searches
+# for the first error.
+prepare_logs() {
+    local before="start-$((${SLURM_RESTART_COUNT:-0} - 1))"
+    LOG_DIR="${LOG_DIR:-outputs/slurm/$SLURM_JOB_ID}"
+    mkdir -p "$LOG_DIR"
+    if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+        mkdir -p "$LOG_DIR/$before"
+        mv "$LOG_DIR"/rank-*.log "$LOG_DIR/$before" 2>/dev/null || true
+    fi
+    SCAPE_PROGRESS_FILE="$(realpath "$LOG_DIR")/progress" SCAPE_FAILURE_FILE="$(realpath "$LOG_DIR")/failures"
+    : >"$SCAPE_PROGRESS_FILE"
+    : >"$SCAPE_FAILURE_FILE"
+    export SCAPE_PROGRESS_FILE SCAPE_FAILURE_FILE
+}
+
+# Prints how the ranks ended, requeues the job if that calls for it, and exits. $1: exit code of the launcher.
+finish() {
+    local status="$1" event="" step="" signal="" first="" error
+    read -r event step signal < <(tail -n 1 "$SCAPE_PROGRESS_FILE") || true
+    read -r first _ <"$SCAPE_FAILURE_FILE" || true
+    # The messages precede the requeue, which may end this script.
+    if [ "$event" = stopped ]; then
+        status=75 # srun reports the code of any rank, and Hydra may report 0 after a signal
+        echo "stopped on request after step $step, with a checkpoint (exit code 75); submit the same job to continue"
+    elif [ "$status" -ne 0 ]; then
+        if [[ "$first" =~ ^[1-9][0-9]*$ ]]; then status="$first"; fi
+        error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
+        echo "error: the ranks ended with exit code $status: ${error:-see the output above or the logs};" \
+            "the logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2
+    fi
+    if [ "$status" -ne 0 ]; then requeue "$status" "$event" "$step" "$signal"; fi
+    exit "$status"
 }
 
 launch() {
     set -euo pipefail # not earlier: shell functions of the modules may fail with it
-    local status=0 error recipe recipes event step
+    local status=0 recipe recipes
     LAUNCHER="${LAUNCHER:-srun}"
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         refuse "this is not a Slurm job; submit it: sbatch --nodes=N $0"
@@ -194,42 +210,30 @@ launch() {
         fi
     done
     check_values
-    choose_python
+    choose_launcher
 
     # Set once for all ranks. Rank 0 runs on the first node of the list, because ranks fill one node after the other.
-    MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
+    # NODE_NAMES is for ranks of MPI, whose variables do not name the node.
+    NODE_NAMES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' ')
+    MASTER_ADDR="${MASTER_ADDR:-${NODE_NAMES%% *}}"
     # Derived from the job id, so that two jobs on one node differ; below the range of ephemeral ports.
     MASTER_PORT="${MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}"
-    LOG_DIR="${LOG_DIR:-outputs/slurm/$SLURM_JOB_ID}"
-    mkdir -p "$LOG_DIR"
-    rm -f "$LOG_DIR/progress"
-    if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then # move old logs, because the first error is searched for below
-        mkdir -p "$LOG_DIR/start-$((SLURM_RESTART_COUNT - 1))"
-        mv "$LOG_DIR"/rank-*.log "$LOG_DIR/start-$((SLURM_RESTART_COUNT - 1))" 2>/dev/null || true
-    fi
-    export SCAPE_PROGRESS_FILE="$PWD/$LOG_DIR/progress"
-    if [[ "$LOG_DIR" == /* ]]; then SCAPE_PROGRESS_FILE="$LOG_DIR/progress"; fi
+    prepare_logs
     RESUBMIT=$(resubmit_command "$@")
-    # For ranks of MPI, whose variables do not name the node.
-    NODE_NAMES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' ')
-    export MASTER_ADDR MASTER_PORT LOG_DIR LAUNCHER RANKS_PER_NODE NODE_NAMES PYTHON
-    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-$CORES_PER_RANK}"
     node_local_caches
-    # If set, it would override the options of srun below.
-    unset SLURM_HOSTFILE
-    broadcast_environment
+    unset SLURM_HOSTFILE # it would override the options of srun
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$CORES_PER_RANK}"
+    if [ -n "${CONTAINER:-}" ]; then
+        export PYTHONPATH="$PWD" # packages of the host do not fit the image
+        container_settings
+        check_container
+    else
+        choose_python
+        export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+        broadcast_environment
+    fi
+    export MASTER_ADDR MASTER_PORT LOG_DIR LAUNCHER RANKS_PER_NODE NODE_NAMES PYTHON
 
     start_ranks "$@" || status=$?
-    # The messages precede the requeue, which may end this script.
-    read -r event step _ < <(tail -n 1 "$LOG_DIR/progress" 2>/dev/null || true) || true
-    if [ "${event:-}" = stopped ]; then
-        status=75 # srun reports the code of any rank, and Hydra may report 0 after a signal
-        echo "stopped on request after step $step, with a checkpoint (exit code 75); submit the same job to continue"
-    elif [ "$status" -ne 0 ]; then
-        error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
-        echo "error: $LAUNCHER ended with exit code $status: ${error:-see the output above or the logs};" \
-            "the logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2
-    fi
-    if [ "$status" -ne 0 ]; then requeue "$status"; fi
-    exit "$status"
+    finish "$status"
 }

@@ -10,8 +10,8 @@ refuse() {
     exit 2
 }
 
-# Use the Python of the submitting shell: modules may put another one first on PATH.
-if [ -z "${PYTHON:-}" ] && [ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]; then
+# Use the Python of the submitting shell: modules may put another one first on PATH. A container has its own.
+if [ -z "${PYTHON:-}${CONTAINER:-}" ] && [ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]; then
     PYTHON="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"
 fi
 
@@ -78,7 +78,9 @@ node_local_caches() {
 
 vista_settings() {
     # As in the guide's section on PyTorch. The compiler is needed at run time, because Triton compiles its launchers.
-    load_modules "${MODULES-gcc cuda python3}"
+    local modules="gcc cuda python3"
+    if [ -n "${CONTAINER:-}" ]; then modules=tacc-apptainer; fi
+    load_modules "${MODULES-$modules}"
     # NCCL finds the InfiniBand adapters and an interface for its bootstrap, so NCCL_IB_HCA and NCCL_SOCKET_IFNAME keep
     # the site's settings. If the bootstrap uses a wrong interface (see NCCL_DEBUG=INFO), set NCCL_SOCKET_IFNAME=ib0
     # (name assumed). Without InfiniBand NCCL would silently fall back to TCP, which is much slower; with NCCL_NET set

@@ -5,11 +5,12 @@ set -euo pipefail
 
 # With a time limit shorter than that of --signal=USR1@300 the signal arrives at once. It must not end the task: the
 # trainer stops at its first step and writes a checkpoint.
-SCAPE_STOP_REQUESTED=""
+SCAPE_STOP_REQUESTED="${SCAPE_STOP_REQUESTED:-}" # launch.sh may have received the signal
 trap 'SCAPE_STOP_REQUESTED=SIGUSR1' USR1
 
 refuse() {
     echo "[rank ${RANK:-0}] error: $*" >&2
+    if [ -n "${SCAPE_FAILURE_FILE:-}" ]; then echo "2 rank ${RANK:-0}" >>"$SCAPE_FAILURE_FILE" || true; fi
     exit 2
 }
 

@@ -4,7 +4,7 @@ A job that has been submitted continues without this process; the same command l
 
 Settings of a set's `launch`:
 
-    machine         name of the .sbatch file in scripts/slurm, and of the planner's machine
+    machine         preset of the planner; its job file in scripts/slurm, otherwise cluster.sbatch there
     steps, warm_up  measured steps, and steps before them
     timeout         a run's share of the job's time in seconds, in the place of START and MARGIN
 
@@ -107,7 +107,9 @@ class SlurmSet:
 
     def write_job(self, name: str, specs: Sequence[RunSpec]) -> Path:
         """Write a job: the machine's own file, once per method. A failed method does not stop the next."""
-        machine = ROOT / "scripts" / "slurm" / f"{self.machine}.sbatch"
+        folder = ROOT / "scripts" / "slurm"
+        own = folder / f"{self.machine}.sbatch"
+        machine = own if own.exists() else folder / "cluster.sbatch"
         given = [line for line in machine.read_text().splitlines() if line.startswith("#SBATCH")]
         headers = [line for line in given if not any(option in line for option in NOT_OF_A_SWEEP)]
         minutes = math.ceil(self.seconds(specs) / 60)

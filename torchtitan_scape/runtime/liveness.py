@@ -61,6 +61,16 @@ class Failure:
             raise ValueError(f"the exit code {self.code} is not one of a failure")
 
 
+def record_failure(failure: Failure) -> None:
+    """Append the exit code to SCAPE_FAILURE_FILE, whose first line decides whether a Slurm job is requeued.
+
+    The launcher's own code does not: srun kills the other ranks after the first failure, and returns their 137 or 143.
+    """
+    if path := os.environ.get("SCAPE_FAILURE_FILE"):
+        with contextlib.suppress(OSError), open(path, "a") as file:  # Must not change the outcome of the run.
+            file.write(f"{failure.code} rank {failure.rank}\n")
+
+
 class Liveness:
     """Heartbeats of this rank and its view of the others. See `join`.
 
@@ -144,6 +154,7 @@ class Liveness:
 
     def report(self, failure: Failure, patience: float | None = None) -> None:
         """Report this rank's failure to the others; wait until it is written, for `patience` or a few seconds."""
+        record_failure(failure)
         if self._is_single:
             return
         self._to_report = self._to_report or failure

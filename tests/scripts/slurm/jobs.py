@@ -96,12 +96,12 @@ def allocation(directory: Path) -> dict[str, str]:
 
 
 def submit(
-    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT, keep: str = ""
+    machine: str, folder: Path, environment: dict[str, str], *arguments: str, directory: Path = ROOT, **keep: str
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run the batch script as slurmd does: a copy of it, in the directory of submission, on the first of two nodes."""
     programs = stand_ins(folder)
-    if keep:  # another scontrol
-        (programs / "scontrol").write_text(keep)
+    for name, text in keep.items():  # other stand-ins
+        (programs / name).write_text(text)
     script = folder / "slurm_script"
     shutil.copy(SLURM / f"{machine}.sbatch", script)
     inherited = {

@@ -48,6 +48,13 @@ class Job:
         assert answer.returncode == 0, answer.stderr
         self.number = answer.stdout.strip()
 
+    @classmethod
+    def submitted(cls, slurm: SlurmCluster, number: str, output: Path) -> "Job":
+        """Return a job that something else has submitted."""
+        job = cls.__new__(cls)
+        job.slurm, job.number, job.output = slurm, number, output
+        return job
+
     def state(self) -> str:
         text = self.slurm.output("scontrol", "show", "job", self.number)
         return text.split("JobState=")[1].split()[0] if "JobState=" in text else "GONE"

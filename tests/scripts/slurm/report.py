@@ -1,6 +1,7 @@
 """Replaces the trainer: writes a rank's arguments and environment.
 
-With FAIL=R rank R fails, and the others wait. With STOP="STEP SIGNAL" the ranks end as after a signal at that step.
+With FAIL=R rank R fails, and the others wait; with INVALID=R it finds its input invalid. With STOP="STEP SIGNAL" the
+ranks end as after a signal at that step.
 """
 
 import json
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan_scape.runtime.liveness import WRONG_INPUT, Failure, record_failure
 from torchtitan_scape.topology.layout import ranks_per_node_from_environment
 
 rank = os.environ["RANK"]
@@ -17,10 +19,15 @@ if failing := os.environ.get("FAIL"):
     if rank == failing:
         sys.exit(f"[rank {rank}] error: as asked for")
     time.sleep(120)
+if invalid := os.environ.get("INVALID"):
+    if rank == invalid:
+        record_failure(Failure(int(rank), WRONG_INPUT, "as asked for"))
+        sys.exit(WRONG_INPUT)
+    time.sleep(120)
 if stop := os.environ.get("STOP"):
     if progress := os.environ.get("SCAPE_PROGRESS_FILE"):
         Path(progress).write_text(f"resumed 0\nstopped {stop}\n")
-    while not Path(os.environ["LOG_DIR"], "progress").exists():  # srun ends the others with the first rank
+    while not Path(os.environ["LOG_DIR"], "progress").read_text():  # srun ends the others with the first rank
         time.sleep(0.05)
     sys.exit(75)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_NODEID")

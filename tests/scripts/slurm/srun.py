@@ -4,8 +4,8 @@ Nodes differ only in SLURM_NODEID. The variables and their formats are those of 
 SLURM_STEP_* describe the step, SLURM_TASKS_PER_NODE is compressed ("8(x2)"), SLURM_NTASKS_PER_NODE is the requested
 number. An unknown option is an error, so that mistakes in a launch line are found.
 
-STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the tasks once PATH exists and they run Python, as --signal=USR1@... does near
-the time limit.
+STANDIN_SIGNAL_WHEN=PATH sends SIGUSR1 to the batch script once PATH exists and the tasks run Python, as
+--signal=B:USR1@... does near the time limit. Like srun, this program passes SIGUSR1 to the tasks.
 """
 
 import argparse
@@ -23,8 +23,9 @@ CLOSEST = (4, 5, 2, 3, 6, 7, 0, 1)
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
-    for name in ("nodes", "ntasks", "ntasks-per-node"):
+    for name in ("nodes", "ntasks"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--ntasks-per-node", type=int, default=1)
     parser.add_argument("--cpus-per-task", type=int)
     parser.add_argument("--gpus-per-task", type=int)
     parser.add_argument("--gpu-bind", choices=("closest",))
@@ -32,6 +33,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--distribution", default=os.environ.get("SLURM_DISTRIBUTION", "block"))
     parser.add_argument("--kill-on-bad-exit", type=int, choices=(0, 1), default=0)
     parser.add_argument("--export", choices=("ALL",), required=True)
+    for name in ("image", "mounts", "workdir", "env"):  # of Pyxis
+        parser.add_argument(f"--container-{name}")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser.parse_args(arguments)
 
@@ -112,6 +115,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tasks: list[subprocess.Popen[bytes]] = []
+    signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
     try:
         for environment in environments(options):
             tasks.append(subprocess.Popen(options.command, env=environment, start_new_session=True))
@@ -119,8 +123,7 @@ def main() -> int:
         while any(task.poll() is None for task in tasks):
             if near_the_end and Path(near_the_end).exists() and all(map(runs_python, tasks)):
                 near_the_end = None
-                for task in tasks:
-                    task.send_signal(signal.SIGUSR1)
+                os.kill(os.getppid(), signal.SIGUSR1)
             if options.kill_on_bad_exit and any(task.poll() for task in tasks):
                 break
             time.sleep(0.05)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import server
 from tests.marks import covering
 from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
 
@@ -70,7 +71,7 @@ def test_ranks_of_mpi_are_those_of_srun(launcher: str, variables: str, tmp_path:
 @pytest.mark.parametrize(
     "environment, message",
     [
-        ({"LAUNCHER": "jsrun"}, "LAUNCHER=jsrun; it must be srun, ibrun or mpirun"),
+        ({"LAUNCHER": "jsrun"}, "LAUNCHER=jsrun; it must be auto, srun, ibrun or mpirun"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "none"}, "set none of OMPI_COMM_WORLD_RANK, PMIX_RANK and PMI_RANK"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "cyclic"}, "but ranks must fill one node after the other"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "MPICH"}, "/mpirun is not that of Open MPI; use srun or ibrun"),
@@ -90,6 +91,82 @@ def test_a_wrong_launcher_is_refused(environment: dict[str, str], message: str, 
 def test_a_launcher_that_is_missing_is_named(tmp_path: Path) -> None:
     result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "LAUNCHER": "ibrun"})
     assert result.returncode == 2 and "LAUNCHER=ibrun, but there is no ibrun on PATH" in result.stderr
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_vista_takes_the_first_launcher_that_starts_all_ranks(works: bool, tmp_path: Path) -> None:
+    """Here srun fails, ibrun starts one rank too few, and mpirun works or hangs."""
+    mpi(tmp_path)
+    programs = tmp_path / "bin"
+    shutil.copy(programs / "mpirun", programs / "works")
+    ends = f'exec {programs / "works"} "$@"' if works else "sleep 60"
+    for name, text in (("srun", "exit 1"), ("ibrun", "echo started"), ("mpirun", ends)):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+    environment = {"TRAIN_SCRIPT": REPORT, "VARIABLES": "OMPI", "RANKS_PER_NODE": "1"}
+    result, seconds = submit("vista", tmp_path, environment, srun=(programs / "srun").read_text())
+    assert seconds < 60
+    assert "srun started 0 of 2 ranks within 18 s" in result.stdout and "ibrun started 1 of 2 ranks" in result.stdout
+    assert (result.returncode, (tmp_path / "logs" / "facts-1.json").exists()) == ((0, True) if works else (2, False))
+    assert works or result.stderr.startswith("error: no launcher started the 2 ranks; set LAUNCHER to srun, ")
+
+
+# A stand-in for Apptainer: writes its options, and runs the command on this host.
+APPTAINER = """#!/bin/bash
+echo "$*" >>"$STANDIN_FILE"
+[ "$1" = exec ] || exit 1
+while [ "$1" != image.sif ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def test_ranks_in_a_container_of_apptainer(tmp_path: Path) -> None:
+    """The batch host needs no Python with torch, and the environment of the submitting shell does not count."""
+    apptainer = stand_ins(tmp_path) / "apptainer"
+    apptainer.write_text(APPTAINER)
+    apptainer.chmod(0o755)
+    (tmp_path / "bin" / "python3").symlink_to(server.python())
+    environment = {"TRAIN_SCRIPT": REPORT, "PYTHON": "", "VIRTUAL_ENV": "/of/the/host", "PYTHONPATH": "/of/the/host"}
+    environment |= {"CONTAINER": "image.sif", "CONTAINER_MOUNTS": "/data,/a:/b", "STANDIN_FILE": f"{tmp_path}/given"}
+    result, _ = submit("vista", tmp_path, environment, "--a.key=two words")
+    assert result.returncode == 0, result.stderr
+    facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
+    assert facts["arguments"] == ["--a.key=two words"] and facts["PYTHONPATH"] == str(ROOT)
+    lines = (tmp_path / "given").read_text().splitlines()
+    logs = tmp_path / "logs"
+    options = f"exec --nv --bind {ROOT}:{ROOT},{logs}:{logs},/data:/data,/a:/b --pwd {ROOT} image.sif"
+    assert lines[0].startswith(f"{options} python3 -c import importlib"), "the packages are looked for in the image"
+    assert lines.count(f"{options} scripts/slurm/rank.sh --a.key=two words") == 2
+
+
+def test_ranks_in_a_container_of_pyxis(tmp_path: Path) -> None:
+    """srun starts the container; rank.sh, and the check of the packages, run in it."""
+    stand_ins(tmp_path)
+    (tmp_path / "bin" / "python3").symlink_to(server.python())
+    environment = {"TRAIN_SCRIPT": REPORT, "PYTHON": "", "CONTAINER": "registry#image:1", "NCCL_DEBUG": "WARN"}
+    result, _ = submit("cluster", tmp_path, environment | {"SLURM_CPUS_PER_TASK": "1", "RANKS_PER_NODE": "1"})
+    assert result.returncode == 0, result.stderr
+    given = json.loads((tmp_path / "logs" / "facts-1.json").read_text())["srun"].split()
+    logs = tmp_path / "logs"
+    assert "--container-image=registry#image:1" in given and f"--container-workdir={ROOT}" in given
+    assert f"--container-mounts={ROOT}:{ROOT},{logs}:{logs}" in given
+    (names,) = (option for option in given if option.startswith("--container-env="))
+    assert {"PYTHONPATH", "NCCL_DEBUG", "HF_HOME", "TRITON_CACHE_DIR"} <= set(names.split("=")[1].split(","))
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"CONTAINER_RUNTIME": "docker"}, "CONTAINER_RUNTIME=docker; it must be pyxis or apptainer"),
+        ({"LAUNCHER": "mpirun", "VARIABLES": "OMPI"}, "CONTAINER_RUNTIME=pyxis needs LAUNCHER=srun; use apptainer"),
+        ({"CONTAINER": "image.sif"}, "CONTAINER_RUNTIME=apptainer, but there is no apptainer on PATH"),
+        ({"PYTHON": "/bin/false"}, "/bin/false in CONTAINER=image cannot import torch, triton and torchtitan, or the"),
+    ],
+)
+def test_a_wrong_container_is_refused(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    mpi(tmp_path)
+    result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "CONTAINER": "image", **environment})
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_caches_are_on_the_nodes_and_downloads_stay(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path:
     steps = "--training.steps=24"
     disturbed = Job(slurm, "vista", tmp_path / "disturbed", steps)
     disturbed.wait_for_step(4)
-    slurm.run("scancel", "--signal=USR1", disturbed.number)
+    slurm.run("scancel", "--signal=USR1", "--batch", disturbed.number)
     disturbed.start_now()
     disturbed.wait_for_end()
     text = disturbed.text()
@@ -38,7 +38,7 @@ def test_a_requeued_job_equals_an_undisturbed_one(slurm: SlurmCluster, tmp_path:
 
 def test_a_job_of_another_cluster_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
     """With resources that sbatch is given, and one GPU for each task; the GPUs are files."""
-    options = ["--cpus-per-task=1", "--gpus-per-task=1"]
+    options = ["--cpus-per-task=1", "--gpus-per-node=2", "--gpus-per-task=1"]
     job = Job(slurm, "cluster", tmp_path / "c", "--training.steps=3", SHARDED, options=options, RANKS_PER_NODE="2")
     job.wait_for_end()
     text = job.text()
@@ -101,8 +101,8 @@ def test_a_canceled_job_is_not_requeued_and_a_fixed_one_says_how_to_continue(
     fixed.wait_for_step(3)
     slurm.run("scancel", "--signal=USR1", fixed.number)
     fixed.wait_for_end()
-    line = next(line for line in fixed.text().splitlines() if "to continue:" in line)
-    assert f"CONFIG_FILE={EMBEDDED} sbatch --nodes=2" in line and "vista.sbatch" in line
+    line = next(line for line in fixed.text().splitlines() if "to continue, with" in line)
+    assert f"CONFIG_FILE={EMBEDDED} MODULES='' NCCL_NET=none sbatch --nodes=2" in line and "vista.sbatch" in line
     assert "--training.steps=500" in line
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.common import ROOT
 from scripts.slurm_cluster import SlurmCluster
-from tests.scripts.slurm.real_jobs import Job, checkpoint
+from tests.scripts.slurm.real_jobs import EMBEDDED, SMALL, Job, checkpoint
 
 pytestmark = pytest.mark.slow
 ENDLESS = "--training.steps=100000"
@@ -35,8 +35,8 @@ def trainers(pids: list[int]) -> list[int]:
 
 
 def test_slurm_sends_the_signal_before_the_limit_and_the_job_continues(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """As --signal=USR1@300 of the files, with a limit of two minutes. Slurm sends it up to a minute earlier."""
-    job = Job(slurm, "vista", tmp_path / "s", ENDLESS, options=["--time=2", "--signal=USR1@40"])
+    """As --signal=B:USR1@300 of the files, with a limit of two minutes. Slurm sends it up to a minute earlier."""
+    job = Job(slurm, "vista", tmp_path / "s", ENDLESS, options=["--time=2", "--signal=B:USR1@40"])
     job.wait(lambda: "requeueing job" in job.text(), "the signal", 150)
     assert "stopped on request after step" in job.text() and "exit code 75" in job.text()
     job.start_now()
@@ -50,7 +50,7 @@ def test_slurm_sends_the_signal_before_the_limit_and_the_job_continues(slurm: Sl
 
 def test_the_limit_itself_ends_a_job_with_a_checkpoint(slurm: SlurmCluster, tmp_path: Path) -> None:
     """No USR1. At the limit Slurm sends SIGTERM, and SIGKILL after KillWait. The job is not requeued."""
-    job = Job(slurm, "vista", tmp_path / "t", ENDLESS, options=["--time=1", "--signal=USR1@0"])
+    job = Job(slurm, "vista", tmp_path / "t", ENDLESS, options=["--time=1", "--signal=B:USR1@0"])
     job.wait_for_end()
     text = job.text()
     assert job.state() == "TIMEOUT" and "DUE TO TIME LIMIT" in text, text[-3000:]
@@ -69,12 +69,46 @@ def test_a_killed_rank_ends_or_requeues_the_job(requeue: str, slurm: SlurmCluste
         job.start_now()
     job.wait_for_end()
     text = job.text()
-    assert "error: srun ended with exit code" in text and "task 1: Killed" in text, text[-3000:]
+    assert "error: the ranks ended with exit code" in text and "task 1: Killed" in text, text[-3000:]
     if requeue == "1":
         assert job.state() == "COMPLETED" and text.count("requeueing job") == 1, text[-3000:]
         assert starts(job) == [1, 6] and checkpoint(tmp_path / "k", 24).exists()
     else:
         assert job.state() == "FAILED" and "requeueing" not in text and starts(job) == [1]
+
+
+def test_invalid_input_of_one_rank_is_not_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The other ranks wait for it until srun kills them, and srun returns their code."""
+    script = tmp_path / "other_recipe.py"
+    script.write_text(
+        "import os, sys\nsys.argv += ['--training.steps=0'] if os.environ['RANK'] == '1' else []\n"
+        "from torchtitan_scape.train import main\nmain()\n"
+    )
+    job = Job(slurm, "vista", tmp_path / "i", ENDLESS, TRAIN_SCRIPT=str(script), REQUEUE_ON_FAILURE="1")
+    job.wait_for_end()
+    shown = slurm.output("scontrol", "show", "job", job.number)
+    assert "requeueing" not in job.text() and "ExitCode=2:0" in shown, job.text()[-3000:] + shown
+    assert "the ranks ended with exit code 2: " in job.text()
+
+
+def test_a_chain_continues_and_ends_with_the_training(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The first job stops at its time limit, the second completes the training, and the third has nothing to do."""
+    environment = {"CONFIG_FILE": EMBEDDED, "MODULES": "", "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0"}
+    environment |= {"NCCL_NET": "none", "OMP_NUM_THREADS": "1"}
+    options = ["--nodes=2", "--time=20", f"--output={tmp_path}/%j.out", "scripts/slurm/vista.sbatch"]
+    given = [*SMALL, "--training.steps=24", f"--job.dump_folder={tmp_path / 'run'}"]
+    answer = slurm.run("scripts/slurm/chain.sh", "3", *options, *given, env=environment, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    numbers = answer.stdout.split(";")[0].split()[1:]
+    jobs = [Job.submitted(slurm, number, tmp_path / f"{number}.out") for number in numbers]
+    assert len(jobs) == 3 and [job.state() for job in jobs[1:]] == ["PENDING", "PENDING"]
+    jobs[0].wait_for_step(4)
+    slurm.run("scancel", "--signal=USR1", "--batch", numbers[0])
+    for job in jobs:
+        job.wait_for_end()
+    assert [job.state() for job in jobs] == ["FAILED", "COMPLETED", "CANCELLED"], [job.text()[-2000:] for job in jobs]
+    assert starts(jobs[0]) == [1] and starts(jobs[1])[0] > 4 and "Summary of" in jobs[1].text()
+    assert checkpoint(tmp_path, 24).exists() and not jobs[2].text()
 
 
 def test_a_requeue_by_hand_continues(slurm: SlurmCluster, tmp_path: Path) -> None:

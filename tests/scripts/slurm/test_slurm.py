@@ -35,7 +35,7 @@ def test_an_invalid_config_ends_the_job_with_a_one_line_error(tmp_path: Path) ->
     result, seconds = submit("vista", tmp_path, environment, *SHORT, "--optimizer.name=AdamW", "--job.dump_folder=/no")
     assert result.returncode != 0 and seconds < 60
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: srun ended with exit code")
+    assert last.startswith("error: the ranks ended with exit code 2: ")
     assert "error: [optimizer] name = 'AdamW' with [sync] method = 'scape'" in result.stderr
     assert "Traceback" not in result.stdout + result.stderr
 
@@ -89,6 +89,67 @@ def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) ->
         assert result.returncode != 0
         assert len((tmp_path / "requeued").read_text().split()) == requeued if requeued else True
     assert "no progress beyond step 0 in 2 starts (REQUEUE_LIMIT)" in result.stderr
+
+
+def test_the_first_failure_decides_about_a_requeue(tmp_path: Path) -> None:
+    """srun kills the other ranks after it, and returns their code."""
+    job = {"TRAIN_SCRIPT": REPORT, "REQUEUE_ON_FAILURE": "1"}
+    for invalid in ({"INVALID": "1"}, {"STANDIN_DISTRIBUTION": "cyclic", "RANKS_PER_NODE": "2"}):  # Python and rank.sh
+        result, _ = submit("vista", tmp_path, {**job, **invalid})
+        assert result.returncode == 2 and "the ranks ended with exit code 2: " in result.stderr, result.stderr
+        assert "requeueing" not in result.stdout and not (tmp_path / "requeued").exists()
+        assert (tmp_path / "logs" / "failures").read_text().startswith("2 rank ")
+    result, _ = submit("vista", tmp_path, {**job, "FAIL": "1"})
+    assert "requeueing job" in result.stdout and (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("queue", [{"SLURM_JOB_QOS": "debug"}, {"SLURM_JOB_PARTITION": "gh-dev"}])
+def test_a_job_in_a_queue_for_debugging_is_not_requeued(queue: dict[str, str], tmp_path: Path) -> None:
+    result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "STOP": "7 SIGUSR1", **queue})
+    assert result.returncode == 75 and not (tmp_path / "requeued").exists()
+    assert "not requeued: its queue is for debugging; to continue, with your other options" in result.stdout
+
+
+def chain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run chain.sh in a copy of the scripts, with a stand-in for sbatch that counts jobs from 101."""
+    shutil.copytree(ROOT / "scripts" / "slurm", folder / "scripts" / "slurm", dirs_exist_ok=True)
+    sbatch = stand_ins(folder) / "sbatch"
+    sbatch.write_text('#!/bin/bash\necho "$*" >>given\necho A banner\necho "$((100 + $(wc -l <given)));cluster"\n')
+    sbatch.chmod(0o755)
+    path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.run(["scripts/slurm/chain.sh", *arguments], cwd=folder, env=path, capture_output=True, text=True)
+
+
+def test_a_chain_submits_jobs_that_wait_for_the_one_before(tmp_path: Path) -> None:
+    result = chain(tmp_path, "3", "--nodes=2", "job.sbatch", "--a.key=1")
+    assert result.returncode == 0 and "submitted 101 102 103" in result.stdout, result.stderr
+    assert (tmp_path / "given").read_text().splitlines() == [
+        f"--parsable --no-requeue {after}--nodes=2 job.sbatch --a.key=1"
+        for after in ("", "--dependency=afterany:101 ", "--dependency=afterany:102 ")
+    ]
+    for arguments, message in (
+        (["many", "job.sbatch"], "the first argument is 'many'; it must be the number of jobs, 1 to 99"),
+        (["2", "-q", "debug", "job.sbatch"], "a chain must not use the queue for debugging"),
+    ):
+        result = chain(tmp_path, *arguments)
+        assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "end, code", [({}, 0), ({"INVALID": "1"}, 2), ({"CONFIG_FILE": "no.toml"}, 2), ({"STOP": "7 SIGUSR1"}, 75)]
+)
+def test_the_end_of_training_cancels_the_rest_of_its_chain(end: dict[str, str], code: int, tmp_path: Path) -> None:
+    (tmp_path / "chain").write_text("101\n7\n102\n")
+    scancel = f'#!/bin/bash\necho "$*" >>{tmp_path}/canceled\n'
+    (stand_ins(tmp_path) / "scancel").touch(mode=0o755)
+    environment = {"TRAIN_SCRIPT": REPORT, "SCAPE_CHAIN": f"{tmp_path}/chain", "SLURM_JOB_ID": "7", **end}
+    result, _ = submit("vista", tmp_path, environment, scancel=scancel)
+    assert result.returncode == code, result.stderr
+    if code == 75:
+        assert "not requeued: the next job of its chain continues; to continue" in result.stdout
+        assert not (tmp_path / "canceled").exists() and not (tmp_path / "requeued").exists()
+    else:
+        assert (tmp_path / "canceled").read_text() == "--state=PENDING 101\n--state=PENDING 102\n"
 
 
 # -------------------------------------------------------------------------------------- what a rank is given
@@ -184,17 +245,19 @@ def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path)
         scontrol.write_text(scontrol.read_text().replace('echo "$2" >>', "exit 1; echo >>"))
     environment = {"TRAIN_SCRIPT": REPORT, "STOP": "7 SIGUSR1", "CONFIG_FILE": EMBEDDED, "SLURM_JOB_ACCOUNT": "project"}
     environment |= {"REQUEUE": "0"} if how == "REQUEUE=0" else {}
-    result, _ = submit("vista", tmp_path, environment, "--a.key=two words", keep=scontrol.read_text())
+    result, _ = submit("vista", tmp_path, environment, "--a.key=two words", scontrol=scontrol.read_text())
     assert result.returncode == 75 and not (tmp_path / "requeued").exists(), result.stderr
     line = result.stdout.splitlines()[-1]
-    command = f"CONFIG_FILE={EMBEDDED} sbatch --nodes=2 -A project /here/vista.sbatch --a.key=two\\ words"
-    assert "to continue: cd " in line and line.endswith(command)
+    command = f"CONFIG_FILE={EMBEDDED} MODULES='' sbatch --nodes=2 -A project --ntasks-per-node=1 /here/vista.sbatch"
+    assert "to continue, with your other options of sbatch: cd " in line and line.endswith(
+        f"{command} --a.key=two\\ words"
+    )
     if how == "REQUEUE=0":  # another cluster's job names what its file does not contain
         job = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_PER_NODE": "2"}
         environment |= job | {"SLURM_JOB_PARTITION": "gpu", "SRUN_FLAGS": "--cpu-bind=none"}
-        result, _ = submit("cluster", tmp_path, environment, keep=scontrol.read_text())
-        given = "SRUN_FLAGS=--cpu-bind=none sbatch --nodes=2 -A project --ntasks-per-node=2 --cpus-per-task=12 "
-        assert f"{given}--gpus-per-node=2 -p gpu [your other options] /here/" in result.stdout.splitlines()[-1]
+        result, _ = submit("cluster", tmp_path, environment, scontrol=scontrol.read_text())
+        given = "SRUN_FLAGS=--cpu-bind=none sbatch --nodes=2 -A project -p gpu --ntasks-per-node=2 --cpus-per-task=12 "
+        assert f"{given}--gpus-per-node=2 /here/" in result.stdout.splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------------------------- failure
@@ -235,14 +298,6 @@ def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], m
     result, _ = submit("vista", tmp_path, environment)
     assert result.returncode == 2
     assert message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
-
-
-@pytest.mark.parametrize("option", ["ntasks-per-node", "cpus-per-task"])
-def test_a_job_of_another_cluster_needs_its_resources(option: str, tmp_path: Path) -> None:
-    given = {"SLURM_CPUS_PER_TASK": "2", f"SLURM_{option.upper().replace('-', '_')}": ""}
-    result, _ = submit("cluster", tmp_path, {"CONFIG_FILE": EMBEDDED, **given})
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert f"give sbatch --{option}" in result.stderr
 
 
 def test_more_ranks_than_the_allocation_holds_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+# Functions for the end of a job: requeue, chain, and the command that continues it. Sourced by launch.sh.
+
+# What the user gave, for the command that submits the job again.
+GIVEN=""
+for name in MODULES NCCL_NET SRUN_FLAGS LAUNCHER CONTAINER CONTAINER_RUNTIME CONTAINER_MOUNTS; do
+    if [ -n "${!name+set}" ]; then GIVEN+="$name=$(printf '%q' "${!name}") "; fi
+done
+
+# Prints the command that submits the job again. Arguments: those of the job.
+resubmit_command() {
+    local script options
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+    options="${SLURM_JOB_ACCOUNT:+ -A $SLURM_JOB_ACCOUNT}${SLURM_JOB_PARTITION:+ -p $SLURM_JOB_PARTITION}"
+    options+=" --ntasks-per-node=$RANKS_PER_NODE${SLURM_CPUS_PER_TASK:+ --cpus-per-task=$SLURM_CPUS_PER_TASK}"
+    options+="${SLURM_GPUS_PER_NODE:+ --gpus-per-node=$SLURM_GPUS_PER_NODE}"
+    options+="${SLURM_GPUS_PER_TASK:+ --gpus-per-task=$SLURM_GPUS_PER_TASK}"
+    echo "cd $PWD && CONFIG_FILE=${CONFIG_FILE:-} ${GIVEN}sbatch --nodes=$SLURM_JOB_NUM_NODES$options" \
+        "${script:-JOB_FILE}$(printf ' %q' "$@")"
+}
+
+# Prints why this job must not be requeued; nothing if it may. The site or the user may exclude requeues: JobRequeue=0
+# in slurm.conf, or sbatch --no-requeue.
+forbidden() {
+    case "${REQUEUE:-1} ${SCAPE_CHAIN:+chain} ${SLURM_JOB_QOS:-} ${SLURM_JOB_PARTITION:-}" in
+        *chain*) echo "the next job of its chain continues" ;;
+        0*) echo "REQUEUE=0" ;;
+        *debug* | *-dev*) echo "its queue is for debugging" ;;
+        *) # Not with grep -q, which ends before scontrol has written everything: with pipefail that is an error.
+            if [[ "$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null || true)" == *Requeue=0* ]]; then
+                echo "this job cannot be requeued"
+            fi
+            ;;
+    esac
+}
+
+# Returns whether the job may be requeued: a limited number of times at the same step. $1: the last step.
+may_requeue() {
+    local limit="${REQUEUE_LIMIT:-3}" taken=0 before=-1
+    if [ -s "$LOG_DIR/requeues" ]; then read -r taken before <"$LOG_DIR/requeues"; fi
+    if [ "$1" -gt "$before" ]; then taken=0; fi
+    if [ "$taken" -ge "$limit" ]; then
+        echo "error: the job is not requeued: no progress beyond step $1 in $limit starts (REQUEUE_LIMIT)" >&2
+        return 1
+    fi
+    echo "$((taken + 1)) $1" >"$LOG_DIR/requeues"
+}
+
+# Requeues the job if its end calls for it. $1: exit code of the job; $2 and $3: last event and step of the progress
+# file; $4: the signal of a stop.
+requeue() {
+    local reason
+    if [ "$2" = stopped ]; then
+        if [ "$4" != SIGUSR1 ]; then return; fi # the job was canceled with scancel
+    elif [ "$1" -eq 2 ] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
+        return
+    fi
+    if ! may_requeue "${3:-0}"; then return; fi
+    reason=$(forbidden)
+    if [ -n "$reason" ]; then
+        echo "not requeued: $reason; to continue, with your other options of sbatch: $RESUBMIT"
+        return
+    fi
+    echo "requeueing job $SLURM_JOB_ID (exit code $1, ${2:-no step completed}${2:+ $3})"
+    scontrol requeue "$SLURM_JOB_ID" ||
+        echo "the requeue failed; to continue, with your other options of sbatch: $RESUBMIT"
+}
+
+# Cancels the other jobs of a chain (chain.sh) if they would have nothing to do: training is complete, or the input is
+# wrong. $1: exit code of the job.
+end_chain() {
+    local job
+    if [[ "$1" != [02] ]] || [ ! -r "$SCAPE_CHAIN" ]; then return; fi
+    while read -r job; do
+        if [ "$job" != "$SLURM_JOB_ID" ]; then scancel --state=PENDING "$job" || true; fi
+    done <"$SCAPE_CHAIN"
+    echo "exit code $1: the jobs of the chain that wait are canceled"
+}
+if [ -n "${SCAPE_CHAIN:-}" ]; then trap 'end_chain $?' EXIT; fi
