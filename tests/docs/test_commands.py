@@ -122,8 +122,8 @@ def check_run(command: Command) -> None:
 
 def check(command: Command) -> None:
     program, arguments = command.program, command.arguments
-    readers = ("run_train.sh", "run_tests.sh", "scripts/slurm/launch.sh", "scripts/gpu_check.sh")
-    sources = "\n".join((ROOT / name).read_text() for name in readers)
+    readers = [ROOT / name for name in ("run_train.sh", "run_tests.sh", "scripts/gpu_check.sh")]
+    sources = "\n".join(path.read_text() for path in [*readers, *ROOT.glob("scripts/slurm/*.sh")])
     for name in command.variables.keys() - {"CUDA_VISIBLE_DEVICES"}:  # read by CUDA
         assert name in sources, f"{command.text}: nothing reads {name}"
     if program == "./run_train.sh":
@@ -145,8 +145,8 @@ def check(command: Command) -> None:
         elif arguments[1] != "scripts.examples.titan_debug":  # needs TorchTitan 0.3.0; a slow test of examples runs it
             check_module(arguments[1], arguments[2:])
     elif program == "sbatch":
-        while arguments[0] == "-A" or SBATCH.fullmatch(arguments[0]):
-            arguments = arguments[2 if arguments[0] == "-A" else 1 :]
+        while arguments[0] in ("-A", "-p") or SBATCH.fullmatch(arguments[0]):
+            arguments = arguments[2 if arguments[0] in ("-A", "-p") else 1 :]
         assert (ROOT / arguments[0]).exists(), arguments[0]
         run = command.variables.get("TRAIN_SCRIPT", "").split()
         if run:

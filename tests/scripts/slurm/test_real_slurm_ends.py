@@ -35,9 +35,9 @@ def trainers(pids: list[int]) -> list[int]:
 
 
 def test_slurm_sends_the_signal_before_the_limit_and_the_job_continues(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """As --signal=B:USR1@300 of the files, with a limit of two minutes. Slurm sends it up to a minute earlier."""
-    job = Job(slurm, "vista", tmp_path / "s", ENDLESS, options=["--time=2", "--signal=B:USR1@40"])
-    job.wait(lambda: "requeueing job" in job.text(), "the signal", 150)
+    """As --signal=B:USR1@300 of the files, with a limit of three minutes. Slurm sends it up to a minute earlier."""
+    job = Job(slurm, "vista", tmp_path / "s", ENDLESS, options=["--time=3", "--signal=B:USR1@100"])
+    job.wait(lambda: "requeueing job" in job.text(), "the signal", 200)
     assert "stopped on request after step" in job.text() and "exit code 75" in job.text()
     job.start_now()
     job.wait(lambda: len(starts(job)) == 2, "the next start")
