@@ -3,7 +3,7 @@
 # launch.sh starts it with srun, ibrun or mpirun, after setting the variables that all ranks share.
 set -euo pipefail
 
-# With a time limit shorter than that of --signal=USR1@300 the signal arrives at once. It must not end the task: the
+# With a time limit shorter than that of --signal=B:USR1@300 the signal arrives at once. It must not end the task: the
 # trainer stops at its first step and writes a checkpoint.
 SCAPE_STOP_REQUESTED="${SCAPE_STOP_REQUESTED:-}" # launch.sh may have received the signal
 trap 'SCAPE_STOP_REQUESTED=SIGUSR1' USR1

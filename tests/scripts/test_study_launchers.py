@@ -308,6 +308,17 @@ def test_what_a_refusing_sbatch_prints_is_shown(tmp_path: Path) -> None:
     assert result.returncode == 2 and "sbatch printed no job number" in result.stderr and "Welcome" in result.stderr
 
 
+def test_a_machine_without_a_job_file_uses_that_of_any_cluster(tmp_path: Path) -> None:
+    sbatch = stand_ins(tmp_path) / "sbatch"
+    sbatch.write_text("#!/bin/bash\nexit 1\n")
+    sbatch.chmod(0o755)
+    launch = {"machine": "dgx-h100", "steps": 2, "warm_up": 2}
+    grid = declare(tmp_path, SLURM | {"methods": ["adams"], "sizes": [16], "launch": launch})
+    assert run(grid, PATH=f"{sbatch.parent}:{os.environ['PATH']}").returncode == 2
+    text = (tmp_path / "work" / "all" / "size-16.sh").read_text()
+    assert "#SBATCH --gpus-per-node=8\n" in text and "scripts/slurm/cluster.sbatch" in text
+
+
 @pytest.mark.parametrize("output", ["4711\n", "4711;vista\n", "Welcome to 2026\n\n4711\n", "4711\nSee you\n"])
 def test_a_job_number_has_a_line_of_its_own(output: str) -> None:
     assert job_number(output) == "4711"
@@ -373,6 +384,9 @@ def test_strong_scaling_has_the_configurations_of_the_paper() -> None:
         spec = grid.specs(vista_muon, name)[-1]
         assert spec.options["optimizer.name"] == grid.specs(frontier_muon, name)[0].options["optimizer.name"] == "Muon"
         assert 0.6 < step_seconds(spec, [*spec.arguments[1:], *OFFLINE], machine) < 2.5
+    spec = grid.specs(sets["h100"], "quantized_update-muon")[-1]
+    assert spec.size == 128 and spec.options["parallelism.data_parallel_shard_degree"] == 8
+    assert 0.2 < step_seconds(spec, [*spec.arguments[1:], *OFFLINE], get_machine("dgx-h100")) < 2.0
     spec = grid.specs(frontier, "levels+scape")[0]
     assert spec.size == 8 and spec.options["topology.machine"] == "frontier"
     (chosen,) = grid.choose(["vista"], ["adams"], [4, 8], {"compile.enable": False})

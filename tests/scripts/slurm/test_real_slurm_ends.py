@@ -12,7 +12,7 @@ import pytest
 
 from scripts.common import ROOT
 from scripts.slurm_cluster import SlurmCluster
-from tests.scripts.slurm.real_jobs import EMBEDDED, SMALL, Job, checkpoint
+from tests.scripts.slurm.real_jobs import EMBEDDED, ENDED, SMALL, Job, checkpoint
 
 pytestmark = pytest.mark.slow
 ENDLESS = "--training.steps=100000"
@@ -81,7 +81,7 @@ def test_invalid_input_of_one_rank_is_not_requeued(slurm: SlurmCluster, tmp_path
     """The other ranks wait for it until srun kills them, and srun returns their code."""
     script = tmp_path / "other_recipe.py"
     script.write_text(
-        "import os, sys\nsys.argv += ['--training.steps=0'] if os.environ['RANK'] == '1' else []\n"
+        "import os, sys\nsys.argv += ['--no.such_key=1'] if os.environ['RANK'] == '1' else []\n"
         "from torchtitan_scape.train import main\nmain()\n"
     )
     job = Job(slurm, "vista", tmp_path / "i", ENDLESS, TRAIN_SCRIPT=str(script), REQUEUE_ON_FAILURE="1")
@@ -96,19 +96,19 @@ def test_a_chain_continues_and_ends_with_the_training(slurm: SlurmCluster, tmp_p
     environment = {"CONFIG_FILE": EMBEDDED, "MODULES": "", "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"NCCL_NET": "none", "OMP_NUM_THREADS": "1"}
     options = ["--nodes=2", "--time=20", f"--output={tmp_path}/%j.out", "scripts/slurm/vista.sbatch"]
-    given = [*SMALL, "--training.steps=24", f"--job.dump_folder={tmp_path / 'run'}"]
+    given = [*SMALL, "--training.steps=10", f"--job.dump_folder={tmp_path / 'run'}"]
     answer = slurm.run("scripts/slurm/chain.sh", "3", *options, *given, env=environment, timeout=60)
     assert answer.returncode == 0, answer.stderr
     numbers = answer.stdout.split(";")[0].split()[1:]
     jobs = [Job.submitted(slurm, number, tmp_path / f"{number}.out") for number in numbers]
     assert len(jobs) == 3 and [job.state() for job in jobs[1:]] == ["PENDING", "PENDING"]
-    jobs[0].wait_for_step(4)
+    jobs[0].wait_for_step(3)
     slurm.run("scancel", "--signal=USR1", "--batch", numbers[0])
     for job in jobs:
-        job.wait_for_end()
+        job.wait(lambda job=job: job.state() in ENDED, "the end", 480)
     assert [job.state() for job in jobs] == ["FAILED", "COMPLETED", "CANCELLED"], [job.text()[-2000:] for job in jobs]
-    assert starts(jobs[0]) == [1] and starts(jobs[1])[0] > 4 and "Summary of" in jobs[1].text()
-    assert checkpoint(tmp_path, 24).exists() and not jobs[2].text()
+    assert starts(jobs[0]) == [1] and starts(jobs[1])[0] > 3 and "Summary of" in jobs[1].text()
+    assert checkpoint(tmp_path, 10).exists() and not jobs[2].text()
 
 
 def test_a_requeue_by_hand_continues(slurm: SlurmCluster, tmp_path: Path) -> None:
