@@ -10,7 +10,7 @@ from torchtitan_scape.report.summary import _to_export
 
 def test_figures_have_a_suitable_unit() -> None:
     assert [size_text(n) for n in (0, 999, 1000, 2.5e6, 3e9, 4e12)] == [
-        "0 B", "999 B", "1.00 kB", "2.50 MB", "3.00 GB", "4000.00 GB",
+        "0 B", "999 B", "1.00 kB", "2.50 MB", "3.00 GB", "4.00 TB",
     ]  # fmt: skip
     assert [seconds_text(s) for s in (0.00012, 0.9, 1.0, 123.4)] == ["0.12 ms", "900 ms", "1 s", "123 s"]
     durations = [duration_text(s) for s in (0.4, 45, 725, 12000, 187000, 86400)]
