@@ -5,9 +5,10 @@
 #
 # CONFIG_FILE    recipe (TOML), or "a.toml,b.toml"        NGPU           processes on this node
 # LOG_RANK       ranks whose output is shown, "0,1"       COMM_MODE      fake_backend: dry run of NGPU ranks, one CPU
-# NNODES         nodes, each runs this script             RDZV_ENDPOINT  host:port of one of them
+# NNODES         nodes, each runs this script, or "2:4"   RDZV_ENDPOINT  host:port of one of them, or of several, "a:1,b:1"
 # PYTHON         Python interpreter                       SCAPE_TRACEBACK=1  print tracebacks for invalid input too
-# MAX_RESTARTS   consecutive restarts without progress after a lost rank (default 0; requires --checkpoint.enable)
+# MAX_RESTARTS   consecutive restarts without progress after a lost rank (default 0, with NNODES=2:4 3; requires
+#                --checkpoint.enable)
 # CUDA_VISIBLE_DEVICES   an empty value trains on the CPU, also on a machine with GPUs
 # STOP_SECONDS   time for a final checkpoint after SIGTERM, SIGUSR1 or Ctrl-C (default 1800)
 #

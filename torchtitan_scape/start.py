@@ -51,6 +51,20 @@ def number_of(name: str) -> int:
     return int(value or 0)
 
 
+def node_range() -> tuple[int, int]:
+    """Return the smallest and the largest number of nodes in NNODES, such as 2 or 2:4.
+
+    Raises:
+        ValueError: The value is neither.
+    """
+    value = os.environ.get("NNODES") or "1"
+    match = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", value)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most:
+        raise ValueError(f"NNODES={value}; it must be a number, 1 or more, or a range such as 2:4")
+    return least, most
+
+
 def count_devices() -> int:
     """Return the number of GPUs. In a process of its own, because torch reads variables when it is imported.
 
@@ -74,7 +88,7 @@ def prepare() -> tuple[list[str], str]:
     Raises:
         ValueError: An environment variable has an invalid value.
     """
-    ranks, nodes, endpoint = number_of("NGPU"), number_of("NNODES") or 1, os.environ.get("RDZV_ENDPOINT")
+    ranks, (least, nodes), endpoint = number_of("NGPU"), node_range(), os.environ.get("RDZV_ENDPOINT")
     shown = os.environ.get("LOG_RANK") or "0"
     if not re.fullmatch("[0-9]+(,[0-9]+)*", shown):
         raise ValueError(f"LOG_RANK={shown}; it must be numbers of ranks, such as 0,1")
@@ -85,10 +99,36 @@ def prepare() -> tuple[list[str], str]:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "NGPU": str(ranks)}
     os.environ |= {name: value for name, value in defaults.items() if not os.environ.get(name)}
     if nodes > 1 and not endpoint:
-        raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
-    launcher = [f"--nnodes={nodes}", f"--nproc_per_node={ranks}", "--rdzv_backend=fixed"]
+        raise ValueError(f"NNODES={os.environ['NNODES']} needs RDZV_ENDPOINT=host:port, the same on every node")
+    if least < nodes and not os.environ.get("MAX_RESTARTS"):
+        os.environ["MAX_RESTARTS"] = "3"
+    launcher = [f"--nnodes={least}:{nodes}", f"--nproc_per_node={ranks}", "--rdzv_backend=launchers"]
     launcher += [f"--rdzv_endpoint={endpoint or 'localhost:0'}", f"--local-ranks-filter={shown}"]
     return [*launcher, "--role=rank", "--tee=3"], recipe
+
+
+def elastic_arguments(arguments: list[str]) -> list[str]:
+    """Return the arguments of the trainer for NNODES=MIN:MAX, and set SCAPE_NODE_COUNTS for the launcher.
+
+    A process of its own reads the recipe, because it imports torch and may use a device. Restarts use its result.
+
+    Raises:
+        SystemExit: The recipe cannot be used with several numbers of nodes; the process has printed the reason.
+    """
+    least, most = node_range()
+    if least == most:
+        return arguments
+    if "SCAPE_NODE_COUNTS" not in os.environ:
+        counting = ["-m", "torchtitan_scape.trainer.node_counts", str(least), str(most), os.environ["NGPU"]]
+        counted = subprocess.run(
+            [sys.executable, *counting, *arguments], stdout=subprocess.PIPE, text=True, check=False
+        )
+        if counted.returncode:
+            raise SystemExit(counted.returncode)
+        counts, batch = counted.stdout.splitlines()[-1].rsplit(" ", 1)
+        os.environ |= {"SCAPE_NODE_COUNTS": counts, "SCAPE_GLOBAL_BATCH": batch}
+    # Before the user's own arguments, which take precedence.
+    return [*arguments[:2], f"--training.global_batch_size={os.environ['SCAPE_GLOBAL_BATCH']}", *arguments[2:]]
 
 
 def main() -> None:
@@ -110,11 +150,12 @@ def main() -> None:
         return
     if find_spec("torchtitan") is None:  # every rank would report it
         raise ModuleNotFoundError("No module named 'torchtitan'", name="torchtitan")
+    arguments = elastic_arguments([*arguments, *given])
     # Threads that torch starts when it is imported must not receive the signals that the launcher waits for.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
     from torchtitan_scape.runtime import launch
 
-    sys.argv[1:] = [*launcher, "-m", "torchtitan_scape.train", *arguments, *given]
+    sys.argv[1:] = [*launcher, "-m", "torchtitan_scape.train", *arguments]
     launch.main()
 
 

@@ -115,7 +115,7 @@ def check_run(command: Command) -> None:
         config.comm.mode = command.variables["COMM_MODE"]
     check_config(config, "cpu")
     per_node = command.variables.get("NGPU", "2")
-    world = str(int(per_node) * int(command.variables.get("NNODES", "1")))
+    world = str(int(per_node) * int(command.variables.get("NNODES", "1").rpartition(":")[2]))
     with patch.dict(os.environ, NGPU=world, WORLD_SIZE=world, LOCAL_WORLD_SIZE=per_node):
         layout_of(config)
 

@@ -13,8 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from torchtitan_scape.runtime import rendezvous
-from torchtitan_scape.runtime.rendezvous import FixedRendezvous, WrongEndpointError
+from torchtitan_scape.runtime import listening, rendezvous
+from torchtitan_scape.runtime.listening import WrongEndpointError
+from torchtitan_scape.runtime.rendezvous import LauncherRendezvous, RunEndedError
+
+JOIN_SECONDS = 4.0
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def port() -> int:
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (
-        ("JOIN_SECONDS", 4.0),
+        ("JOIN_SECONDS", JOIN_SECONDS),
         ("REPORT_SECONDS", 0.5),
         ("SILENT_SECONDS", 1.5),
         ("_ANSWER_SECONDS", 2.0),
@@ -38,12 +41,30 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 class Launcher:
     """A launcher in a thread, with its result or error and the lines that it printed."""
 
-    def __init__(self, port: int, nodes: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        port: int,
+        nodes: int,
+        host: str = "127.0.0.1",
+        counts: tuple[int, ...] = (),
+        endpoints: str = "",
+        expected: int = 0,
+    ) -> None:
         self.lines: list[str] = []
         self.found: Any = None
-        self.handler = FixedRendezvous(f"{host}:{port}", nodes, "run", self.lines.append)
+        self.joins = 0
+        self.handler = LauncherRendezvous(
+            endpoints or f"{host}:{port}", counts or (nodes,), "run", self.lines.append, 1.5, self._on_join, expected
+        )
         self._thread = threading.Thread(target=self._attend, daemon=True)
         self._thread.start()
+
+    def _on_join(self) -> None:
+        self.joins += 1
+
+    def end(self) -> None:
+        """End the store, as the end of the launcher's process does."""
+        self.found = self.handler._store = self.handler._joining = None
 
     def _attend(self) -> None:
         try:
@@ -108,8 +129,8 @@ def test_what_another_process_writes_is_never_unpickled(port: int) -> None:
 def test_entries_of_other_programs_are_ignored_with_a_line(port: int) -> None:
     first = Launcher(port, 2)
     intruder = _store_of_launchers(port)
-    good = {"host": "x", "address": "127.0.0.1", "nodes": 2}
-    entries = [good | one for one in ({"address": 5}, {"address": "there"}, {"host": 5}, {"nodes": "2"}, {"more": 1})]
+    good = {"host": "x", "address": "127.0.0.1", "nodes": "2"}
+    entries = [good | one for one in ({"address": 5}, {"address": "there"}, {"host": 5}, {"nodes": 2}, {"more": 1})]
     numbers = [intruder.add("joined", 1) for _ in entries]
     for number, entry in zip(numbers, entries, strict=True):
         intruder.set(f"node/{number}", json.dumps(entry))
@@ -182,7 +203,7 @@ def test_a_node_that_left_does_not_count(port: int) -> None:
     first = Launcher(port, 2)
     gone = _store_of_launchers(port)
     number = gone.add("joined", 1)
-    gone.set(f"node/{number}", json.dumps({"host": "gone", "address": "127.0.0.1", "nodes": 2}))
+    gone.set(f"node/{number}", json.dumps({"host": "gone", "address": "127.0.0.1", "nodes": "2"}))
     gone.add(f"beat/{number}", 1)
     time.sleep(0.5)
     second = Launcher(port, 2)
@@ -195,11 +216,61 @@ def test_a_node_that_comes_back_waits_until_the_others_restart(port: int) -> Non
     serving, other = sorted((first, second), key=lambda one: one.result().rank)
     back = Launcher(port, 2)
     wait_until(lambda: back.lines)
-    assert "has all of its 2 nodes, without this one" in back.lines[0]
+    assert "has all of its 2 node(s), without this one" in back.lines[0]
     for one in (serving, other):  # The launchers restart, and their store ends.
-        one.found = one.handler._store = None
+        one.end()
     restarted = Launcher(port, 2)
     assert {back.result().rank, restarted.result().rank} == {0, 1}
+
+
+def test_a_run_starts_with_fewer_nodes_and_takes_one_that_joins_later(port: int) -> None:
+    """Of one to four nodes, three cannot be used: with three present, one waits."""
+    counts = (1, 2, 4)
+    first, second, third = (Launcher(port, 4, counts=counts) for _ in range(3))
+    wait_until(lambda: sum(one.found is not None for one in (first, second, third)) == 2, 15.0)
+    serving, other, waiting = sorted((first, second, third), key=lambda one: one.found.rank if one.found else 2)
+    assert serving.found.world_size == other.found.world_size == 2
+    assert "starting with 2 node(s) of 1, 2, 4" in serving.lines[-1]
+    time.sleep(2.5)  # For two heartbeats of the waiting node.
+    assert serving.handler.num_nodes_waiting() == 0 and not serving.handler.regroups, "3 nodes cannot be used"
+    fourth = Launcher(port, 4, counts=counts)
+    for one in (serving, other):
+        wait_until(lambda: one.handler.num_nodes_waiting() == 0 and one.handler.regroups, 15.0)  # noqa: B023
+    assert (serving.joins, other.joins) == (1, 0) and "from 2 to 4 nodes after a checkpoint" in serving.lines[-1]
+    time.sleep(1.0)  # The ranks write a checkpoint.
+    for one in (serving, other):
+        one.end()
+    restarted = []
+    for _ in range(2):
+        restarted.append(Launcher(port, 4, counts=counts, expected=4))
+        time.sleep(3.0)  # Longer than the time in which nodes join otherwise.
+    found = [one.result() for one in (waiting, fourth, *restarted)]
+    assert {info.rank for info in found} == {0, 1, 2, 3} and {info.world_size for info in found} == {4}
+
+
+def test_a_waiting_node_ends_with_the_run(port: int) -> None:
+    running = Launcher(port, 2, counts=(1, 3))
+    assert running.result().world_size == 1
+    waiting = Launcher(port, 2, counts=(1, 3))
+    time.sleep(JOIN_SECONDS + 1.0)  # The time to join does not apply to a node that waits.
+    wait_until(lambda: running.handler.num_nodes_waiting() == 0 and waiting.found is None)
+    running.handler.close(75)
+    error = waiting.result()
+    assert isinstance(error, RunEndedError) and error.code == 75
+
+
+def test_another_endpoint_serves_if_the_first_one_is_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first node joins there when it comes back."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        endpoints = f"no-such-host.invalid:{port},127.0.0.1:{one.getsockname()[1]}"
+    begin = time.monotonic()
+    serving = Launcher(port, 2, counts=(1, 2), endpoints=endpoints)
+    assert serving.result().world_size == 1
+    assert time.monotonic() - begin > 3.0, "once for the endpoint, once for the second node"
+    back = Launcher(port, 2, counts=(1, 2), endpoints=endpoints.replace("no-such-host.invalid", "127.0.0.1"))
+    wait_until(lambda: serving.handler.num_nodes_waiting() == 0 and serving.handler.regroups, 15.0)
+    assert back.found is None and serving.joins == 1
 
 
 @pytest.mark.parametrize(
@@ -225,7 +296,9 @@ def test_a_launcher_that_is_not_there_is_named(port: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(rendezvous, "listen_at", lambda *_: None)  # As on another machine than that of the endpoint.
     launcher = Launcher(port, 2)
     error = launcher.result()
-    assert isinstance(error, RendezvousError) and f"no launcher answers at 127.0.0.1:{port} after" in str(error)
+    assert isinstance(
+        error, RendezvousError
+    ) and f"no launcher answers at 127.0.0.1:{port} (Connection refused) after 4 s" in str(error)
     assert launcher.lines and "Connection refused" in launcher.lines[0]
 
 
@@ -234,11 +307,11 @@ def test_rank_0_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = int(other.getsockname()[1])
-        monkeypatch.setattr(rendezvous, "PORT_SECONDS", 0.5)
+        monkeypatch.setattr(listening, "PORT_SECONDS", 0.5)
         with pytest.raises(SystemExit, match=f"error: MASTER_PORT={port} has been in use on .*; set it to a free port"):
-            rendezvous.listen_when_free("127.0.0.1", port)
-        monkeypatch.setattr(rendezvous, "PORT_SECONDS", 30.0)
+            listening.listen_when_free("127.0.0.1", port)
+        monkeypatch.setattr(listening, "PORT_SECONDS", 30.0)
         threading.Timer(0.5, other.close).start()
-        served = rendezvous.listen_when_free("127.0.0.1", port)
+        served = listening.listen_when_free("127.0.0.1", port)
     assert served is not None and served.getsockname()[1] == port
     served.close()

@@ -6,12 +6,16 @@ SIGTERM, SIGINT, SIGUSR1 and SIGHUP are forwarded to the ranks, which write a ch
 run is restarted up to MAX_RESTARTS times in a row without progress. This process then replaces itself, so that no state
 of the old start remains. The report of a failed rank is one line instead of a traceback.
 
+With NNODES=2:4 the run continues with the nodes that are present after a restart; nodes that join later are taken up
+after a checkpoint (see `rendezvous`).
+
 MAX_RESTARTS   restarts without progress before giving up; 0 for none
 STOP_SECONDS   time for the ranks to end by themselves after a signal, by default 1800
 SCAPE_*        internal state between the starts of one run
 """
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -27,19 +31,23 @@ from typing import Any, NoReturn, TextIO
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 
 from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.runtime.listening import WrongEndpointError
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, report_failure_of
-from torchtitan_scape.runtime.rendezvous import WrongEndpointError, use_fixed_rendezvous
+from torchtitan_scape.runtime.rendezvous import BACKEND, LauncherRendezvous, RunEndedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Exit codes of a rank that has reported its reason to the other ranks.
 OWN_CODES = (WRONG_INPUT, LOST, NOT_SAVED, STOPPED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 END_SECONDS = 10.0  # Time for the other ranks of a node to report the lost rank and end; a halted one never would.
 AGENT_SECONDS = 20.0  # Time for torchrun's agent to return after its ranks have ended.
+NODE_COUNTS = "SCAPE_NODE_COUNTS"  # Environment variables: usable numbers of nodes, ascending, as JSON;
+EXPECTED_NODES = "SCAPE_EXPECTED_NODES"  # the number of nodes after a stop for nodes that wait.
 PAUSE_SECONDS = 3.0  # Delay before this process exits, in which ranks of other nodes read the reason from its store.
 
 
@@ -80,6 +88,7 @@ class LocalRanks:
         self.starting = threading.Lock()  # Held while ranks are started, whose pids are not known yet.
         self.processes: list[subprocess.Popen[bytes]] = []
         self.across_nodes, self.store = False, ("", 0)
+        self.rendezvous: LauncherRendezvous | None = None
         self._stop_seconds = stop_seconds
         hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
         self._forwarded = SIGNALS if hang_up else SIGNALS[:-1]
@@ -99,6 +108,29 @@ class LocalRanks:
                 self.send_later(signal.SIGKILL, self._stop_seconds)
             self.requested = number
             self.send(number)
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the ranks stop for nodes that join, and not because of a signal to this launcher."""
+        return self.rendezvous is not None and self.rendezvous.regroups > 0 and self.requested is None
+
+    def create_rendezvous(self, parameters: RendezvousParameters) -> LauncherRendezvous:
+        """Return the rendezvous for torchrun's agent."""
+        try:
+            last_call = parameters.get_as_int("last_call_timeout", 30)
+        except ValueError as error:
+            raise WrongEndpointError(f"PET_RDZV_CONF: {error}") from None
+        counts = json.loads(os.environ.get(NODE_COUNTS) or f"[{parameters.max_nodes}]")
+        self.rendezvous = LauncherRendezvous(
+            parameters.endpoint,
+            tuple(counts),
+            parameters.run_id,
+            lambda line: _print_line(line, error=False),
+            float(last_call or 0),
+            on_join=lambda: self.send(signal.SIGUSR1),
+            expected=int(os.environ.pop(EXPECTED_NODES, 0)),
+        )
+        return self.rendezvous
 
     def codes(self) -> set[int | None]:
         """Return the exit codes of the ranks; None for a running one."""
@@ -176,23 +208,30 @@ def main() -> None:
         number, os.environ["SCAPE_PROGRESS_FILE"] = tempfile.mkstemp(prefix="scape-")
         os.close(number)
     progress = Path(os.environ["SCAPE_PROGRESS_FILE"])
-    use_fixed_rendezvous(lambda line: _print_line(line, error=False))
     finished = threading.Lock()
     # torchrun would leave a folder with the output of all ranks in /tmp.
     output = Path(tempfile.mkdtemp(prefix="scape-"))
 
-    def finish(code: int) -> NoReturn:
+    def finish(code: int, ended_elsewhere: bool = False) -> NoReturn:
         with finished:  # Never released: this process exits or is replaced.
             shutil.rmtree(output, ignore_errors=True)
-            if code == LOST and ranks.requested is None and limit:
+            if code == STOPPED and ranks.regroups:
+                assert ranks.rendezvous is not None
+                os.environ.setdefault("SCAPE_RESTARTS", "0 -1")
+                os.environ[EXPECTED_NODES] = str(ranks.rendezvous.regroups)
+                _reexecute()
+            if code == LOST and ranks.requested is None and limit and not ended_elsewhere:
                 _restart(limit, progress)
+            if ranks.rendezvous is not None:
+                ranks.rendezvous.close(code)
             progress.unlink(missing_ok=True)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
     ranks = LocalRanks(stop_seconds, finish)
-    code = 0
+    rendezvous_handler_registry.register(BACKEND, ranks.create_rendezvous)
+    code, ended_elsewhere = 0, False
     try:
         with replaced(launcher_api, "LocalElasticAgent", ranks.agent()):
             torchrun([f"--log_dir={output}", *sys.argv[1:]])
@@ -205,16 +244,21 @@ def main() -> None:
     except WrongEndpointError as error:
         code = WRONG_INPUT
         _print_line(str(error))
+    except RunEndedError as error:
+        code, ended_elsewhere = error.code, True
+        _print_line(str(error), error=code != 0)
     except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
         code = _exit_code(ranks.codes())  # The agent has waited for the ranks, if any were started.
         _print_line(f"the rendezvous of the launchers failed or was lost: {' '.join(str(error).split())}")
-    finish(code)
+    finish(code, ended_elsewhere)
 
 
 def _outcome(error: ChildFailedError, ranks: LocalRanks) -> tuple[int, str]:
     """Return the exit code of the run on this node, and the line to print."""
     codes = {failure.exitcode for failure in error.failures.values()}
+    if STOPPED in codes and ranks.regroups:
+        return STOPPED, "stopped with a checkpoint; restarting with the nodes that have joined"
     if STOPPED in codes:
         return STOPPED, f"stopped early, with a checkpoint: run the same command again (exit code {STOPPED})"
     if ranks.requested is not None and -ranks.requested in codes:
@@ -261,8 +305,8 @@ def _restart(limit: int, progress: Path) -> None:
 
 
 def _reexecute() -> NoReturn:
-    # Signals stay blocked across exec, so one that arrives in between stays pending.
     """Replace this process by a new launcher with the same arguments."""
+    # Signals stay blocked across exec, so one that arrives in between stays pending.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

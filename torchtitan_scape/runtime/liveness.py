@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from torchtitan_scape.runtime.rendezvous import WrongEndpointError, listen_when_free
+from torchtitan_scape.runtime.listening import WrongEndpointError, listen_when_free
 from torchtitan_scape.runtime.stalls import Place, main_thread_place, places_in_words, stalled_rank
 from torchtitan_scape.runtime.store_records import from_json, to_json
 

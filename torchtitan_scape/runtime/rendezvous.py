@@ -1,15 +1,17 @@
-"""Rendezvous of the launchers of a run: a fixed number of nodes, one TCP store, plain text.
+"""Rendezvous of the launchers of a run: one TCP store, plain text, one or several usable numbers of nodes.
 
 PyTorch's own rendezvous (`c10d`) unpickles the data of any process that reaches its port, compares the clocks of
 the nodes, and starts with fewer nodes than intended if a clock is wrong. Here the store contains numbers and JSON only,
 and a node is present as long as its heartbeat counter grows, measured by the clock of one node.
 
-The launcher on the host of the endpoint serves the store and decides who takes part. A single node uses a port on the
-loopback interface. Ranks use the same store, so no second port is opened.
+The launcher on the host of the endpoint serves the store and decides which nodes take part. A single node uses a port
+on the loopback interface. Ranks use the same store, so no second port is opened.
+
+With several endpoints the first one whose launcher is alive serves. With several numbers of nodes (NNODES=2:4) a node
+that joins later waits in the store, and `on_join` is called if a larger usable number of nodes is then present.
 """
 
 import contextlib
-import errno
 import ipaddress
 import json
 import socket
@@ -21,36 +23,39 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_scape.core.files import parse_json
+from torchtitan_scape.runtime.listening import WrongEndpointError, listen_at, resolve, silence
 from torchtitan_scape.runtime.store_records import from_json, shown, to_json
 
-BACKEND = "fixed"
+BACKEND = "launchers"
 DEFAULT_PORT = 29400
 JOIN_SECONDS = 600.0  # Time for all nodes to join.
 REPORT_SECONDS = 30.0  # Interval of the lines about missing nodes.
 SILENT_SECONDS = 5.0  # Without a heartbeat for so long, a node has left.
-PORT_SECONDS = 60.0  # Time for another program to release the port.
 _POLL_SECONDS = 0.2
+_EXPECTED_CALLS = 4
 _MOST_JOINED = 100_000  # Launchers that have joined one store, restarts included; each costs a request.
 _ANSWER_SECONDS = 20.0  # Time for a server to answer as a store does.
 
 
-class WrongEndpointError(ValueError):
-    """The endpoint, or a node's settings, cannot work: a restart does not help."""
-
-
 class LostStoreError(RuntimeError):
     """The launcher that serves the store has ended, for example to restart."""
+
+
+class RunEndedError(Exception):
+    """The run ended while this node waited to join. `code` is its exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the run ended with exit code {code} while this node waited to join")
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,12 @@ class Node:
     Attributes:
         host: name of the machine.
         address: IP address by which it reaches the store.
-        nodes: number of nodes that it expects.
+        nodes: usable numbers of nodes that it was started with, as text.
     """
 
     host: str
     address: str
-    nodes: int
+    nodes: str
 
     def __post_init__(self) -> None:
         self.place()  # ValueError if it is not an address.
@@ -76,23 +81,41 @@ class Node:
         return address.version, int(address)
 
 
-class FixedRendezvous(RendezvousHandler):
-    """Waits for a fixed number of launchers and numbers them. Node 0 is the one that serves the store.
+class LauncherRendezvous(RendezvousHandler):
+    """Waits for launchers and numbers them. Node 0 is the one that serves the store.
 
     Args:
-        endpoint: "host:port" of one of the nodes; ignored for a single node.
-        nodes: number of nodes.
+        endpoints: "host:port" of one or, separated by commas, several nodes; ignored for a single node.
+        counts: usable numbers of nodes, ascending.
         run_id: name of the run, for torchrun.
         say: prints a line.
+        last_call: seconds in which more nodes can join once the smallest number has joined. An endpoint is served in
+            place of each one before it after as many seconds.
+        on_join: called once on node 0, if waiting nodes make a larger number of nodes usable.
+        expected: number of nodes with which the run restarts, if it was stopped for nodes that wait; they have
+            `_EXPECTED_CALLS` times `last_call`, because a launcher that starts slowly would stop the run again.
     """
 
-    def __init__(self, endpoint: str, nodes: int, run_id: str, say: Callable[[str], None]) -> None:
-        self._host: str = "127.0.0.1"
-        self._port: int = 0
-        if nodes > 1:
-            self._host, self._port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
-        self._nodes, self._run_id, self._say = nodes, run_id, say
+    def __init__(
+        self,
+        endpoints: str,
+        counts: tuple[int, ...],
+        run_id: str,
+        say: Callable[[str], None],
+        last_call: float = 30.0,
+        on_join: Callable[[], None] = lambda: None,
+        expected: int = 0,
+    ) -> None:
+        self._endpoints = [("127.0.0.1", 0)]
+        if counts[-1] > 1:
+            self._endpoints = [parse_rendezvous_endpoint(one, DEFAULT_PORT) for one in endpoints.split(",")]
+        self._host, self._port = self._endpoints[0]
+        self._counts, self._run_id, self._say = counts, run_id, say
+        self._last_call, self._on_join, self._expected = last_call, on_join, expected
         self._store: TCPStore | None = None
+        self._joining: _Joining | None = None
+        self._next_look = 0.0
+        self.regroups = 0  # If the ranks stop for nodes that wait: the number of nodes afterwards.
 
     # ------------------------------------------------------------------------- the interface of torchrun's agent
 
@@ -110,6 +133,16 @@ class FixedRendezvous(RendezvousHandler):
         """Do nothing: a launcher that fails ends."""
 
     def num_nodes_waiting(self) -> int:
+        """Look for waiting nodes, at most once a second. Return 0, because torchrun would kill the ranks after 30 s, in
+        which a checkpoint may not be complete.
+        """
+        now = time.monotonic()
+        if self._joining is not None and len(self._counts) > 1 and not self.regroups and now >= self._next_look:
+            self._next_look = now + 1.0
+            with contextlib.suppress(RuntimeError, ConnectionError):  # The store is gone, which the ranks detect.
+                self.regroups = self._joining.regroups()
+                if self.regroups and self._joining.serves:
+                    self._on_join()
         return 0
 
     def get_run_id(self) -> str:
@@ -119,27 +152,42 @@ class FixedRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all nodes have joined.
+        """Wait until enough nodes have joined.
 
         Raises:
             WrongEndpointError: the host is unknown, the port is taken, or the nodes expect different numbers of nodes.
             RendezvousError: nodes are missing after `JOIN_SECONDS`; the message has their names.
+            RunEndedError: the run ended without this node.
         """
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
-            store, serves = self._open(deadline)
+            store, served = self._open(deadline)
+            earlier = self._endpoints[: served or 0]
+            joining = _Joining(store, self._node(), served is not None, self._where, self._say, self._counts)
+            joining.expected, joining.last_call = self._expected, self._last_call
+            joining.superseded = lambda: not all(map(silence, earlier))  # noqa: B023
             try:
-                rank = _Joining(store, self._node(), serves, self._where, self._say).attend(deadline)
+                rank, nodes = joining.attend(deadline)
             except LostStoreError as error:
+                if joining.waited:
+                    deadline, self._expected = time.monotonic() + JOIN_SECONDS, joining.expected
                 if time.monotonic() >= deadline:
                     raise RendezvousError(f"the launcher at {self._where} was lost: {error}") from None
                 self._say(f"the launcher at {self._where} has ended; waiting for its restart")
+                del store, joining  # A store that is served here ends with its last reference.
                 time.sleep(1.0)
                 continue
             store.set_timeout(timedelta(seconds=JOIN_SECONDS))
-            self._store = store  # It serves the ranks.
+            self._store, self._joining = store, joining  # The store serves the ranks.
             info = RendezvousStoreInfo(self._host, store.port)
-            return RendezvousInfo(PrefixStore("agents", store), rank, self._nodes, info)
+            return RendezvousInfo(PrefixStore("agents", store), rank, nodes, info)
+
+    def close(self, code: int) -> None:
+        """Report the exit code of the run to waiting nodes, if this node serves the store."""
+        if self._joining is not None and self._joining.serves and len(self._counts) > 1:
+            with contextlib.suppress(RuntimeError, ConnectionError):
+                if self._joining.report_end(code):
+                    time.sleep(10 * _POLL_SECONDS)
 
     # ---------------------------------------------------------------------------------------- the store
 
@@ -148,47 +196,61 @@ class FixedRendezvous(RendezvousHandler):
         return f"{self._host}:{self._port}"
 
     def _node(self) -> Node:
-        return Node(socket.gethostname(), self._own_address(), self._nodes)
+        return Node(socket.gethostname(), self._own_address(), _text(self._counts))
 
     def _own_address(self) -> str:
         """Return the address of this machine on the route to the store."""
-        if self._nodes == 1:
+        if self._counts[-1] == 1:
             return "127.0.0.1"
-        family, _, _, _, address = _resolve(self._host, self._port)[0]
+        family, _, _, _, address = resolve(self._host, self._port)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # A datagram socket sends nothing when it connects.
             probe.connect(address)
             return str(probe.getsockname()[0])
 
-    def _open(self, deadline: float) -> tuple[TCPStore, bool]:
-        """Serve the store if the endpoint is on this machine, else connect to it. Return whether it is served here."""
-        own = listen_at(self._host, self._port, self._nodes)
-        if own is not None:
-            self._port = own.getsockname()[1]
-            store = TCPStore(
-                self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=own.detach()
-            )
-            return store, True
-        return self._connect(deadline), False
-
-    def _connect(self, deadline: float) -> TCPStore:
-        reported = time.monotonic()
+    def _open(self, deadline: float) -> tuple[TCPStore, int | None]:
+        """Connect to the store of the first endpoint that answers, or serve it on this machine. Return the index of the
+        endpoint that is served here, or None.
+        """
+        begin = reported = time.monotonic()
         while True:
-            try:
-                with socket.create_connection((self._host, self._port), timeout=5.0):
-                    pass
-                return self._client()
-            except OSError as error:
-                now = time.monotonic()
-                reason = error.strerror or str(error)
-                if now >= deadline:
-                    raise RendezvousError(
-                        f"no launcher answers at {self._where} after {JOIN_SECONDS:.0f} s ({reason}); start the run on "
-                        "that host too, and open the port between the nodes"
-                    ) from None
-                if now - reported >= REPORT_SECONDS:
-                    reported = now
-                    self._say(f"waiting for the launcher at {self._where}: {reason}")
-                time.sleep(1.0)
+            reasons = []
+            for endpoint in self._endpoints:
+                self._host, self._port = endpoint
+                reason = silence(endpoint)
+                try:
+                    if not reason:
+                        return self._client(), None
+                except OSError as error:
+                    reason = str(error)
+                reasons.append(f"{self._where} ({reason})")
+            now = time.monotonic()
+            for index, endpoint in enumerate(self._endpoints):
+                self._host, self._port = endpoint
+                if now - begin >= index * self._last_call and (store := self._serve()) is not None:
+                    return store, index
+            where = " and ".join(reasons)
+            if now >= deadline:
+                raise RendezvousError(
+                    f"no launcher answers at {where} after {JOIN_SECONDS:.0f} s; start the run on that host too, and "
+                    "open the port between the nodes"
+                )
+            if now - reported >= REPORT_SECONDS:
+                reported = now
+                self._say(f"waiting for the launcher at {where}")
+            time.sleep(1.0)
+
+    def _serve(self) -> TCPStore | None:
+        """Serve the store at the current endpoint, or return None if that is another machine or served already."""
+        try:
+            own = listen_at(self._host, self._port, self._counts[-1])
+        except WrongEndpointError:
+            if len(self._endpoints) > 1:  # the name of a host that was removed
+                return None
+            raise
+        if own is None:
+            return None
+        self._port = own.getsockname()[1]
+        return TCPStore(self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=own.detach())
 
     def _client(self) -> TCPStore:
         """Connect to the store. In a thread, because PyTorch waits without end for another program's answer."""
@@ -217,33 +279,48 @@ class _Joining:
     """One attempt of a node to join.
 
     Keys: "joined" counts nodes, "node/N" describes one (JSON), "beat/N" counts its heartbeats. The serving node writes
-    "present" (text for the log), and at the end "group" (JSON list of numbers, in rank order) or "refused" (text).
+    "present" (text for the log), and at the end "group" (JSON list of numbers, in rank order) or "refused" (text). Then
+    it writes "regroup" (number of nodes) if nodes that wait can join, and "ended" (exit code of the run).
     """
 
-    def __init__(self, store: Store, node: Node, serves: bool, where: str, say: Callable[[str], None]) -> None:
-        self._store, self._node, self._serves, self._where, self._say = store, node, serves, where, say
+    def __init__(
+        self,
+        store: Store,
+        node: Node,
+        serves: bool,
+        where: str,
+        say: Callable[[str], None],
+        counts: tuple[int, ...],
+    ) -> None:
+        self._store, self._node, self.serves, self._where, self._say = store, node, serves, where, say
+        self._counts = counts
         store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         self._beats: dict[int, tuple[int, float]] = {}  # The count, and when it grew; 0.0 at the first look.
         self._described: dict[int, Node] = {}
         self._ignored: set[int] = set()  # Entries of other programs.
+        self._enough_since: float | None = None
+        self.waited = False  # The run had started without this node.
+        self.expected, self.last_call, self.superseded = 0, 0.0, lambda: False  # See `LauncherRendezvous`.
 
-    def attend(self, deadline: float) -> int:
-        """Return this node's rank."""
+    def attend(self, deadline: float) -> tuple[int, int]:
+        """Return this node's rank and the number of nodes."""
         try:
             return self._attend(deadline)
         except (RuntimeError, ConnectionError) as error:  # Includes DistNetworkError.
-            if self._serves:  # The store ends the connection if another program wrote a text to a counter.
+            if isinstance(error, LostStoreError):
+                raise
+            if self.serves:  # The store ends the connection if another program wrote a text to a counter.
                 raise RendezvousError(f"{self._foreign()}: {str(error).splitlines()[0]}") from None
             raise LostStoreError(str(error)) from None
 
-    def _attend(self, deadline: float) -> int:
+    def _attend(self, deadline: float) -> tuple[int, int]:
         store = self._store
         number = store.add("joined", 1)
         store.set(f"node/{number}", to_json(self._node))
-        reported = time.monotonic()
+        reported, elastic, status = time.monotonic(), len(self._counts) > 1, ""
         while True:
             store.add(f"beat/{number}", 1)
-            if self._serves:
+            if self.serves:
                 self._decide(number)
             if store.check(["refused"]):
                 text = store.get("refused").decode(errors="replace")
@@ -251,14 +328,41 @@ class _Joining:
                 raise WrongEndpointError(text)
             group = self._group()
             if number in group:
-                return group.index(number)
+                return group.index(number), len(group)
             now = time.monotonic()
-            if now >= deadline:
+            self.waited = elastic and bool(group)
+            if self.waited:
+                self.expected = self.regroups()
+            if self.waited and store.check(["ended"]):
+                if not (code := store.get("ended")).isdigit():
+                    raise RendezvousError(f"{self._foreign()}: the exit code is {shown(code)}")
+                raise RunEndedError(int(code))
+            if now >= deadline and not self.waited:
                 raise RendezvousError(f"{self._status(group)} after {JOIN_SECONDS:.0f} s; {_ADVICE}")
-            if now - reported >= REPORT_SECONDS:
-                reported = now
-                self._say(f"waiting: {self._status(group)}")
+            if now - reported >= REPORT_SECONDS and (not self.waited or self._status(group) != status):
+                reported, status = now, self._status(group)
+                self._say(f"waiting: {status}")
             time.sleep(_POLL_SECONDS)
+
+    def regroups(self) -> int:
+        """Return the number of nodes if the run restarts with more, else 0; the serving node decides it."""
+        if not self.serves:
+            value = self._store.get("regroup") if self._store.check(["regroup"]) else b"0"
+            return int(value) if value.isdigit() else 0
+        group = self._group()
+        waiting = [self._described[number].host for number in self._present() if number not in group]
+        larger = self._usable(len(group) + len(waiting))
+        if larger <= len(group):
+            return 0
+        self._store.set("regroup", str(larger))
+        self._say(f"{', '.join(waiting)} can join: from {len(group)} to {larger} nodes after a checkpoint")
+        return larger
+
+    def report_end(self, code: int) -> bool:
+        """Write the exit code of the run. Return whether a node waits for it."""
+        self._store.set("ended", str(code))
+        group = self._group()
+        return any(number not in group for number in self._present())
 
     def _group(self) -> list[int]:
         """Return the numbers of the nodes in rank order, empty until the group is formed."""
@@ -274,16 +378,18 @@ class _Joining:
 
     def _status(self, group: list[int]) -> str:
         if group:
-            return f"the run at {self._where} has all of its {len(group)} nodes, without this one"
+            return f"the run at {self._where} has all of its {len(group)} node(s), without this one"
         known = self._store.check(["present"])
         present = self._store.get("present").decode(errors="replace") if known else self._node.host
         return f"{present} of {self._node.nodes} nodes have joined at {self._where}"
 
-    def _decide(self, own: int) -> None:
-        """On the serving node, which has the number `own`: see who is present, and form the group when all are."""
+    def _usable(self, nodes: int) -> int:
+        """Return the largest usable number of nodes up to `nodes`; 0 if there is none."""
+        return max((count for count in self._counts if count <= nodes), default=0)
+
+    def _present(self) -> list[int]:
+        """Return the numbers of the nodes whose heartbeats arrive. Called on the serving node."""
         store, now = self._store, time.monotonic()
-        if store.check(["group"]):
-            return
         joined = store.add("joined", 0)
         if joined > _MOST_JOINED:
             raise RendezvousError(f"{self._foreign()}: {joined} launchers have joined")
@@ -294,7 +400,14 @@ class _Joining:
             if number not in self._described and not self._describe(number):
                 continue
             self._beats[number] = beat, now if number in self._beats else 0.0
-        present = [number for number, (_, seen) in self._beats.items() if seen and now - seen < SILENT_SECONDS]
+        return [number for number, (_, seen) in self._beats.items() if seen and now - seen < SILENT_SECONDS]
+
+    def _decide(self, own: int) -> None:
+        """On the serving node, which has the number `own`: form the group once enough nodes are present."""
+        store, now = self._store, time.monotonic()
+        if store.check(["group"]):
+            return
+        present = self._present()
         for number in present:
             other = self._described[number]
             if other.nodes != self._node.nodes:
@@ -303,10 +416,18 @@ class _Joining:
                 return
         names = ", ".join(self._described[number].host for number in present)
         store.set("present", f"{len(present)} ({names})")
-        if len(present) >= self._node.nodes:
-            others = [number for number in present if number != own][: self._node.nodes - 1]
-            others.sort(key=lambda number: self._described[number].place())
-            store.set("group", json.dumps([own, *others]))
+        nodes = self._usable(len(present))
+        self._enough_since = (self._enough_since or now) if nodes else None
+        wait = self.last_call * (_EXPECTED_CALLS if nodes < self.expected else 1)
+        if self._enough_since is None or (nodes < self._counts[-1] and now - self._enough_since < wait):
+            return
+        if self.superseded():
+            raise LostStoreError("the launcher of an earlier endpoint has started")
+        others = [number for number in present if number != own][: nodes - 1]
+        others.sort(key=lambda number: self._described[number].place())
+        if nodes < self._counts[-1]:
+            self._say(f"starting with {nodes} node(s) of {self._node.nodes}: {names} joined within {wait:.0f} s")
+        store.set("group", json.dumps([own, *others]))
 
     def _describe(self, number: int) -> bool:
         """Read the entry of a node; return whether a launcher has written it."""
@@ -323,83 +444,5 @@ class _Joining:
 _ADVICE = "start the others with the same NNODES and RDZV_ENDPOINT, and open the port between the nodes"
 
 
-def _resolve(host: str, port: int) -> list[Any]:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise WrongEndpointError(
-            f"the host {host!r} of RDZV_ENDPOINT cannot be resolved ({error.strerror or error}); use a name or address "
-            "that all nodes know"
-        ) from None
-
-
-def listen_at(host: str, port: int, nodes: int) -> socket.socket | None:
-    """Return a socket that listens at the endpoint, or None if the endpoint is another machine or served already.
-
-    It listens at the address of `host` alone, so that other networks of the machine cannot reach it.
-    """
-    return _try_to_listen(host, port, nodes)[0]
-
-
-def listen_when_free(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens for several nodes, or None if the address is not of this machine.
-
-    A program that uses the port may end soon: a requeued job has the port of its last start.
-
-    Raises:
-        SystemExit: The port remained in use for `PORT_SECONDS`.
-    """
-    deadline, waits = time.monotonic() + PORT_SECONDS, False
-    while True:
-        own, in_use = _try_to_listen(host, port, nodes=2)
-        if not in_use:
-            return own
-        if not waits:
-            print(
-                f"MASTER_PORT={port} is in use on {socket.gethostname()}; waiting up to {PORT_SECONDS:.0f} s",
-                flush=True,
-            )
-            waits = True
-        if time.monotonic() >= deadline:
-            raise SystemExit(
-                f"error: MASTER_PORT={port} has been in use on {socket.gethostname()} for {PORT_SECONDS:.0f} s; "
-                "set it to a free port"
-            )
-        time.sleep(1.0)
-
-
-def _try_to_listen(host: str, port: int, nodes: int) -> tuple[socket.socket | None, bool]:
-    """Return (the result of `listen_at`, whether the port is in use on this machine)."""
-    in_use = False
-    for family, _, _, _, address in _resolve(host, port):
-        own = socket.socket(family, socket.SOCK_STREAM)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        loopback = ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
-        named = host == "localhost" or host == address[0]
-        try:
-            # Some systems resolve their own name to a loopback address, where other nodes cannot connect.
-            own.bind(("" if loopback and nodes > 1 and not named else address[0], port, *address[2:]))
-            own.listen(1024)
-            return own, False
-        except PermissionError:
-            raise WrongEndpointError(
-                f"port {port} of RDZV_ENDPOINT is reserved for root; choose one above 1023"
-            ) from None
-        except OSError as error:  # Not an address of this machine, or served by another launcher or program.
-            own.close()
-            in_use |= error.errno == errno.EADDRINUSE
-    return None, in_use
-
-
-def use_fixed_rendezvous(say: Callable[[str], None]) -> None:
-    """Register this rendezvous for torchrun, as `--rdzv_backend=fixed`."""
-
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        if parameters.min_nodes != parameters.max_nodes:
-            raise WrongEndpointError(
-                f"the number of nodes is {parameters.min_nodes}:{parameters.max_nodes}; it must be fixed, for example "
-                f"NNODES={parameters.max_nodes}"
-            )
-        return FixedRendezvous(parameters.endpoint, parameters.max_nodes, parameters.run_id, say)
-
-    rendezvous_handler_registry.register(BACKEND, create)
+def _text(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, counts))

@@ -1,0 +1,86 @@
+"""Runs with NNODES=MIN:MAX: usable numbers of nodes, a node that is lost for good, and one that joins."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.faults.lost_nodes import ARGUMENTS, ElasticRun, repeated_by_hand
+from tests.runtime.test_launch import launch
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.trainer.node_counts import usable_counts
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+def counts(least: int, most: int, ranks: int, *arguments: str) -> tuple[list[int], dict[int, str], int]:
+    recipe = ["--job.config_file=train_configs/embedded.toml", "--checkpoint.enable"]
+    config = parse([*recipe, *arguments])
+    return *usable_counts(config, least, most, ranks), config.training.global_batch_size
+
+
+def test_numbers_of_nodes_that_do_not_divide_the_batch_are_left_out() -> None:
+    usable, refused, batch = counts(2, 4, 8, "--training.local_batch_size=3")
+    assert (usable, batch) == ([2, 4], 96) and refused.keys() == {3}
+    assert refused[3] == (
+        "[training] global_batch_size = 96 is not a multiple of local_batch_size 3 x 24 data-parallel ranks = 72"
+    )
+    assert counts(1, 4, 1, "--training.local_batch_size=1", "--training.global_batch_size=12") == ([1, 2, 3, 4], {}, 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--checkpoint.no-enable"],
+            "NNODES=2:3 restarts the run when nodes are lost or join; add --checkpoint",
+        ),
+        (
+            ["--parallelism.data_parallel_replicate_degree=3"],
+            "2 nodes of 1 ranks cannot be used: 2 ranks cannot be",
+        ),
+        (["--optimizer.lr=-1"], "lr"),
+    ],
+)
+def test_a_recipe_for_one_number_of_nodes_only_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        counts(2, 3, 1, *arguments)
+
+
+def test_the_launcher_refuses_such_a_recipe_before_it_waits_for_nodes(tmp_path: Path) -> None:
+    environment = {"NNODES": "1:2", "NGPU": "1", "RDZV_ENDPOINT": "localhost:29555"}
+    result, _ = launch(environment, f"--job.dump_folder={tmp_path}/out")
+    assert result.returncode == 2 and "error: NNODES=1:2 restarts the run" in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_continues_without_a_lost_node_and_takes_it_up_again(victim: int, tmp_path: Path) -> None:
+    """Real processes. The node of either launcher is lost, also that which serves the store. The training alone, and
+    that after the join, equal a start by hand from the same checkpoint in every bit.
+    """
+    run = ElasticRun(tmp_path / "run", ARGUMENTS)
+    with run.launch as nodes:
+        time.sleep(4.0)
+        run.kill(victim)
+        run.wait_for_start([1 - victim])
+        assert "replicas 2 -> 1" in nodes.output() and "receives the mean of 2 replicas' pending" in nodes.output()
+        time.sleep(4.0)
+        run.start_again(victim)
+        run.wait_for_start([0, 1])
+        assert "can join: from 1 to 2 nodes after a checkpoint" in nodes.output()
+        assert "replicas 1 -> 2" in nodes.output() and "Traceback" not in nodes.output()
+        last = run.intervals[-1][1]
+        nodes.wait_until(lambda: max(nodes.steps()) > last + 12, 300, "a checkpoint of two nodes")
+    run.intervals.append((2, last + 10 - last % 10))
+    assert [count for count, _ in run.intervals] == [2, 1, 2, 2]
+    for interval in (1, 2):
+        assert run.intervals[interval + 1][1] > run.intervals[interval][1]
+        assert repeated_by_hand(tmp_path / "run", ARGUMENTS, interval, run, tmp_path / str(interval)) == []
