@@ -21,7 +21,7 @@ ORDER = (
         ("runtime",),
         ("evaluation",),
         ("trainer",),
-        ("train", "evaluate", "export"),
+        ("train", "evaluate", "export", "doctor"),
         ("start",),
         ("__main__",),
         ("scripts",),

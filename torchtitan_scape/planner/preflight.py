@@ -35,6 +35,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
 REPEATS = 7
 WARM_UP = 2
 LONG_SECONDS = 5.0  # a size that takes longer is measured only three times
+LARGE_RESIDUAL = 0.3  # relative; the planner's predictions can be wrong by as much
 
 
 def measure(
@@ -100,6 +101,30 @@ def fit_link(points: Sequence[dict[str, Any]]) -> dict[str, float]:
     predicted = [latency * r + inverse * s for r, s in zip(rounds, sent, strict=True)]
     residual = max(abs(p / s - 1) for p, s in zip(predicted, seconds, strict=True))
     return {"latency": latency, "bandwidth": 1 / inverse, "residual": residual}
+
+
+def residual_advice(result: dict[str, Any]) -> dict[str, str]:
+    """Return for each level whose times differ from the fit by more than LARGE_RESIDUAL: the message, and the fix."""
+    found = {}
+    for name, link in result["levels"].items():
+        if link["residual"] <= LARGE_RESIDUAL:
+            continue
+
+        def ratio(point: dict[str, Any], link: dict[str, float] = link) -> float:
+            return point["seconds"] / (link["latency"] * point["rounds"] + point["sent"] / link["bandwidth"])
+
+        points = [point for point in result["measurements"] if point["level"] == name]
+        worst = max(points, key=lambda point: abs(1 / ratio(point) - 1))
+        size = f"{worst['bytes'] / 1024:,.0f} KiB"
+        if worst["bytes"] < 1 << 20:
+            meaning = "the bandwidth can be used, times of small messages are uncertain"
+        else:
+            meaning = "the bandwidth is uncertain, because the rate depends on the size or other jobs use the link"
+        found[name] = (
+            f"{name}: {size} took {ratio(worst):.2f} x the fitted time: {meaning}; repeat it on idle nodes, with "
+            "--largest near the bytes that a step sends"
+        )
+    return found
 
 
 def _all_reduce(tier: Tier, group: ProcessGroup | None, nbytes: int, device: torch.device) -> dict[str, Any]:
@@ -171,28 +196,58 @@ def table(result: dict[str, Any]) -> str:
             f"{name:<10}{sizes[name]:>6}{1e6 * link['latency']:>13.1f}{link['bandwidth'] / 1e9:>13.3g}"
             f"{100 * link['residual']:>19.0f}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *residual_advice(result).values()])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan_scape.planner.preflight", description=__doc__.split("\n")[0])
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the ranks and messages to measure, which `layout_of` and `sizes_of` read."""
     add = parser.add_argument
-    add("--output", type=Path, default=Path("links.json"))
     add("--machine", default="auto", help="whose levels to measure: a preset's name, or auto for the device's")
     add("--ranks-per-node", type=int, default=0, help="by default what the launcher says")
     add("--replicate", type=int, default=-1)
     add("--shard", type=int, default=1)
     add("--largest", type=float, default=SIZES[-1] / 2**20, help="MiB of the largest message")
-    return parser
+
+
+def own_device() -> torch.device:
+    """Return this rank's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def layout_of(options: argparse.Namespace, device: torch.device) -> Layout:
+    """Return the layout of the running ranks. Raises ValueError for options that do not match them."""
+    name = options.machine
+    if name == "auto":
+        name = detect_machine(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+    machine, world = get_machine(name), dist.get_world_size()
+    per_node = options.ranks_per_node or ranks_per_node_from_environment(os.environ, world)
+    return plan_layout(
+        world,
+        ranks_per_node=per_node or machine.ranks_per_node or world,
+        machine=machine,
+        replicate=options.replicate,
+        shard=options.shard,
+    )
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    """Return the bytes of the messages to measure. Raises ValueError if --largest leaves less than two."""
+    sizes = [size for size in SIZES if size <= options.largest * 2**20]
+    if len(sizes) < 2:
+        raise ValueError(f"--largest {options.largest:g} MiB leaves {len(sizes)} sizes; take 1 or more")
+    return sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Under torchrun, or in a process group that is there already."""
-    options = _parser().parse_args(arguments)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    parser = argparse.ArgumentParser(prog="torchtitan_scape.planner.preflight", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("links.json"))
+    add_layout_options(parser)
+    options, device = parser.parse_args(arguments), own_device()
     own = not dist.is_initialized()
     try:
         if own:
@@ -201,25 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "WORLD_SIZE is not set; start: torchrun --nproc_per_node=N -m torchtitan_scape.planner.preflight"
                 )
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        name = options.machine
-        if name == "auto":
-            name = detect_machine(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        world = dist.get_world_size()
-        machine = get_machine(name)
+        layout = layout_of(options, device)
         if device.type == "cpu":
-            check_device(name)
-        per_node = options.ranks_per_node or ranks_per_node_from_environment(os.environ, world)
-        layout = plan_layout(
-            world,
-            ranks_per_node=per_node or machine.ranks_per_node or world,
-            machine=machine,
-            replicate=options.replicate,
-            shard=options.shard,
-        )
-        sizes = [size for size in SIZES if size <= options.largest * 2**20]
-        if len(sizes) < 2:
-            raise ValueError(f"--largest {options.largest:g} MiB leaves {len(sizes)} sizes; take 1 or more")
-        result = measure(layout, device, sizes)
+            check_device(layout.machine.name)
+        result = measure(layout, device, sizes_of(options))
         if dist.get_rank() == 0:
             store(result, options.output)
             print(table(result))
