@@ -38,6 +38,7 @@ _OF_A_METHOD = ("optimizer.", "sync.", "sharding.", "parallelism.", "compile.", 
 _OF_A_METHOD += ("training.mixed_precision",)
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
+_OF_THE_GRID = ("lr_warmup", "validations", "validation_tokens")  # which a set may have too
 _LISTS = ("methods", "learning_rates", "seeds", "sizes", "sequences")  # of a set
 Options = dict[str, Any]
 
@@ -76,6 +77,7 @@ class BudgetSet:
         learning_rates: Tried with the first seed; None: the recipe's.
         further: Runs that each method may have beyond `learning_rates`; see `Queue.tuning`.
         sizes: Numbers of ranks. sequences: global batches, in sequences; 0: the recipe's.
+        lr_warmup, validations, validation_tokens: Share of the steps, number, tokens of each; by default the grid's.
         launch: Settings of the launcher.
     """
 
@@ -93,6 +95,9 @@ class BudgetSet:
     sizes: tuple[int, ...] = (1,)
     sequences: tuple[int, ...] = (0,)
     micro_batch: int = 0
+    lr_warmup: float = 0.0
+    validations: int = 0
+    validation_tokens: int = 0
     options: Options = field(default_factory=dict)
     launch: Options = field(default_factory=dict)
 
@@ -228,7 +233,9 @@ class Grid:
         for key, values in lists.items():
             if not 0 < len(values) == len(set(values)):
                 raise ValueError(f"{where}: {key} = {table[key]}; give one or more, each once")
-        given = {"parameters": self.parameters} | table | lists | {"recipes": tuple(recipes), "launcher": launcher}
+        own = {key: self.declared[key] for key in _OF_THE_GRID if key in self.declared}
+        own |= {"parameters": self.parameters}
+        given = own | table | lists | {"recipes": tuple(recipes), "launcher": launcher}
         tokens, parameters = given.pop("tokens_per_parameter", 0), given["parameters"]
         if not isinstance(parameters, int) or parameters < bool(tokens):
             raise ValueError(f"{where}: parameters = {parameters!r}; give the number of the model's parameters")
@@ -325,13 +332,13 @@ class Grid:
         """Return the options of a set's budget, the same for all its methods."""
         sequence, replicas = base["training.seq_len"], max(1, one.replicas)
         sequences = one.batch // sequence
-        validated = max(1, self.declared["validation_tokens"] // sequence // replicas)
+        validated = max(1, one.validation_tokens // sequence // replicas)
         return {
             "training.steps": one.steps,
             "training.global_batch_size": sequences,
             "training.local_batch_size": largest_divisor(sequences // replicas, MAX_MICRO_BATCH),
-            "lr_scheduler.warmup_steps": max(1, round(self.declared["lr_warmup"] * one.steps)),
-            "validation.freq": -(-one.steps // self.declared["validations"]),
+            "lr_scheduler.warmup_steps": max(1, round(one.lr_warmup * one.steps)),
+            "validation.freq": -(-one.steps // one.validations),
             "validation.local_batch_size": (at_a_time := largest_divisor(validated, MAX_MICRO_BATCH)),
             "validation.steps": validated // at_a_time,
             "metrics.log_freq": max(1, one.steps // (CURVE_POINTS * LOGS_PER_POINT)),
