@@ -137,7 +137,7 @@ def test_the_launcher_starts_the_recipe_on_all_processes(tmp_path: Path, monkeyp
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launcher, recipe = start.prepare()
-    assert {"--nnodes=2", "--nproc_per_node=3", "--rdzv_endpoint=node0:29500"} <= set(launcher)
+    assert {"--nnodes=2:2", "--nproc_per_node=3", "--rdzv_endpoint=node0:29500"} <= set(launcher)
     assert recipe == "own.toml"
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     for given, message in (

@@ -37,7 +37,7 @@ from torchtitan_scape.topology.layout import Layout
 
 # Shares of the 90th percentile of pairs, and of the fastest device. One slow node is in two of three pairs of three
 # nodes, so the median is no reference.
-SLOW_PAIR, SLOW_DEVICE = 0.5, {"cuda": 0.85, "cpu": 0.5}
+SLOW_PAIR, SLOW_DEVICE = {"cuda": 0.5, "cpu": 0.25}, {"cuda": 0.85, "cpu": 0.5}
 MAX_CLOCK_SECONDS = 1.0
 TIMEOUT = timedelta(seconds=180)
 MODULES = ("torchtitan_scape.titan", "triton", "datasets", "tokenizers")
@@ -174,7 +174,7 @@ class Doctor:
         (one, other), least = min(rates.items(), key=lambda item: item[1])
         result = f"{len(rates)} pairs, GB/s in one direction: usual {usual / 1e9:.3g}"
         result += f", least {least / 1e9:.3g} ({names[one]} and {names[other]})"
-        slow = [pair for pair, rate in rates.items() if rate < SLOW_PAIR * usual]
+        slow = [pair for pair, rate in rates.items() if rate < SLOW_PAIR[self.device.type] * usual]
         advice = slow_pair_advice(slow, rates, names)
         return Finding("node pairs", result, advice, failed=bool(slow))
 

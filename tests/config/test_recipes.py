@@ -158,7 +158,14 @@ SHARDING: dict[str, dict[str, Any]] = {
     "tagc_sharding": {"sharding.gradients_code": "tagc", "sharding.tagc.sparsity": 0.9},
 }
 # (machine, shard degree, ranks, ranks per node, resulting replicas).
-MACHINES = {"vista": ("vista", 1, 32, 1, 32), "frontier": ("frontier", 8, 64, 8, 8), "one_gpu": ("auto", 1, 1, 1, 1)}
+MACHINES = {
+    "vista": ("vista", 1, 32, 1, 32),
+    "frontier": ("frontier", 8, 64, 8, 8),
+    "h100": ("dgx-h100", 8, 64, 8, 8),
+    "h200": ("dgx-h100", 8, 64, 8, 8),
+    "a100": ("dgx-a100", 8, 64, 8, 8),
+    "one_gpu": ("auto", 1, 1, 1, 1),
+}
 
 
 def check(table: dict[str, Any]) -> None:
