@@ -30,9 +30,11 @@ from torchtitan_scape.checkpoint.shared_folder import describe, hosts_without
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.extras import import_advice
+from torchtitan_scape.core.text import first_text
 from torchtitan_scape.planner import node_checks, preflight
 from torchtitan_scape.runtime import nccl_log
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, code_versions
+from torchtitan_scape.topology.group_queries import gather_lists
 from torchtitan_scape.topology.layout import Layout
 
 # Shares of the 90th percentile of pairs, and of the fastest device. One slow node is in two of three pairs of three
@@ -70,9 +72,7 @@ class Doctor:
         self.nodes = [range(begin, min(begin + per_node, self.world)) for begin in range(0, self.world, per_node)]
 
     def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, self.on_host)
-        return values
+        return gather_lists(self.on_host or dist.group.WORLD, [value])
 
     def _by_host(self, texts: Sequence[str]) -> tuple[str, ...]:
         """Return each different text once, with the ranks and hosts that have it."""
@@ -80,8 +80,7 @@ class Doctor:
         for text in dict.fromkeys(filter(None, texts)):
             ranks = [rank for rank, own in enumerate(texts) if own == text]
             hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
-            more = f" and {len(hosts) - MAX_NAMED} more" if len(hosts) > MAX_NAMED else ""
-            found.append(f"{', '.join(hosts[:MAX_NAMED])}{more} ({len(ranks)} of {self.world} ranks): {text}")
+            found.append(f"{first_text(hosts, MAX_NAMED)} ({len(ranks)} of {self.world} ranks): {text}")
         return tuple(found)
 
     def rows(self) -> list[Finding]:

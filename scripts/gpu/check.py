@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -208,6 +209,7 @@ def run(args: argparse.Namespace) -> int:
     log = folder / f"{args.part}.log"
     log.write_text("")
     command = " ".join(["scripts/gpu_check.sh", *sys.argv[1:]])
+    command = re.sub(r" --output[= ]\S+", "", command)  # a path of this machine
     results = Results(folder, {"command": command, "smoke": args.smoke, "machine": device}, sources())
     if args.part == "lease":
         for step in (done := [step for step in steps if results.has(step)]):

@@ -4,11 +4,11 @@ The text is prepared on any machine with `python -m scripts.study.prepare_text -
 and begin at the same time, because the host limits a run of a small model.
 """
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from scripts.common import EMBEDDED, ROOT, read, write
+from scripts.common import EMBEDDED, ROOT, names, read, write
+from scripts.gpu.machine import output_of
 from scripts.gpu.training import PLAIN, SMOKE, train
 from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.data.manifest import MANIFEST
@@ -74,7 +74,7 @@ def losses(result: Path, smoke: bool, chosen: str) -> None:
     """Train with methods of `RUNS`, separated by commas, at the same time. Raises RunError if a run failed."""
     steps = 3 if smoke else STEPS
     found = started(smoke, steps)
-    commands = {name: arguments(smoke, name) for name in chosen.split(",")}
+    commands = {name: arguments(smoke, name) for name in names(chosen)}
     train(commands, dict.fromkeys(commands, steps), lambda runs: note(result, found, runs, commands, steps))
 
 
@@ -120,10 +120,7 @@ def note(result: Path, found: dict[str, Any], runs: dict[str, Any], commands: di
 
 def driver_messages() -> list[str]:
     """Return the lines of the kernel's log about the GPU; a line that says so if it cannot be read."""
-    try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        return [f"dmesg: {error}"]
-    if done.returncode:
-        return [f"dmesg: {done.stderr.strip()}"]
-    return [line for line in done.stdout.splitlines() if "NVRM" in line or "Xid" in line or "amdgpu" in line][-20:]
+    said = output_of(["dmesg"])
+    if said is None:
+        return ["dmesg cannot be read"]
+    return [line for line in said.splitlines() if "NVRM" in line or "Xid" in line or "amdgpu" in line][-20:]

@@ -64,7 +64,7 @@ def sources() -> str:
 
 
 def _driver() -> str:
-    text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    text = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     files = [path for name in ("nvidia", "amdgpu") if (path := Path(f"/sys/module/{name}/version")).exists()]
     return (text or (files[0].read_text() if files else "unknown")).split()[0]
 
@@ -88,10 +88,10 @@ AMD = {
 def clocks() -> dict[str, float]:
     """Return clocks, temperature and power of the first GPU as nvidia-smi or rocm-smi report them; {} without both."""
     asked = ["nvidia-smi", f"--query-gpu={','.join(NVIDIA.values())}", "--format=csv,noheader,nounits", "--id=0"]
-    if (text := _output(asked)) is not None:
+    if (text := output_of(asked)) is not None:
         return nvidia_clocks(text)
     asked = ["rocm-smi", "--device", "0", "--showclocks", "--showtemp", "--showpower", "--json"]
-    return amd_clocks(text) if (text := _output(asked)) is not None else {}
+    return amd_clocks(text) if (text := output_of(asked)) is not None else {}
 
 
 def nvidia_clocks(text: str) -> dict[str, float]:
@@ -115,7 +115,8 @@ def _numbers(texts: Mapping[str, str]) -> dict[str, float]:
     return {name: float(match[0]) for name, match in found.items() if match}
 
 
-def _output(asked: list[str]) -> str | None:
+def output_of(asked: list[str]) -> str | None:
+    """Return what a program prints; None if it is missing or fails."""
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

@@ -13,7 +13,7 @@ from scripts.common import markdown, number
 from scripts.plots import figure, look, save
 from scripts.study.grid import Grid
 from scripts.study.store import Store
-from scripts.study.sweep_tables import PHASES, Cell, Row, cells_of, section
+from scripts.study.sweep_tables import PHASES, Cell, Row, cells_by_recipe, section
 
 PHASE_COLORS = {"compute": "#0072B2", "exposed": "#E69F00", "optimizer": "#009E73", "other": "#BBBBBB"}
 PAPER_STYLE = {"linestyle": "none", "marker": "*", "markersize": 13, "markerfacecolor": "none", "zorder": 5}
@@ -77,13 +77,10 @@ class Panel:
 
 
 def panels_of(grid: Grid, store: Store) -> list[Panel]:
-    found = []
-    for one in grid.sets:
-        cells = cells_of(grid, store, one.name)
-        for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
-            own = [cell for cell in cells if cell["recipe"] == recipe]
-            found.append(Panel(f"{one.name}, {recipe}", own, one.launch.get("machine", "")))
-    return found
+    return [
+        Panel(f"{one.name}, {recipe}", cells, one.launch.get("machine", ""))
+        for one, recipe, cells in cells_by_recipe(grid, store)
+    ]
 
 
 def efficiency(cells: Sequence[Cell]) -> list[float]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.common import markdown, megabytes, ms, number
-from scripts.study.grid import Grid, is_file
+from scripts.study.grid import BudgetSet, Grid, is_file
 from scripts.study.store import Store
 
 Cell = dict[str, Any]
@@ -52,6 +52,14 @@ def cells_of(grid: Grid, store: Store, set_name: str) -> list[Cell]:
     return [found[place] for place in sorted(found)]
 
 
+def cells_by_recipe(grid: Grid, store: Store) -> Iterator[tuple[BudgetSet, str, list[Cell]]]:
+    """Yield the cells of each set and recipe."""
+    for one in grid.sets:
+        cells = cells_of(grid, store, one.name)
+        for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
+            yield one, recipe, [cell for cell in cells if cell["recipe"] == recipe]
+
+
 def section(title: str, about: str, parts: list[str]) -> list[str]:
     """Return the parts as a section of the report; [] without parts."""
     return [f"## {title}", *([about] if about else []), *parts] if parts else []
@@ -67,14 +75,11 @@ def by_set(
 
     def parts(grid: Grid, store: Store) -> list[str]:
         found = []
-        for one in grid.sets:
-            cells = cells_of(grid, store, one.name)
-            for recipe in dict.fromkeys(cell["recipe"] for cell in cells):
-                panel = [cell for cell in cells if cell["recipe"] == recipe]
-                if rows := list(make(panel)):
-                    several = len(grid.sets) > 1 or len(one.recipes) > 1
-                    found += [f"### Set {one.name}, {recipe}"] if several else []
-                    found += [*([describe(panel)] if describe else []), markdown(rows)]
+        for one, recipe, panel in cells_by_recipe(grid, store):
+            if rows := list(make(panel)):
+                several = len(grid.sets) > 1 or len(one.recipes) > 1
+                found += [f"### Set {one.name}, {recipe}"] if several else []
+                found += [*([describe(panel)] if describe else []), markdown(rows)]
         return section(title, about, found)
 
     return parts

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan_scape.core.text import first_text
+
 _ADVICE = {
     errno.ENOSPC: "make room there, or name another folder",
     errno.EDQUOT: "make room there, or name another folder",
@@ -40,8 +42,7 @@ def _reason(cause: BaseException) -> str:
 def _ranks(ranks: list[int]) -> str:
     if ranks == [-1]:
         return ""
-    shown = ", ".join(str(rank) for rank in ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f" on rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f" on rank{'s' if len(ranks) > 1 else ''} {first_text(ranks, 4)}"
 
 
 def _free(folder: Path) -> str:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from torchtitan_scape.checkpoint.folder import call_on_rank_0
 from torchtitan_scape.checkpoint.storage import SHARED_SECONDS
+from torchtitan_scape.core.text import first_text
+from torchtitan_scape.topology.group_queries import gather_lists
 
 MAX_NAMED = 8  # hosts in the error
 
@@ -30,13 +32,12 @@ def hosts_without(folder: str | os.PathLike[str], environment: Mapping[str, str]
     host = None
     if environment.get("LOCAL_RANK", "0") == "0" and not (_is_visible(probe) and os.access(path, os.W_OK | os.X_OK)):
         host = socket.gethostname()
-    hosts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
+    hosts = gather_lists(dist.group.WORLD, [] if host is None else [host])
     if dist.get_rank() == 0:
         with suppress(OSError):
             probe.unlink()
             path.rmdir()  # only if it is empty
-    return sorted({host for host in hosts if host is not None})
+    return sorted(set(hosts))
 
 
 def check_shared(folder: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> None:
@@ -52,11 +53,10 @@ def check_shared(folder: str | os.PathLike[str], environment: Mapping[str, str] 
 
 def describe(folder: str | os.PathLike[str], hosts: list[str]) -> str:
     """Return one line with the hosts that do not see the folder, and the fix."""
-    named = ", ".join(hosts[:MAX_NAMED]) + (f" and {len(hosts) - MAX_NAMED} more" if len(hosts) > MAX_NAMED else "")
     return (
         f"{Path(folder).absolute()} is not a folder that all nodes share and may write to: a file of rank 0 is missing "
-        f"on {named}; checkpoints need one. Set --job.dump_folder to a folder of a shared file system, such as NFS or "
-        "Lustre, or train without --checkpoint.enable"
+        f"on {first_text(hosts, MAX_NAMED)}; checkpoints need one. Set --job.dump_folder to a folder of a shared file "
+        "system, such as NFS or Lustre, or train without --checkpoint.enable"
     )
 
 

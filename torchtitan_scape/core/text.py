@@ -1,5 +1,7 @@
 """Formatting of quantities for logs and reports."""
 
+from collections.abc import Sequence
+
 
 def size_text(count: float) -> str:
     """Return bytes in powers of 1000."""
@@ -27,6 +29,12 @@ def shards_text(sent: dict[tuple[str, str], float]) -> str:
     for (level, kind), value in sent.items():
         levels.setdefault(level, []).append(f"{kind} {size_text(value)}")
     return "; ".join(f"{level} {', '.join(kinds)}" for level, kinds in levels.items())
+
+
+def first_text(items: Sequence[object], most: int) -> str:
+    """Return the first items, and the number of the others."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def seconds_text(seconds: float) -> str:

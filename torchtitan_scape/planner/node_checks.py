@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from torchtitan_scape.topology.group_queries import gather_lists
+
 PAIR_BYTES = 1 << 25  # on GPUs; a sixteenth on CPUs
 MAX_ROUNDS = 63  # with more than 64 nodes, every node exchanges with this many others
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
@@ -21,8 +23,7 @@ def clock_offsets(group: dist.ProcessGroup | None = None) -> list[float]:
     samples = []
     for _ in range(REPEATS):
         dist.barrier(group)
-        times: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(times, time.time(), group)
+        times = gather_lists(group or dist.group.WORLD, [time.time()])
         samples.append([own - times[0] for own in times])
     return [min(offsets, key=abs) for offsets in zip(*samples, strict=True)]
 
@@ -57,8 +58,7 @@ def pair_bandwidths(nodes: Sequence[Sequence[int]], device: torch.device) -> dic
         for pair, peer in [_own_pair(pairs, nodes, rank)]
         if (own_seconds := _exchange_seconds(peer, sent, received)) is not None and pair is not None
     }
-    gathered: list[dict[tuple[int, int], float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    gathered: list[dict[tuple[int, int], float]] = gather_lists(dist.group.WORLD, [own])
     bandwidths = {}
     for pair in {pair for seconds in gathered for pair in seconds}:
         ranks = min(len(nodes[pair[0]]), len(nodes[pair[1]]))
@@ -112,9 +112,7 @@ def product_rates(device: torch.device) -> list[float]:
         _synchronize(device)
         if repeat:
             times.append((time.perf_counter() - begin) / calls)
-    rates: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(rates, 2 * n**3 / statistics.median(times))
-    return rates
+    return gather_lists(dist.group.WORLD, [2 * n**3 / statistics.median(times)])
 
 
 def _synchronize(device: torch.device) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torchtitan_scape
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
+from torchtitan_scape.core.text import first_text
 from torchtitan_scape.data import speeches, standard_library
 from torchtitan_scape.data.indexed import paths_of
 from torchtitan_scape.data.splits import NAME, blend_of
@@ -165,8 +166,7 @@ def describe_difference(
     # If a path differs, so do its files. The path is the first key.
     key = keys[0]
     more = f" ({len(keys) - 1} more differ, {', '.join(keys[1:3])})" if len(keys) > 1 else ""
-    named = ", ".join(map(str, differing[:MAX_NAMED]))
-    named += f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+    named = first_text(differing, MAX_NAMED)
     noun = "rank" if len(differing) == 1 else "ranks"
     return (
         f"rank {other} has {key} = {actual.get(key, 'none')}, rank {rank} has {expected.get(key, 'none')}{more}; "
