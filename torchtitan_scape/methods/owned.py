@@ -173,9 +173,9 @@ class OwnedParts:
 
 
 def _of_part(value: Any, part: Part, shard: Shard) -> Any:
-    """Return a copy of an optimizer's state of a parameter, of one of its parts, in FP32."""
-    if not isinstance(value, Tensor):
-        return value
-    is_divided = part.shard.parameter.shape != shard.parameter.shape and value.shape == shard.parameter.shape
-    value = part.within(local(value)) if is_divided else value
-    return value.to(torch.float32, copy=True) if value.is_floating_point() and value.ndim else value.clone()
+    """Return a copy of an optimizer's state of a parameter, of one of its parts and placed like it, in FP32."""
+    if not isinstance(value, Tensor) or not value.ndim or not value.is_floating_point():
+        return value.clone() if isinstance(value, Tensor) else value
+    if value.shape != shard.parameter.shape:
+        return value.to(torch.float32, copy=True)
+    return placed_like(part.shard.parameter, part.within(local(value)).to(torch.float32, copy=True))
