@@ -470,6 +470,33 @@ def test_a_rank_without_rows_of_a_matrix_participates(interval: int, pool4: Pool
     assert all(all(map(torch.equal, weights, results[0][1])) for _, weights in results)
 
 
+def with_divided_and_whole_vectors(optimizer_name: str) -> list[Tensor]:
+    """Two replicas of a sharded model, whose norm one replica owns and whose embedding both."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = TwoMatrices()
+    model.embedding, model.norm = nn.Embedding(64, 8), nn.LayerNorm(8)
+    fully_shard(model, mesh=mesh["shard"])
+    named = list(model.named_parameters())
+    if optimizer_name == "Muon":
+        optimizer: torch.optim.Optimizer = Muon(named, lr=0.02, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    wrapped = replicate(model, optimizer, {"method": "quantized_update", "block": 32, "code": "int8"}, mesh["replicate"])
+    for _ in range(2):
+        for _, parameter in named:
+            parameter.grad = torch.ones_like(parameter)
+        wrapped.step()
+        wrapped.zero_grad()
+    return [parameter.full_tensor().detach() for _, parameter in named]
+
+
+@pytest.mark.parametrize("optimizer_name", ["Muon", "AdamW"])
+def test_fused_optimizers_update_parts_of_sharded_parameters(optimizer_name: str, pool2: Pool) -> None:
+    first, second = pool2(with_divided_and_whole_vectors, optimizer_name)
+    assert all(map(torch.equal, first, second)) and not any(torch.equal(each, torch.ones_like(each)) for each in first)
+
+
 def test_muon_may_have_other_names_than_the_model() -> None:
     model = TwoMatrices()
     optimizer = Muon(
