@@ -27,7 +27,7 @@ ORDER = (
         ("scripts",),
     ),
 )
-LONGEST = 450
+LONGEST = 600
 # Files outside methods/ that quote a method's name: the default of `[sync] method`, and TAGC on the shard axis.
 QUOTE_METHODS = {"torchtitan_scape.config.job_config", "torchtitan_scape.sharding.options"}
 
