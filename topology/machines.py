@@ -163,6 +163,23 @@ MACHINES = {
             ),
         ),
         Machine(
+            "dgx-h200",
+            ranks_per_node=8,
+            levels=(Level("node", 8, 450.0, 2.0), Level("network", 0, 50.0, 5.0)),
+            source="NVIDIA DGX H200 data sheet: NVLink 900 GB/s both ways, eight 400 Gb/s ConnectX-7 ports a node. "
+            "Latencies are assumed",
+            device=Device(
+                "H200",
+                150.1,
+                4800.0,
+                989.0,
+                "NVIDIA H200 data sheet, SXM model: 4.8 TB/s, dense BF16, PCIe 5.0; an eighth of a DGX's 2 TB; memory "
+                "as in results/gpu",
+                host_memory=250.0,
+                host_link=63.0,
+            ),
+        ),
+        Machine(
             "ethernet-10g",
             ranks_per_node=1,
             levels=(Level("node", 1, 300.0, 2.0), Level("network", 0, 1.25, 40.0)),
@@ -200,9 +217,6 @@ def memory_warning(machine: Machine, device: str, memory: float) -> str:
 
 
 def detect_machine(device_name: str) -> str:
-    """Return the name of the preset for the name of an accelerator; "local" if no preset matches.
-
-    A node with H200 has the links of one with H100, and more memory.
-    """
-    parts = {"GH200": "vista", "MI250X": "frontier", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h100"}
+    """Return the name of the preset for the name of an accelerator; "local" if no preset matches."""
+    parts = {"GH200": "vista", "MI250X": "frontier", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200"}
     return next((name for part, name in parts.items() if part in device_name), "local")

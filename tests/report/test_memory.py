@@ -165,6 +165,7 @@ def test_offloaded_state_is_compared_with_state_on_the_device() -> None:
         ("vista", "NVIDIA GH200 144G HBM3e", 140e9, True),
         ("dgx-h100", "NVIDIA H100 80GB HBM3", 85017493504, False),  # of results/gpu
         ("dgx-h100", "NVIDIA H200", 150109880320, True),
+        ("dgx-h200", "NVIDIA H200", 150109880320, False),
         ("auto", "NVIDIA H200", 150109880320, False),
         ("frontier", "AMD Instinct MI250X", 63.98 * 2**30, False),
         ("frontier", "CPU", 16e9, False),

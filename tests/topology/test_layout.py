@@ -248,7 +248,7 @@ def test_a_malformed_or_uneven_launch_is_refused_by_name(name: str, value: str) 
 
 
 def test_machines_are_consistent() -> None:
-    assert set(MACHINES) == {"vista", "frontier", "dgx-a100", "dgx-h100", "ethernet-10g", "local"}
+    assert set(MACHINES) == {"vista", "frontier", "dgx-a100", "dgx-h100", "dgx-h200", "ethernet-10g", "local"}
     for name, machine in MACHINES.items():
         assert (machine.name, get_machine(name)) == (name, machine)
         names = [level.name for level in machine.levels]
@@ -264,7 +264,7 @@ def test_machines_are_consistent() -> None:
         ("AMD Instinct MI250X", "frontier"),
         ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
         ("NVIDIA H100 80GB HBM3", "dgx-h100"),
-        ("NVIDIA H200", "dgx-h100"),
+        ("NVIDIA H200", "dgx-h200"),
         ("AMD Instinct MI300X", "local"),
         ("", "local"),
     ],

@@ -87,7 +87,7 @@ class Topology(Options):
 
     section: ClassVar[str] = "topology"
 
-    machine: Literal["auto", "vista", "frontier", "dgx-a100", "dgx-h100", "ethernet-10g", "local"] = "auto"
+    machine: Literal["auto", "vista", "frontier", "dgx-a100", "dgx-h100", "dgx-h200", "ethernet-10g", "local"] = "auto"
     """Preset of links and ranks per node; "auto" selects it by the device's name"""
 
     links: str = ""
