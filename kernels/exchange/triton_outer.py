@@ -1,4 +1,4 @@
-"""The outer step of local updates as a Triton kernel; its specification is `methods.local_updates.OuterOptimizer`."""
+"""The outer step of local updates as a Triton kernel; its specification is that of `methods.local_updates`."""
 
 from collections.abc import Sequence
 

@@ -146,8 +146,9 @@ def quantized(
                 method.begin()
                 method.bind(gradients)
                 started = [method.start_chunk(k, gradients, applied=None) for k in range(len(method.chunks))]
-                for chunk in started:
-                    chunk.finish(info)
+                for sent in started:
+                    sent.handle.wait()
+                    method.finish_early(sent, info)
             else:
                 gradients = method.synchronize(gradients, info)
             results += gradients if number != 2 else []
@@ -162,12 +163,14 @@ class _Started:
     """An exchange that has started, in the place of `methods.overlap.BackwardOverlap`."""
 
     def __init__(self, method: QuantizedUpdate, gradients: list[Tensor], number: int) -> None:
-        self._chunks = [method.start_early(chunk, gradients) for chunk in method.begin_early(number)]
-        self.active = bool(self._chunks)
+        self._method = method
+        self._sent = [method.start_early(chunk, gradients) for chunk in method.begin_early(number)]
+        self.active = bool(self._sent)
 
     def finish(self, info: StepInfo) -> None:
-        for chunk in self._chunks:
-            chunk.finish(info)
+        for sent in self._sent:
+            sent.handle.wait()
+            self._method.finish_early(sent, info)
 
 
 def quantized_update(

@@ -1,5 +1,6 @@
 """CO2 compared with Algorithm 1 of arXiv:2401.16265."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.methods import test_local_updates as local
 from tests.methods.test_local_updates import SHAPES, far, final, flushed, flushed_alone, start, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.co2.method import ClippedMomentum, staleness_gap
+from torchtitan_scape.methods.co2.method import Co2, staleness_gap
 from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.ring_bytes import LevelSize
@@ -148,10 +149,12 @@ def test_the_staleness_gap_is_1_without_an_earlier_step() -> None:
 def test_the_outer_momentum_is_limited_entry_by_entry() -> None:
     """The limited momentum is stored, so that it does not grow beyond the bound in later rounds."""
     anchor, momentum = torch.zeros(3), torch.tensor([0.4, -0.4, 0.1])
-    ClippedMomentum(rate=2.0, momentum=0.5, clip=0.5).step(anchor, momentum, torch.tensor([0.9, -0.9, 0.1]))
+    options = Co2Options(outer_lr=2.0, outer_momentum=0.5, momentum_clip=0.5)
+    Co2.move_anchor(SimpleNamespace(options=options), anchor, momentum, torch.tensor([0.9, -0.9, 0.1]))
     torch.testing.assert_close(momentum, torch.tensor([0.5, -0.5, 0.15]))
     torch.testing.assert_close(anchor, torch.tensor([-1.0, 1.0, -0.3]))
-    ClippedMomentum(rate=1.0, clip=0.5).step(anchor, None, torch.tensor([0.9, 0.0, 0.3]))
+    options = Co2Options(outer_lr=1.0, momentum_clip=0.5)
+    Co2.move_anchor(SimpleNamespace(options=options), anchor, None, torch.tensor([0.9, 0.0, 0.3]))
     torch.testing.assert_close(anchor, torch.tensor([-1.5, 1.0, -0.6]))
 
 

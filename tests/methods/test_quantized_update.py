@@ -282,14 +282,14 @@ def test_bases_change_early_again_after_a_load_that_resets_them() -> None:
         saved = copy.deepcopy(method.state_dict())
         method.prepare_to_load()
         assert method._bases is not None
-        (basis, *_) = method._bases.whitening.bases.values()
+        (basis, *_) = method._bases.bases.values()
         changed = []
         for n in range(4011, 4034):
             before = {name: t.clone() for name, t in basis.tensors().items() if name.endswith("forward")}
             steps(method, range(n, n + 1))
             changed += [n] if any(not torch.equal(t, basis.tensors()[name]) for name, t in before.items()) else []
         method.load_state_dict(saved)
-        return changed, method._bases.number_of(11)
+        return changed, method._number_with_bases(11)
 
     assert run_replicas(2, run) == [([4021, 4031], 11)] * 2
 
@@ -482,7 +482,9 @@ def with_divided_and_whole_vectors(optimizer_name: str) -> list[Tensor]:
         optimizer: torch.optim.Optimizer = Muon(named, lr=0.02, fused=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-    wrapped = replicate(model, optimizer, {"method": "quantized_update", "block": 32, "code": "int8"}, mesh["replicate"])
+    wrapped = replicate(
+        model, optimizer, {"method": "quantized_update", "block": 32, "code": "int8"}, mesh["replicate"]
+    )
     for _ in range(2):
         for _, parameter in named:
             parameter.grad = torch.ones_like(parameter)

@@ -59,6 +59,6 @@ def test_views_of_replaced_tensors_are_not_kept() -> None:
         exchange.set(SECOND, tensors)
         assert all(set(chunk.views) == kept for chunk in chunks)
         for chunk in chunks:
-            exchange.start(chunk, False)[1](torch.tensor(True))
+            exchange.finish(exchange.start(chunk, False), torch.tensor(True))
             view = chunk.views[SECOND][0]
             assert view is not None and view.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()

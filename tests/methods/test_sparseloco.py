@@ -15,7 +15,7 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.methods.sparseloco.method import Sparseloco
+from torchtitan_scape.methods.local_updates import LocalUpdates
 from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -83,7 +83,9 @@ def test_the_cost_has_the_bytes_and_memory() -> None:
         named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
         optimizer = torch.optim.SGD(named.items())
         shards = collect_shards(optimizer.param_groups)
-        return Sparseloco(MethodContext(shards, collectives, optimizer=optimizer), SparselocoOptions()).planned_bytes()
+        return LocalUpdates(
+            MethodContext(shards, collectives, optimizer=optimizer), SparselocoOptions()
+        ).planned_bytes()
 
     own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # padded to 16 bytes
     planned, model = PlannedRun(SparselocoOptions(), "AdamW"), LocalModel.of_shapes(shapes)

@@ -345,14 +345,14 @@ def test_memory_of_an_exchange(pool2: Pool) -> None:
 def memory() -> tuple[list[bool], list[bool], tuple[int, int]]:
     optimizers = started()
     sent: list[Any] = []
-    to_replicas = Columns.to_replicas
+    send_change = Columns.send_change
 
-    def note(self: Columns, column: Any, message: Tensor, code: Any) -> Any:
+    def note(self: Columns, column: Any, code: Any, message: Tensor) -> Any:
         sent.append(weakref.ref(message))
-        return to_replicas(self, column, message, code)
+        return send_change(self, column, code, message)
 
     backward(optimizers)
-    with patch.object(Columns, "to_replicas", note):
+    with patch.object(Columns, "send_change", note):
         optimizers.step()
     for arrival in optimizers._arriving._in_flight:  # type: ignore[union-attr]
         arrival.wait()

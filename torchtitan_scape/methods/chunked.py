@@ -1,19 +1,35 @@
 """Methods whose exchange consists of independent chunks."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.early import ChunkInFlight, EarlyExchange
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.topology.chunks import double_buffered, in_place
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Chunk, Slice, chunks_of
+
+
+class SentValues(NamedTuple):
+    """A chunk in flight.
+
+    Attributes:
+        handle: The collective.
+        values: FP32 (n,), becomes the result.
+        parts, views: The gradients of the chunk, and the views of `values` to copy to them; none if `values` is a
+            gradient itself.
+    """
+
+    handle: Handle
+    values: Tensor
+    parts: list[Tensor]
+    views: list[Tensor]
 
 
 class ChunkedMethod(GradientMethod, EarlyExchange):
@@ -43,16 +59,26 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
         limit = self.collectives.chunk_limit(sum(sizes), codec, in_place)
         self.chunks = chunks_of(sizes, limit, codec.block_size if codec else 1)
 
-    def early_chunks(self) -> Sequence[Collection[int]]:
-        return [{s.tensor for s in chunk.slices} for chunk in self.chunks]
+    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
+        """Exchange the chunks, two at once: one is filled while the other is in flight.
 
-    def begin_early(self, step: int) -> Collection[int]:
-        self.begin()
-        return range(len(self.chunks))
+        If the backward pass has already started chunks, only wait for them.
+        """
+        if self.overlap is not None and self.overlap.active:
+            return self.overlap.finish(info)
+        chunks = self.start_chunks(gradients, info.applied)
+        double_buffered((sent.handle, partial(self.finish_chunk, sent, info.applied)) for sent in chunks)
+        return gradients
 
-    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> ChunkInFlight:
-        self.bind(gradients)
-        return self.start_chunk(number, gradients, applied=None)
+    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
+        """Start all chunks at once, each with its own buffer."""
+        return partial(self._finish, list(self.start_chunks(gradients, info.applied)), gradients, info.applied)
+
+    def _finish(self, chunks: Sequence[Any], gradients: list[Tensor], applied: Tensor) -> list[Tensor]:
+        for sent in chunks:
+            sent.handle.wait()
+            self.finish_chunk(sent, applied)
+        return gradients
 
     def begin(self) -> None:
         """Prepare a step. Called before its first chunk starts."""
@@ -60,20 +86,14 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
     def bind(self, gradients: Sequence[Tensor | None]) -> None:
         """Prepare `start_chunk` for these gradients: those that exist now, None for the others."""
 
-    def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
-        """Start the exchange of a chunk. Collective.
+    def start_chunks(self, gradients: list[Tensor], applied: Tensor) -> Iterator[Any]:
+        """Start the exchange of each chunk when the iterator comes to it. Collective."""
+        self.begin()
+        self.bind(gradients)
+        return (self.start_chunk(number, gradients, applied) for number in range(len(self.chunks)))
 
-        Args:
-            values: FP32 (n,), this replica's gradients of the chunk, with zeros as padding.
-
-        Returns:
-            The handle, and a function to call after waiting for it. That function leaves the result of `synchronize` in
-            `values` and updates the method's state of the chunk if `info.applied`.
-        """
-        raise NotImplementedError
-
-    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
-        """Start the exchange of a chunk. Collective.
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> Any:
+        """Start the exchange of a chunk, and return an object with its `handle`. Collective.
 
         A chunk that is a part of one gradient and needs no padding is exchanged in the gradient's memory if `applied`
         is known.
@@ -87,47 +107,40 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
         parts = [gradient.view(-1)[s.first : s.first + s.length] for s, gradient in of_slices]
         size = self.collectives.padded_size(chunk.entries, self.codec)
         values = in_place(parts) if applied is not None and parts[0].numel() == size else None
-        views: list[Tensor] = []
-        if values is None:
-            values = torch.empty(size, dtype=torch.float32, device=parts[0].device)
-            views = _fill(values, chunk, parts)
-        handle, finish_exchange = self.send(chunk, values)
+        if values is not None:
+            return SentValues(self.send(values), values, [], [])
+        values = torch.empty(size, dtype=torch.float32, device=parts[0].device)
+        views = _fill(values, chunk, parts)
+        return SentValues(self.send(values), values, parts, views)
 
-        def finish(info: StepInfo) -> None:
-            handle.wait()
-            if views and values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
-                values.record_stream(torch.cuda.current_stream(values.device))
-            finish_exchange(info)
-            if views:
-                torch._foreach_copy_(parts, views)
+    def finish_chunk(self, sent: Any, applied: Tensor) -> None:
+        """Store the result of a chunk, after waiting for its handle, and the method's state if `applied`, bool ()."""
+        if sent.views and sent.values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
+            sent.values.record_stream(torch.cuda.current_stream(sent.values.device))
+        self.receive(sent.values)
+        if sent.views:
+            torch._foreach_copy_(sent.parts, sent.views)
 
-        return ChunkInFlight(handle, finish)
+    def send(self, values: Tensor) -> Handle:
+        """Start the exchange of a chunk, FP32 (n,), gradients with zeros as padding. Collective."""
+        raise NotImplementedError
 
-    def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        """Exchange the chunks with two buffers: one is filled while the other is in flight.
+    def receive(self, values: Tensor) -> None:
+        """Turn the received values of a chunk into the result of `synchronize`, in place."""
 
-        If the backward pass has already started chunks, only wait for them.
-        """
-        if self.overlap is not None and self.overlap.active:
-            return self.overlap.finish(info)
+    def early_chunks(self) -> Sequence[Collection[int]]:
+        return [{s.tensor for s in chunk.slices} for chunk in self.chunks]
+
+    def begin_early(self, step: int) -> Collection[int]:
         self.begin()
+        return range(len(self.chunks))
+
+    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> Any:
         self.bind(gradients)
-        started = (self.start_chunk(number, gradients, info.applied) for number in range(len(self.chunks)))
-        double_buffered((chunk.handle, partial(chunk.finish, info)) for chunk in started)
-        return gradients
+        return self.start_chunk(number, gradients, applied=None)
 
-    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
-        """Start all chunks at once, each with its own buffer."""
-        self.begin()
-        self.bind(gradients)
-        started = [self.start_chunk(number, gradients, info.applied) for number in range(len(self.chunks))]
-
-        def finish() -> list[Tensor]:
-            for chunk in started:
-                chunk.finish(info)
-            return gradients
-
-        return finish
+    def finish_early(self, sent: Any, info: StepInfo) -> None:
+        self.finish_chunk(sent, info.applied)
 
 
 def _fill(values: Tensor, chunk: Chunk, parts: list[Tensor]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Exchange of slices of several tensors in a block code: by kernels without a buffer, or through a buffer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,15 @@ from torch import Tensor
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, OWNER_ERROR, SECOND, STEP, BlockSlice
+from torchtitan_scape.kernels.exchange.layout import (
+    FIRST,
+    LISTS,
+    OWNER_ERROR,
+    SECOND,
+    STEP,
+    BlockSlice,
+    SentMessages,
+)
 from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
@@ -31,6 +39,30 @@ class CodedChunk(NamedTuple):
     entries: int
     passes: Any
     views: dict[int, list[Tensor | None]]
+
+
+class SentChunk(NamedTuple):
+    """A chunk in flight.
+
+    Attributes:
+        handle: The collective.
+        chunk: The chunk.
+        messages: What kernels have encoded; None for an exchange in a buffer, which has the rest.
+        first: The first list.
+        values: FP32 (n,), becomes the mean.
+        error: FP32 (n,), becomes the quantization error; None if it is discarded or in FP32.
+        owner_error: FP32 (n,), copies of the owner's errors, without those that the owner adds to the mean.
+        carried_error: FP32 (n / replicas,), these, divided by the number of replicas; becomes the error of the mean.
+    """
+
+    handle: Handle
+    chunk: CodedChunk
+    messages: SentMessages | None
+    first: Tensors = ()
+    values: Tensor | None = None
+    error: Tensor | None = None
+    owner_error: Tensor | None = None
+    carried_error: Tensor | None = None
 
 
 class CodedExchange:
@@ -114,41 +146,40 @@ class CodedExchange:
         first: Tensors | None = None,
         applied: Tensor | None = None,
         errors_elsewhere: bool = False,
-    ) -> tuple[Handle, Callable[[Tensor], None]]:
+    ) -> SentChunk:
         """Start the exchange of a chunk. Collective.
 
         Args:
             encodes: Send messages of the code; otherwise values in FP32, which leaves no errors.
             first: The first list, whose addresses are bound already; None for the one that was set.
-            applied: Argument of the returned function, if it is known already: without `subtracts` the first pass then
-                stores the quantization errors, and the second one does not compute them again.
+            applied: Argument of `finish`, if it is known already: without `subtracts` the first pass then stores the
+                quantization errors, and the second one does not compute them again.
             errors_elsewhere: See `BlockExchange.encode`.
-
-        Returns:
-            The handle, and a function to call after waiting for it. It stores the results if `applied`, bool ();
-            `first` becomes the mean in any case.
         """
         if not encodes or chunk.passes is None:
             return self._start_in_buffer(chunk, self._lists[FIRST] if first is None else first, encodes)
-        passes, table, rule = chunk.passes, self._table, (self._subtracts, self._factor)
-        known = applied if table.has(SECOND) and not self._subtracts else None
-        sent = passes.encode(table, *rule, known, errors_elsewhere)
+        passes, known = chunk.passes, applied if self._table.has(SECOND) and not self._subtracts else None
+        sent = passes.encode(self._table, self._subtracts, self._factor, known, errors_elsewhere)
         handle = self._collectives.all_reduce_messages(
             sent.messages, sent.means, passes.count, passes.code, sent.error, sent.adds_error
         )
+        return SentChunk(handle, chunk, sent)
 
-        def finish(applied: Tensor) -> None:
-            sent.record_stream()  # a hook of the backward pass may have allocated it on another stream
-            passes.apply(table, sent, applied, *rule)
+    def finish(self, sent: SentChunk, applied: Tensor) -> None:
+        """Store the results of an exchange if `applied`, bool (); the first list becomes the mean in any case.
 
-        return handle, finish
+        Call it after waiting for the handle.
+        """
+        if sent.messages is None:
+            self._finish_in_buffer(sent, applied)
+            return
+        sent.messages.record_stream()  # a hook of the backward pass may have allocated it on another stream
+        sent.chunk.passes.apply(self._table, sent.messages, applied, self._subtracts, self._factor)
 
-    def _start_in_buffer(
-        self, chunk: CodedChunk, first: Tensors, encodes: bool
-    ) -> tuple[Handle, Callable[[Tensor], None]]:
+    def _start_in_buffer(self, chunk: CodedChunk, first: Tensors, encodes: bool) -> SentChunk:
         """Exchange a chunk through a buffer: the specification of the kernels, bitwise, for any number of levels."""
         second, owner_errors = self._lists.get(SECOND, ()), self._lists.get(OWNER_ERROR, ())
-        replicas, codec = self._collectives.replicas, self._code if encodes else None
+        codec = self._code if encodes else None
         values = self._gather(chunk, first)
         if self._subtracts:
             values.sub_(self._gather(chunk, second))
@@ -160,33 +191,39 @@ class CodedExchange:
                 self._fill(chunk, values)
         error = torch.empty_like(values) if second and codec is not None else None
         owner_error = self._gather(chunk, owner_errors) if owner_errors else None
-        owned = carried_error = None
+        carried_error = None
         if owner_error is not None:
             if codec is not None:
-                owned = owner_error.view(replicas, -1)[self._collectives.replica]
-                carried_error = owned / owned.new_full((), replicas)  # as kernels divide
+                owned = self._owned(owner_error)
+                carried_error = owned / owned.new_full((), self._collectives.replicas)  # as kernels divide
                 owned.zero_()
             values.add_(owner_error)  # not zero if the owners or the bases were others before, or errors of nodes
         handle = self._collectives.all_reduce(values, codec=codec, error=error, carried_error=carried_error)
+        return SentChunk(handle, chunk, None, first, values, error, owner_error, carried_error)
+
+    def _finish_in_buffer(self, sent: SentChunk, applied: Tensor) -> None:
+        _, chunk, _, first, values, error, owner_error, carried_error = sent
+        assert values is not None
+        for tensor in (values, error, owner_error, carried_error):
+            if tensor is not None and tensor.is_cuda:  # it may have been allocated on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        # With several levels, the error of a node's sum is one of the owner's errors.
         is_owners = self._subtracts and owner_error is not None and len(self._collectives.levels) > 1
+        errors = None if is_owners else error
+        if self._subtracts:
+            self._subtract(chunk, first, values, errors, applied)
+        else:
+            self._store(chunk, first, values)
+            self._store(chunk, self._lists.get(SECOND, ()), errors, applied)
+        if owner_error is not None:
+            owner_error.copy_(error) if is_owners and error is not None else owner_error.zero_()
+            if carried_error is not None:
+                self._owned(owner_error).add_(carried_error.mul_(self._collectives.replicas))
+            self._store(chunk, self._lists[OWNER_ERROR], owner_error, applied)
 
-        def finish(applied: Tensor) -> None:
-            for tensor in (values, error, owner_error, carried_error):
-                if tensor is not None and tensor.is_cuda:  # it may have been allocated on another stream
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            errors = None if is_owners else error
-            if self._subtracts:
-                self._subtract(chunk, first, values, errors, applied)
-            else:
-                self._store(chunk, first, values)
-                self._store(chunk, second, errors, applied)
-            if owner_error is not None:
-                owner_error.zero_() if not is_owners or error is None else owner_error.copy_(error)
-                if owned is not None and carried_error is not None:
-                    owned.add_(carried_error.mul_(replicas))
-                self._store(chunk, owner_errors, owner_error, applied)
-
-        return handle, finish
+    def _owned(self, values: Tensor) -> Tensor:
+        """Return the part of a buffer whose mean this replica encodes."""
+        return values.view(self._collectives.replicas, -1)[self._collectives.replica]
 
     def _subtract(self, chunk: CodedChunk, first: Tensors, mean: Tensor, error: Tensor | None, applied: Tensor) -> None:
         """Write first -= mean, second = first - error, and steps += mean, if `applied`."""

@@ -1,12 +1,15 @@
 """Local updates: several local steps, then an exchange of displacements.
 
-Base class of DiLoCo (Douillard et al., arXiv:2311.08105), Streaming DiLoCo (Douillard et al., arXiv:2501.18512),
-SparseLoCo (Sarfi et al., arXiv:2508.15706) and CO2 (Sun et al., arXiv:2401.16265). Such a method consists of a
-schedule, the rates of the outer step, and a gradient method that averages displacements instead of gradients.
+DiLoCo (Douillard et al., arXiv:2311.08105; the defaults are those of "Scaling Laws for DiLoCo", arXiv:2503.09799),
+Streaming DiLoCo (Douillard et al., arXiv:2501.18512) and SparseLoCo (Sarfi et al., arXiv:2508.15706; a run with 72 B
+parameters is described in arXiv:2603.08163) differ in their options alone: a schedule, the rates of the outer step, and
+the options of a gradient method that averages displacements instead of gradients. CO2 (Sun et al., arXiv:2401.16265)
+has another outer step.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,32 +23,6 @@ from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.local_options import LocalOptions
 from torchtitan_scape.methods.registry import implementation_of
-
-
-@dataclass(frozen=True)
-class OuterOptimizer:
-    """The outer step: SGD on the mean displacement, with Nesterov momentum as in `torch.optim.SGD`.
-
-    Class attributes:
-        has_kernel: `kernels.exchange.triton_outer.OuterStep` is this step.
-    """
-
-    has_kernel: ClassVar[bool] = True
-    rate: float
-    momentum: float = 0.0
-
-    def step(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
-        """Update anchor and momentum in place.
-
-        Args:
-            anchor: FP32 (n,).
-            momentum: FP32 (n,), or None without momentum.
-            mean: FP32 (n,), the mean displacement; it is overwritten.
-        """
-        if momentum is not None:
-            momentum.mul_(self.momentum).add_(mean)
-            mean.add_(momentum, alpha=self.momentum)
-        anchor.sub_(mean, alpha=self.rate)
 
 
 @dataclass
@@ -91,7 +68,7 @@ class LocalUpdates(LocalMethod):
     After the inner optimizer's update:
 
     1. D_i = anchor - theta_i; start averaging all D_i to D;
-    2. `delay` steps later: v = mu v + D, anchor -= rate (D + mu v);
+    2. `delay` steps later: v = mu v + D, anchor -= rate (D + mu v), which is `torch.optim.SGD` with Nesterov momentum;
     3. theta_i = mix theta_i + (1 - mix) anchor. The inner optimizer's moments do not change.
 
     Results that are due are used first. With `restart` the exchange starts first, and theta_i = anchor follows it.
@@ -103,41 +80,33 @@ class LocalUpdates(LocalMethod):
     The method of `options.averaging()` averages the displacements. Its residual is a residual of displacements here.
 
     Class attributes:
+        has_outer_kernel: `kernels.exchange.triton_outer.OuterStep` is the outer step.
         in_flight_kind: kind of the state with the results of running exchanges.
         in_flight_on_migration: its `on_migration`.
     """
 
+    has_outer_kernel: ClassVar[bool] = True
     in_flight_kind: ClassVar[str] = "in_flight"
     # Replicas keep their own steps until a result is used, so that a run that drops it loses no step.
     in_flight_on_migration: ClassVar[Literal["copy", "displacement"]] = "copy"
 
     def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
-        schedule, host = options.schedule(), options.host
-        self.schedule, self.outer = schedule, self.outer_optimizer(options)
-        averaging = options.averaging()
+        self.schedule, averaging = options.schedule(), options.averaging()
         backend = choose_backend(context.kernels, context.shards[0].device) if context.shards else "torch"
-        has_kernel = self.outer.has_kernel and not host
-        self._anchors = self._zeros(host)
+        self._anchors = self._zeros(options.host)
         for shard in context.shards:
             self._anchors[shard.name].copy_(stored(shard.parameter).detach())
-        self._momenta = self._zeros(host) if options.stores_momentum() else {}
+        self._momenta = self._zeros(options.host) if options.stores_momentum() else {}
         self._fragments: list[_Fragment] = []
-        for number in range(schedule.fragments):
-            shards = [s for s in context.shards if schedule.fragment_of(s.name) == number]
+        for number in range(self.schedule.fragments):
+            shards = [s for s in context.shards if self.schedule.fragment_of(s.name) == number]
             if shards:  # a model may have fewer layers
                 averaged = implementation_of(averaging)(replace(context, shards=shards, gradient_scale=1.0), averaging)
                 assert isinstance(averaged, GradientMethod)
-                kernel = outer_step(backend) if has_kernel else None
+                kernel = outer_step(backend) if self.has_outer_kernel and not options.host else None
                 self._fragments.append(_Fragment(number, shards, averaged, kernel))
         self._in_flight: list[_FragmentInFlight] = []
-
-    def outer_optimizer(self, options: LocalOptions) -> OuterOptimizer:
-        """Return the optimizer of the anchor."""
-        return OuterOptimizer(options.outer_lr, options.outer_momentum)
-
-    def scale_means(self, means: dict[str, Tensor]) -> None:
-        """Scale mean displacements, FP32 (n,) by name, in place before the outer step uses them. Collective."""
 
     def _zeros(self, host: bool) -> dict[str, Tensor]:
         """Return FP32 zeros of every parameter's shape, in host memory if `host`."""
@@ -174,17 +143,85 @@ class LocalUpdates(LocalMethod):
         for exchange in started_now if at_once else ():
             self._apply(exchange, 0.0 if full else self.schedule.mix)
 
+    def _start(self, fragment: _Fragment, info: StepInfo, at_once: bool) -> _FragmentInFlight:
+        """Start averaging the displacements of a fragment."""
+        thetas = [stored(shard.parameter) for shard in fragment.shards]
+        anchors = [self._anchors[shard.name] for shard in fragment.shards]
+        displacements: list[Tensor] = []
+        # States in host memory are copied one after the other.
+        parts = [range(len(thetas))] if anchors[0].device == thetas[0].device else [[i] for i in range(len(thetas))]
+        for part in parts:
+            own, targets = [anchors[i].to(thetas[i].device) for i in part], [thetas[i] for i in part]
+            displacements += flat(torch._foreach_sub(own, targets))
+            if self.schedule.restart:
+                torch._foreach_copy_(targets, own)
+        averaging, factor = fragment.averaging, self.options.error_factor()
+        if factor != 1.0:
+            torch._foreach_mul_([t for state in averaging.states() for t in state.tensors.values()], factor)
+        # Later steps overwrite the optimizer's flag before the exchange finishes.
+        info = info._replace(applied=info.applied.clone())
+        # Without a delay, the default `start` needs buffers for two chunks only, not for all.
+        start = partial(GradientMethod.start, averaging) if at_once else averaging.start
+        finish = start(displacements, info)
+        exchange = _FragmentInFlight(fragment, fragment.shards, info.number + self.schedule.delay, finish)
+        self._in_flight.append(exchange)
+        return exchange
+
+    def _apply(self, exchange: _FragmentInFlight, mix: float) -> None:
+        """Run the outer step with the result of an exchange, and update this replica's parameters."""
+        shards, means = exchange.shards, exchange.wait()
+        self.scale_means({shard.name: mean for shard, mean in zip(shards, means, strict=True)})
+        thetas = [stored(shard.parameter) for shard in shards]
+        anchors = [self._anchors[shard.name] for shard in shards]
+        momenta = [self._momenta[shard.name] for shard in shards] if self._momenta else []
+        kernel = exchange.fragment.outer_step
+        if kernel is not None and shards and all(theta.dtype in TRITON_DTYPES for theta in thetas):
+            kernel(anchors, thetas, momenta, means, self.options.outer_lr, self.options.outer_momentum, mix)
+        else:
+            for theta, anchor, momentum, mean in zip(
+                thetas, anchors, momenta or [None] * len(means), means, strict=True
+            ):
+                self._step(theta, anchor, momentum, mean, mix)
+        self._in_flight.remove(exchange)
+
+    def _step(self, theta: Tensor, anchor: Tensor, momentum: Tensor | None, mean: Tensor, mix: float) -> None:
+        """Run the outer step of one parameter. Anchor and momentum are copied if they are in host memory."""
+        on_device = anchor.to(theta.device)
+        v = None if momentum is None else momentum.to(theta.device)
+        self.move_anchor(on_device.view(-1), None if v is None else v.view(-1), mean.view(-1))
+        if on_device is not anchor:
+            anchor.copy_(on_device)
+        if momentum is not None and v is not None and v is not momentum:
+            momentum.copy_(v)
+        if mix:
+            theta.mul_(mix).add_(on_device, alpha=1.0 - mix)
+        else:
+            theta.copy_(on_device)
+
+    def scale_means(self, means: dict[str, Tensor]) -> None:
+        """Scale mean displacements, FP32 (n,) by name, in place before the outer step uses them. Collective."""
+
+    def move_anchor(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
+        """Move an anchor along the mean displacement, FP32 (n,), in place; anything but the anchor is overwritten.
+
+        momentum: FP32 (n,), or None without momentum.
+        """
+        if momentum is not None:
+            momentum.mul_(self.options.outer_momentum).add_(mean)
+            mean.add_(momentum, alpha=self.options.outer_momentum)
+        anchor.sub_(mean, alpha=self.options.outer_lr)
+
     def states(self) -> list[State]:
-        found = [State("anchor", self._anchors, per_replica=False, on_migration="model")]
+        shared = [State("anchor", self._anchors, per_replica=False, on_migration="model")]
         if self._momenta:
-            found.append(State("outer_momentum", self._momenta, per_replica=False, on_migration="copy"))
+            shared.append(State("outer_momentum", self._momenta, per_replica=False, on_migration="copy"))
         in_flight = {
             shard.name: mean.view(shard.local_shape)
             for exchange in self._in_flight
             for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)
         }
         return [
-            *found,
+            *shared,
             State(self.in_flight_kind, in_flight, per_replica=False, on_migration=self.in_flight_on_migration),
             *self._averaging_states(),
         ]
@@ -221,61 +258,6 @@ class LocalUpdates(LocalMethod):
         sizes = [sum(shard.size for shard in fragment.shards) for fragment in self._fragments]
         sent = sum(n * f.averaging.density() for n, f in zip(sizes, self._fragments, strict=True))
         return sent / max(1, sum(sizes)) / self.schedule.inner_steps
-
-    def _start(self, fragment: _Fragment, info: StepInfo, at_once: bool) -> _FragmentInFlight:
-        thetas = [stored(shard.parameter) for shard in fragment.shards]
-        anchors = [self._anchors[shard.name] for shard in fragment.shards]
-        displacements: list[Tensor] = []
-        # States in host memory are copied one after the other.
-        parts = [range(len(thetas))] if anchors[0].device == thetas[0].device else [[i] for i in range(len(thetas))]
-        for part in parts:
-            own, targets = [anchors[i].to(thetas[i].device) for i in part], [thetas[i] for i in part]
-            displacements += flat(torch._foreach_sub(own, targets))
-            if self.schedule.restart:
-                torch._foreach_copy_(targets, own)
-        # Later steps overwrite the optimizer's flag before the exchange finishes.
-        info = info._replace(applied=info.applied.clone())
-        # Without a delay, the default `start` needs buffers for two chunks only, not for all.
-        averaging = fragment.averaging
-        if (factor := self.options.error_factor()) != 1.0:
-            torch._foreach_mul_([t for state in averaging.states() for t in state.tensors.values()], factor)
-        finish = (
-            GradientMethod.start(averaging, displacements, info) if at_once else averaging.start(displacements, info)
-        )
-        exchange = _FragmentInFlight(fragment, fragment.shards, info.number + self.schedule.delay, finish)
-        self._in_flight.append(exchange)
-        return exchange
-
-    def _apply(self, exchange: _FragmentInFlight, mix: float) -> None:
-        """Run the outer step with the result of an exchange, and update this replica's parameters."""
-        self.scale_means({shard.name: mean for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)})
-        thetas, means = [stored(shard.parameter) for shard in exchange.shards], exchange.wait()
-        anchors = [self._anchors[shard.name] for shard in exchange.shards]
-        momenta = [self._momenta[shard.name] for shard in exchange.shards] if self._momenta else []
-        kernel = exchange.fragment.outer_step
-        if kernel is not None and exchange.shards and all(theta.dtype in TRITON_DTYPES for theta in thetas):
-            kernel(anchors, thetas, momenta, means, self.outer.rate, self.outer.momentum, mix)
-        else:
-            for theta, anchor, momentum, mean in zip(
-                thetas, anchors, momenta or [None] * len(means), means, strict=True
-            ):
-                self._step(theta, anchor, momentum, mean, mix)
-        self._in_flight.remove(exchange)
-
-    def _step(self, theta: Tensor, anchor: Tensor, momentum: Tensor | None, mean: Tensor, mix: float) -> None:
-        """Run the outer step of one parameter."""
-        # These are copies if the states are in host memory.
-        on_device = anchor.to(theta.device)
-        v = None if momentum is None else momentum.to(theta.device)
-        self.outer.step(on_device.view(-1), None if v is None else v.view(-1), mean.view(-1))
-        if on_device is not anchor:
-            anchor.copy_(on_device)
-        if momentum is not None and v is not None and v is not momentum:
-            momentum.copy_(v)
-        if mix:
-            theta.mul_(mix).add_(on_device, alpha=1.0 - mix)
-        else:
-            theta.copy_(on_device)
 
     def _averaging_states(self) -> list[State]:
         merged: dict[str, State] = {}

@@ -1,14 +1,75 @@
-"""Overlap of the gradient exchange with the backward pass."""
+"""Exchanges that run beside the backward pass of a step and the forward pass of the next one."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, contiguous_gradient
-from torchtitan_scape.methods.early import ChunkInFlight, EarlyExchange
 from torchtitan_scape.methods.interface import Method, StepInfo
+from torchtitan_scape.topology.chunks import Exchange
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+
+
+class ArrivingWeights(Protocol):
+    """Changes of the weights that arrive during the next forward pass, see `replica.forward_overlap`."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether modules wait for their weights already."""
+
+    def start(self, numbers: Collection[int], exchange: Exchange) -> None:
+        """Finish an exchange, which changes the weights of some shards, in the background."""
+
+
+class EarlyExchange(ABC):
+    """A method whose gradients are exchanged in chunks that can start before all gradients are complete.
+
+    Attributes:
+        collectives: Communication with the other replicas.
+        overlap: The `BackwardOverlap`, if chunks start during the backward pass.
+        arriving: Receives the changes of the weights, if they may arrive during the next forward pass.
+
+    Class attributes:
+        sends_weights: True if the exchange ends with changes of the weights, which `arriving` can receive.
+    """
+
+    sends_weights: ClassVar[bool] = False
+
+    collectives: ReplicaCollectives
+    overlap: Any = None
+    arriving: ArrivingWeights | None = None
+
+    @abstractmethod
+    def early_chunks(self) -> Sequence[Collection[int]]:
+        """Return the numbers of the shards whose gradients each chunk contains, in the order of a backward pass."""
+
+    @abstractmethod
+    def begin_early(self, step: int) -> Collection[int]:
+        """Prepare a step, and return the numbers of the chunks that it may start early; equal on all replicas.
+
+        step: as `StepInfo.number`.
+        """
+
+    @abstractmethod
+    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> Any:
+        """Start the exchange of a chunk, and return an object with its `handle`. Collective.
+
+        Neither gradients nor state change before `finish_early`.
+
+        Args:
+            gradients: Those that exist now, None for the others. Those of the chunk exist.
+        """
+
+    @abstractmethod
+    def finish_early(self, sent: Any, info: StepInfo) -> None:
+        """Store the result of an exchange after waiting for its handle, and update the method's state."""
+
+    def cancel_early(self) -> None:
+        """Forget the gradients of a step that is not taken. Called after the handles of its chunks were waited for."""
 
 
 class BackwardOverlap:
@@ -36,7 +97,7 @@ class BackwardOverlap:
         self._method, self._shards = method, shards
         self._required = method.early_chunks()
         self._gradients: list[Tensor | None] = [None] * len(shards)
-        self._in_flight: list[ChunkInFlight] = []
+        self._in_flight: list[Any] = []
         self._order = list(range(len(self._required)))
         self._expected: list[int] = []  # the chunks of this step, in their order
         self._flags = max(method.collectives.gather_objects(len(self._order)))
@@ -95,8 +156,8 @@ class BackwardOverlap:
         if not self.active:
             return False
         self._start_all()
-        for chunk in self._in_flight:
-            chunk.handle.wait()
+        for sent in self._in_flight:
+            sent.handle.wait()
         self._method.cancel_early()
         self._forget()
         return True
@@ -122,8 +183,9 @@ class BackwardOverlap:
     def finish(self, info: StepInfo) -> list[Tensor]:
         """Wait for all chunks and return the result of the method's `synchronize`."""
         gradients = self._start_all()
-        for chunk in self._in_flight:
-            chunk.finish(info)
+        for sent in self._in_flight:
+            sent.handle.wait()
+            self._method.finish_early(sent, info)
         self._forget()
         self.complete = []
         return gradients

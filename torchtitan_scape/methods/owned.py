@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,9 @@ from torchtitan_scape.methods.update import scaled_for_steps
 from torchtitan_scape.optimizers.initial_state import create_state, initial_value
 from torchtitan_scape.optimizers.parts import optimizer_of_parts
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.partition import Slice
 
 OTHER_SHAPES = "optimizer_"  # begins the kinds of state in checkpoints that do not have the parameters' shapes
-
-
-class Range(NamedTuple):
-    """Entries of a shard's flat local tensor."""
-
-    first: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -31,17 +25,17 @@ class Part:
     """A part of a shard.
 
     Attributes:
-        range: Its entries.
+        slice: Its entries of the shard's flat local tensor.
         shard: The part as a parameter of its own: FP32, of the shard's shape if it is the whole shard, else (n,).
         values: Its local tensor.
     """
 
-    range: Range
+    slice: Slice
     shard: Shard
     values: Tensor
 
     @classmethod
-    def of(cls, shard: Shard, entries: Range, whole: bool) -> "Part":
+    def of(cls, shard: Shard, entries: Slice, whole: bool) -> "Part":
         shape = shard.local_shape if whole else (entries.length,)
         values = torch.zeros(shape, dtype=torch.float32, device=shard.device)
         placed = placed_like(shard.parameter, values) if whole else values
@@ -51,7 +45,7 @@ class Part:
         """Return the part of a shard's contiguous tensor of any shape, as a view of the shape of `values`."""
         if values.numel() == self.values.numel():
             return values if values.shape == self.values.shape else values.view(self.values.shape)
-        return values.view(-1)[self.range.first : self.range.first + self.range.length].view(self.values.shape)
+        return values.view(-1)[self.slice.first : self.slice.first + self.slice.length].view(self.values.shape)
 
 
 class OwnedParts:
@@ -59,7 +53,7 @@ class OwnedParts:
 
     Args:
         shards: All parameters of this rank.
-        ranges: The entries that this replica updates, by number of the shard.
+        slices: The entries that this replica updates, by number of the shard.
         whole: The numbers of the shards that no replica divides.
         optimizer: Supplies the class, the rates, and the state if it has one.
         collectives: Communication with the other replicas.
@@ -76,13 +70,13 @@ class OwnedParts:
     def __init__(
         self,
         shards: Sequence[Shard],
-        ranges: Mapping[int, Range],
+        slices: Mapping[int, Slice],
         whole: Sequence[int],
         optimizer: torch.optim.Optimizer,
         collectives: ReplicaCollectives,
     ) -> None:
         self.shards, self._rates = list(shards), optimizer
-        self.parts = {i: Part.of(shards[i], each, i in whole) for i, each in sorted(ranges.items())}
+        self.parts = {i: Part.of(shards[i], each, i in whole) for i, each in sorted(slices.items())}
         self._by_name = {part.shard.name: part for part in self.parts.values()}
         wholes = {part.shard.name: shards[i].parameter for i, part in self.parts.items()}
         self.optimizer = optimizer_of_parts(optimizer, [part.shard for part in self.parts.values()], wholes)
@@ -163,13 +157,13 @@ class OwnedParts:
 
     def starts(self) -> dict[str, int]:
         """Return the position of the first entry of each part, by name of the parameter."""
-        return {name: part.range.first for name, part in self._by_name.items()}
+        return {name: part.slice.first for name, part in self._by_name.items()}
 
     def states(self) -> list[State]:
         """Return the optimizer's state of the parts."""
         starts = self.starts()
-        found = [State(kind, each, False, "copy", starts=starts) for kind, each in self.moments.items()]
-        return found + [State(f"{OTHER_SHAPES}{k}", each, False, "rebuild", False) for k, each in self.others.items()]
+        moments = [State(kind, each, False, "copy", starts=starts) for kind, each in self.moments.items()]
+        return moments + [State(f"{OTHER_SHAPES}{k}", each, False, "rebuild", False) for k, each in self.others.items()]
 
 
 def _of_part(value: Any, part: Part, shard: Shard) -> Any:

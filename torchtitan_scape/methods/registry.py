@@ -81,7 +81,7 @@ def _import(name: str) -> Any:
     return getattr(import_module(f"torchtitan_scape.methods.{module}"), attribute)
 
 
-SAVED_BASES = "quantized.saved_bases.saved_decoders"
+SAVED_BASES = "quantized.whitening.saved_decoders"
 
 METHODS: dict[str, MethodEntry] = {
     "dense": MethodEntry(
@@ -111,10 +111,10 @@ METHODS: dict[str, MethodEntry] = {
     ),
     "onebit_adam": MethodEntry(OnebitAdamOptions, "onebit_adam.method.OnebitAdam", ("AdamW",)),
     "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),
-    "diloco": MethodEntry(DilocoOptions, "diloco.method.Diloco"),
-    "streaming_diloco": MethodEntry(StreamingDilocoOptions, "streaming_diloco.method.StreamingDiloco"),
+    "diloco": MethodEntry(DilocoOptions, "local_updates.LocalUpdates"),
+    "streaming_diloco": MethodEntry(StreamingDilocoOptions, "local_updates.LocalUpdates"),
     "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta", supports_pipeline=True),
-    "sparseloco": MethodEntry(SparselocoOptions, "sparseloco.method.Sparseloco"),
+    "sparseloco": MethodEntry(SparselocoOptions, "local_updates.LocalUpdates"),
     "co2": MethodEntry(Co2Options, "co2.method.Co2"),
     "noloco": MethodEntry(NolocoOptions, "noloco.method.Noloco"),
 }

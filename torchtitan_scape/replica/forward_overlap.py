@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.timing import PhaseTimer
-from torchtitan_scape.methods.early import EarlyExchange
 from torchtitan_scape.methods.interface import Method
+from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.topology.chunks import Exchange
 from torchtitan_scape.topology.comm_stream import HIGH_PRIORITY, CommStream
 from torchtitan_scape.topology.torch_version import (

@@ -15,30 +15,13 @@ What the sources leave open, and the choice here:
 - First round. There is no stale result at its end: the momentum stays zero, and replicas return to x_{0,0}.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.methods.co2.options import Co2Options
-from torchtitan_scape.methods.local_options import LocalOptions
-from torchtitan_scape.methods.local_updates import LocalUpdates, OuterOptimizer
+from torchtitan_scape.methods.local_updates import LocalUpdates
 from torchtitan_scape.methods.update import norm_over_model
-
-
-@dataclass(frozen=True)
-class ClippedMomentum(OuterOptimizer):
-    """The outer step: SGD with heavy-ball momentum, whose entries are limited to [-clip, clip]."""
-
-    has_kernel: ClassVar[bool] = False
-    clip: float = 0.0
-
-    def step(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
-        moved = mean if momentum is None else momentum.mul_(self.momentum).add_(mean)
-        if self.clip:
-            moved.clamp_(-self.clip, self.clip)
-        anchor.sub_(moved, alpha=self.rate)
 
 
 def staleness_gap(last_step: Tensor, displacement: Tensor) -> Tensor:
@@ -70,12 +53,15 @@ class Co2(LocalUpdates):
     in its parameters any more, so a run that cannot continue it applies it to the weights.
     """
 
+    has_outer_kernel: ClassVar[bool] = False
     in_flight_kind: ClassVar[str] = "displacement_in_flight"
     in_flight_on_migration: ClassVar[Literal["copy", "displacement"]] = "displacement"
 
-    def outer_optimizer(self, options: LocalOptions) -> OuterOptimizer:
-        assert isinstance(options, Co2Options)
-        return ClippedMomentum(options.outer_lr, options.outer_momentum, options.momentum_clip)
+    def move_anchor(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
+        moved = mean if momentum is None else momentum.mul_(self.options.outer_momentum).add_(mean)
+        if clip := self.options.momentum_clip:
+            moved.clamp_(-clip, clip)
+        anchor.sub_(moved, alpha=self.options.outer_lr)
 
     def scale_means(self, means: dict[str, Tensor]) -> None:
         if not self.options.gap_penalty:
@@ -85,7 +71,7 @@ class Co2(LocalUpdates):
         stale = [means[name] for name in names]
         # One by one: with `host`, each momentum is copied to the device.
         last = [norm_of(self._momenta[name].to(mean.device)) for name, mean in zip(names, stale, strict=True)]
-        gap = staleness_gap(self._norm(last) * self.outer.rate, self._norm([norm_of(mean) for mean in stale]))
+        gap = staleness_gap(self._norm(last) * self.options.outer_lr, self._norm([norm_of(mean) for mean in stale]))
         torch._foreach_div_(stale, gap)
 
     def _norm(self, norms: list[Tensor]) -> Tensor:

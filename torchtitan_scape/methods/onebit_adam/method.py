@@ -18,13 +18,12 @@ from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.methods.early import ChunkInFlight
+from torchtitan_scape.methods.chunked import SentValues
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.update import clip_factor, norm_over_model
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import Chunk
 
 
 class OnebitAdam(Quantized):
@@ -131,13 +130,17 @@ class OnebitAdam(Quantized):
         self._keeps_errors = self._updates_variance and self.options.variance_updates > 0 and not full
         self._begin_exchange(self._updates_variance or full or self.collectives.replicas == 1)
 
-    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> Any:
         start = super(Quantized, self).start_chunk if self._keeps_errors else super().start_chunk
         return start(number, gradients, applied)
 
-    def send(self, chunk: Chunk, values: Tensor) -> tuple[Handle, Callable[[StepInfo], None]]:
+    def finish_chunk(self, sent: Any, applied: Tensor) -> None:
+        finish = super(Quantized, self).finish_chunk if isinstance(sent, SentValues) else super().finish_chunk
+        finish(sent, applied)
+
+    def send(self, values: Tensor) -> Handle:
         self.scale_to_mean([values])
-        return self.collectives.all_reduce(values), lambda info: None
+        return self.collectives.all_reduce(values)
 
     def check_second_moments(self, loaded: bool, step: int) -> None:
         remaining = range(step + 1, self._last_update + 1)

@@ -6,7 +6,7 @@ qgZ of ZeRO++ (Wang et al., arXiv:2306.10209) and SDP4Bit (Jia et al., arXiv:241
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torchtitan_scape.kernels.backends import block_code, choose_backend, exchan
 from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, BlockSlice
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
-from torchtitan_scape.methods.early import ChunkInFlight
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
@@ -59,10 +58,10 @@ class Quantized(ChunkedMethod):
         keeps_owner_error = options.keeps_owner_error(self.collectives.replicas)
         self._owner_error = ErrorFeedback.of(context.shards if keeps_owner_error else [])
         self._uncompressed = False  # in this step
-        self._bases = None
+        self._bases: WhiteningBases | None = None
         if options.whiten_every and self.collectives.replicas > 1:
             hidden = hidden_names(context.optimizer, context.shards)
-            self._bases = WhiteningBases.of(context.shards, options.whiten_every, hidden)
+            self._bases = WhiteningBases(context.shards, hidden, self.collectives)
             self._check_bases(hidden)
         for kind, errors in ((SECOND, self._pending), (OWNER_ERROR, self._owner_error)):
             if errors.tensors:
@@ -114,25 +113,22 @@ class Quantized(ChunkedMethod):
 
     def _enter_bases(self, gradients: list[Tensor], info: StepInfo) -> None:
         if self._bases is not None:
-            pending = (self._pending.tensors, self._owner_error.tensors)
-            self._bases.begin(gradients, info.number, pending, info.applied)
+            if info.number > 1 and (info.number - 1) % self.options.whiten_every == 0:
+                self._bases.change((self._pending.tensors, self._owner_error.tensors), info.applied)
+            self._bases.encode(gradients)
 
     def _leave_bases(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         if self._bases is not None:
-            self._bases.finish(gradients, info.applied)
+            self._bases.decode_and_observe(gradients, info.applied)
         return gradients
 
-    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> ChunkInFlight:
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> Any:
         self._sends_errors = True
-        handle, store = self._exchange.start(
-            self._coded_chunks[number], not self._uncompressed, gradients, applied, self._errors_elsewhere
-        )
+        chunk, encodes = self._coded_chunks[number], not self._uncompressed
+        return self._exchange.start(chunk, encodes, gradients, applied, self._errors_elsewhere)
 
-        def finish(info: StepInfo) -> None:
-            handle.wait()
-            store(info.applied)
-
-        return ChunkInFlight(handle, finish)
+    def finish_chunk(self, sent: Any, applied: Tensor) -> None:
+        self._exchange.finish(sent, applied)
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
@@ -151,13 +147,12 @@ class Quantized(ChunkedMethod):
         return states if self._bases is None else [*states, self._bases.state()]
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
-        basis = None if self._bases is None else self._bases.bases.get(name)
         errors = super().pending_gradient(state, name)
-        return errors if basis is None else basis.decode(errors).reshape(-1)
+        return errors if self._bases is None else self._bases.decoded(name, errors)
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         found = super().replicated_tensors()
         for one in found:
-            if self._bases is not None and one.name and (basis := self._bases.bases.get(one.name)):
-                one.parts.extend((f"basis.{kind}", tensor) for kind, tensor in basis.tensors().items())
+            if self._bases is not None and one.name:
+                one.parts.extend(self._bases.replicated(one.name))
         return found

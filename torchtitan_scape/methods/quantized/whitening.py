@@ -3,15 +3,16 @@
 A code of few bits makes an error of about equal size in every entry of a block. The singular values of a gradient
 differ widely, and Muon moves all singular directions by the same distance: the error covers the weak ones.
 In a basis that divides every direction by its root mean square, the error is smallest where the gradient is. The second
-moments are those of Shampoo (Gupta et al., arXiv:1802.09568); they are made of synchronized gradients, which all
-replicas have, so that no basis is sent.
+moments are those of Shampoo (Gupta et al., arXiv:1802.09568), made of synchronized gradients. Where all replicas have
+these, no basis is sent.
 """
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torchtitan_scape.methods.quantized.options import (
     largest_divisor,
     whitened_sides,
 )
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 DECAY = 0.95  # of the second moments, per synchronized gradient
 FLOOR = 1e-3  # added to the eigenvalues, relative to the norm of the second moments
@@ -159,74 +161,172 @@ class MatrixBasis:
             masked_copy_(error.view(self.shape), self.encode(gradient), applied)
 
 
-@dataclass
 class WhiteningBases:
     """The bases of the matrices that Muon updates, by the name of the parameter.
 
-    A shard of a matrix, as FSDP2 makes it, is treated as a matrix.
+    A shard of a matrix, as FSDP2 makes it, is treated as a matrix. Every replica has the second moments of all of them,
+    or, with `owners`, one replica of each: it sends the basis to the others, which have neither these nor the inverse.
+    All replicas change a basis in the same step.
+
+    Args:
+        shards: All parameters of this rank.
+        hidden: The names of those that Muon updates or would update.
+        collectives: Communication with the other replicas.
+        owners: The replica with the second moments of each matrix, by name; None for all replicas.
 
     Attributes:
-        interval: Steps between two updates of the bases.
+        bases: By the name of the parameter.
         numbers: Positions of these parameters among the shards.
+        copies: Results of `encoded` in this step, by number of the shard.
     """
 
-    interval: int
-    bases: dict[str, MatrixBasis] = field(default_factory=dict)
-    numbers: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, shards: Sequence[Shard], interval: int, hidden: Collection[str], owned: Collection[str] | None = None
-    ) -> "WhiteningBases":
-        """Return bases of the matrices among the parameters `hidden`, which Muon updates or would update.
-
-        Args:
-            owned: The names of those whose second moments this replica has; all if None.
-        """
-        found = cls(interval)
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        hidden: Collection[str],
+        collectives: ReplicaCollectives,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        self._collectives, self._owners = collectives, owners
+        self.bases: dict[str, MatrixBasis] = {}
+        self.numbers: list[int] = []
+        self.copies: dict[int, Tensor] = {}
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
             if shard.name in hidden and has_basis(shape):
-                mine = owned is None or shard.name in owned
-                found.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device, mine)
-                found.numbers.append(i)
-        return found
+                self.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device, self._owns(shard.name))
+                self.numbers.append(i)
 
-    def begin(
-        self, gradients: Sequence[Tensor], number: int, pending: Sequence[Mapping[str, Tensor]], applied: Tensor
-    ) -> None:
-        """Replace the gradients of step `number` by their values in the bases, after an update if one is due.
+    def _owns(self, name: str) -> bool:
+        return self._owners is None or self._owners[name] == self._collectives.replica
+
+    def _numbered(self) -> Iterator[tuple[int, str, MatrixBasis]]:
+        return ((i, *item) for i, item in zip(self.numbers, self.bases.items(), strict=True))
+
+    def change(self, pending: Sequence[Mapping[str, Tensor]], applied: Tensor) -> None:
+        """Change to the bases of the present second moments. Collective with `owners`.
 
         Args:
-            gradients: FP32, (n,) or (a, b) per shard, changed in place.
             pending: Errors by name, in the bases; changed in place.
+            applied: Nothing changes unless it is True, bool ().
         """
-        if number > 1 and (number - 1) % self.interval == 0:
-            for name, basis in self.bases.items():
-                forward = [side.whitening() for side in basis.whitened]
-                basis.change(forward, [errors[name] for errors in pending if errors], applied)
-        self.encode(gradients)
+        for name, basis in self.bases.items():
+            sides, owns = basis.whitened, self._owns(name)
+            forward = [side.whitening() if owns else side.forward for side in sides]
+            if self._owners is not None:
+                message = torch.cat([side.flatten() for side in forward])
+                self._collectives.broadcast_from(message.view(torch.uint8), self._owners[name], "basis")
+                parts = message.split([side.numel() for side in forward])
+                forward = [part.view_as(side.forward) for part, side in zip(parts, sides, strict=True)]
+            basis.change(forward, [errors[name] for errors in pending if errors], applied)
 
     def encode(self, gradients: Sequence[Tensor]) -> None:
         """Replace the gradients of these parameters, FP32, (n,) or (a, b), by their values in the bases."""
-        for i, basis in zip(self.numbers, self.bases.values(), strict=True):
+        for i, _, basis in self._numbered():
             gradients[i].view(basis.shape).copy_(basis.encode(gradients[i]))
 
-    def finish(self, gradients: Sequence[Tensor], applied: Tensor) -> None:
-        """Replace the synchronized gradients by their values in the model's own basis."""
-        for i, basis in zip(self.numbers, self.bases.values(), strict=True):
-            basis.decode_and_observe_(gradients[i], applied)
+    def encoded(self, gradients: Sequence[Tensor | None], numbers: Collection[int]) -> list[Any]:
+        """Return the gradients, those of some shards as copies in their bases. A copy is made once in a step.
+
+        Copies of other shards that exist take the place of their gradients, too: kernels on another stream may still
+        read the table of addresses, which must not change for them.
+        """
+        found: list[Any] = list(gradients)
+        for i, _, basis in self._numbered():
+            if i in numbers and i not in self.copies:
+                self.copies[i] = basis.encode(found[i]).reshape(-1)
+            if i in self.copies:
+                found[i] = self.copies[i]
+            if i in numbers and found[i].is_cuda:  # a hook of the backward pass may have made it on another stream
+                found[i].record_stream(torch.cuda.current_stream(found[i].device))
+        return found
+
+    def decode_and_observe(
+        self, gradients: Sequence[Tensor], applied: Tensor, numbers: Collection[int] | None = None
+    ) -> None:
+        """Replace synchronized gradients by their values in the model's own basis, and observe them.
+
+        Args:
+            numbers: The shards whose gradients are synchronized; None for all. Those of other owners are left out.
+        """
+        for i, name, basis in self._numbered():
+            if self._owns(name) and (numbers is None or i in numbers):
+                basis.decode_and_observe_(gradients[i], applied)
+
+    def decoded(self, name: str, values: Tensor) -> Tensor:
+        """Return values of a parameter, (n,), in the model's own basis."""
+        basis = self.bases.get(name)
+        return values if basis is None else basis.decode(values).reshape(-1)
+
+    def counted(self, name: str) -> int:
+        """Return how often this replica counts its residual of a parameter in a sum over the replicas.
+
+        The owner of a matrix counts its own for all replicas, because the others would have to compute the inverse.
+        """
+        if self._owners is None or name not in self.bases:
+            return 1
+        return self._collectives.replicas if self._owns(name) else 0
 
     def reset(self) -> None:
         """Return to the state at the start of a run."""
         for basis in self.bases.values():
             basis.reset()
 
-    def state(self, names: Collection[str] | None = None) -> State:
-        """Return all tensors but the rotations, which follow from the shapes; those of `names` only, if given."""
-        chosen = {name: basis for name, basis in self.bases.items() if names is None or name in names}
-        tensors = {f"{name}.{kind}": t for name, basis in chosen.items() for kind, t in basis.tensors().items()}
+    def state(self, declared: bool = False) -> State:
+        """Return all tensors but the rotations, which follow from the shapes.
+
+        declared: With the tensors of all owners, as checkpoints contain them, without values.
+        """
+        bases = self.bases
+        if declared:
+            bases = {name: MatrixBasis.of(basis.shape, torch.device("meta")) for name, basis in bases.items()}
+        tensors = {f"{name}.{kind}": t for name, basis in bases.items() for kind, t in basis.tensors().items()}
         return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
+
+    def replicated(self, name: str) -> list[tuple[str | None, Tensor]]:
+        """Return the tensors of a parameter that are bitwise equal on all replicas."""
+        tensors = self.bases[name].tensors() if name in self.bases else {}
+        shared = [kind for kind in tensors if self._owners is None or kind.endswith("forward")]
+        return [(f"basis.{kind}", tensors[kind]) for kind in shared]
+
+
+def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[Tensor], Tensor]] | None:
+    """Read the bases of a checkpoint. Collective.
+
+    Args:
+        reader: A `methods.imported.CheckpointReader`.
+        shards: All parameters of this rank.
+
+    Returns:
+        By parameter, a function of pending gradients (n,), FP32, that returns them without the basis. Parameters
+        without a basis are missing. None if the bases are those of other shards.
+    """
+    rank = str(reader.model_rank)
+    saved = reader.shapes_by_shard("basis.")
+    with_a_basis = {name.removeprefix("basis.").rsplit(".", 2)[0] for name in saved}
+    bases: dict[str, MatrixBasis] = {}
+    wanted: dict[str, Tensor] = {}
+    readable = reader.saved.get("shard") == reader.model_ranks
+    for shard in (shard for shard in shards if shard.name in with_a_basis and len(shard.local_shape) == 2):
+        rows, columns = shard.local_shape
+        basis = bases[shard.name] = MatrixBasis.of((rows, columns), torch.device("cpu"), owned=False)
+        for name, size, side in zip(("left", "right"), basis.shape, (basis.left, basis.right), strict=True):
+            if side.whitened:
+                key = f"basis.{shard.name}.{name}.backward"
+                shape = saved.get(key, {}).get(rank, (0, 0))  # (size, size) before bases had blocks
+                readable = readable and shape[-2] == shape[-1] and math.prod(shape) == size * shape[-1] > 0
+                wanted[f"{key}.{rank}"] = side.backward = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if not reader.all_agree(readable):
+        return None
+    reader.fill(wanted)
+    return {name: functools.partial(_decode_saved, basis) for name, basis in bases.items()}
+
+
+def _decode_saved(basis: MatrixBasis, values: Tensor) -> Tensor:
+    for side in (basis.left, basis.right):
+        assert side.backward is not None
+        side.backward = side.backward.to(values.device)
+    return basis.decode(values).reshape(-1)
 
 
 @contextmanager

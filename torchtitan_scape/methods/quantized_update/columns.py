@@ -1,10 +1,9 @@
 """Passes of a step over tensors and messages: in PyTorch with a buffer for the rows of a column, or kernels without."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,54 @@ from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, Block
 from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.owned import Part
 from torchtitan_scape.methods.quantized_update.layout import Column
-from torchtitan_scape.topology.chunks import Exchange
-from torchtitan_scape.topology.codecs import message_bytes
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Slice
+
+
+class SentGradients(NamedTuple):
+    """The gradients of a column on their way to its owners.
+
+    Attributes:
+        handle: The collective.
+        column: The column.
+        code: Its code; None for FP32.
+        factor, steps: As of `Columns.send_gradients`.
+        messages: uint8 (owners, bytes); on several levels FP32 (owners, width), whose own row becomes the mean.
+        received: uint8 (replicas, bytes), none if this replica is no owner; None on several levels.
+        error: FP32 (owners, width), quantization errors that are not stored yet.
+        is_stored: Whether the residuals are stored already.
+    """
+
+    handle: Handle
+    column: Column
+    code: BlockCode | None
+    factor: float
+    steps: int
+    messages: Tensor
+    received: Tensor | None
+    error: Tensor | None
+    is_stored: bool
+
+
+class SentChange(NamedTuple):
+    """The change of the weights of a column on its way to all replicas.
+
+    Attributes:
+        handle: The collective.
+        column: The column.
+        code: Its code; None for weights in FP32.
+        message: uint8 (bytes,) of this replica, in memory as long as another stream may read it.
+        received: uint8 (owners, bytes).
+        weights: The tensors to change, one per shard.
+    """
+
+    handle: Handle
+    column: Column
+    code: BlockCode | None
+    message: Tensor
+    received: Tensor
+    weights: Sequence[Tensor]
 
 
 class Columns:
@@ -75,65 +117,67 @@ class Columns:
             gradient = _part(self.gradients, Slice(i, 0, residual.numel(), 0)) * factor
             residual.add_(gradient.masked_fill_(~applied, 0.0))
 
-    def to_owners(
+    def send_gradients(
         self, column: Column, code: BlockCode | None, factor: float, steps: int, applied: Tensor | None
-    ) -> tuple[Handle, Callable[[Tensor], None]]:
+    ) -> SentGradients:
         """Start sending gradient * factor + residual, encoded, to the owners of a column.
 
         Args:
-            applied: Argument of the returned function, if it is known already. During a backward pass it is not.
-
-        Returns:
-            The handle, and a function of `applied`, bool (), to call after waiting for it. It replaces the gradients
-            that this replica owns by the mean over replicas, divided by `steps`. If `applied`, the residuals become the
-            quantization errors.
+            steps: Divisor of the mean.
+            applied: As of `receive_mean`, if it is known already. During a backward pass it is not.
         """
-        if len(self._collectives.levels) == 1:
-            messages, keep_errors = self._encode(column, code, factor, applied)
-            handle, received = self._collectives.send_to_owners(messages, column.owners)
+        arguments = column, code, factor, steps
+        if len(self._collectives.levels) > 1:
+            rows = self._gradient_rows(column, factor)
+            error = None if code is None else torch.empty_like(rows)
+            flat_error = None if error is None else error.view(-1)
+            handle = self._collectives.reduce_scatter(rows.view(-1), codec=code, error=flat_error)
+            return SentGradients(handle, *arguments, rows, None, error, is_stored=False)
+        messages, error = self._encode(column, code, factor, applied)
+        handle, received = self._collectives.send_to_owners(messages, column.owners)
+        return SentGradients(handle, *arguments, messages, received, error, is_stored=applied is not None)
 
-            def finish(applied: Tensor) -> None:
-                _use_here(messages, received)
-                keep_errors(applied)
-                self._store_mean(column, code, received, steps)
+    def receive_mean(self, sent: SentGradients, applied: Tensor) -> None:
+        """Replace the gradients that this replica owns by the mean over replicas, divided by `steps`.
 
-            return handle, finish
-        rows = self._gradient_rows(column, factor)
-        error = None if code is None else torch.empty_like(rows)
-        flat_error = None if error is None else error.view(-1)
-        handle = self._collectives.reduce_scatter(rows.view(-1), codec=code, error=flat_error)
-
-        def finish_row(applied: Tensor) -> None:
-            _use_here(rows)
-            self._store_errors(column, error, applied)
-            self._store_row(column, rows[self._collectives.replica], steps)
-
-        return handle, finish_row
+        The residuals become the quantization errors if `applied`, bool (). Call it after waiting for the handle.
+        """
+        for tensor in (sent.messages, sent.received, sent.error):
+            if tensor is not None and tensor.is_cuda:  # a hook of the backward pass may have made it on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if not sent.is_stored:
+            self._store_errors(sent, applied)
+        if sent.received is None:
+            self._store_row(sent.column, sent.messages[self._collectives.replica], sent.steps)
+        elif len(sent.received):
+            self._store_mean(sent.column, sent.code, sent.received, sent.steps)
 
     def _encode(
         self, column: Column, code: BlockCode | None, factor: float, applied: Tensor | None
-    ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return the messages for the owners, uint8 (owners, bytes), and a function that stores the residuals.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the messages for the owners, uint8 (owners, bytes), and the errors unless `applied` is known.
 
-        The function does nothing if `applied` is known: they are stored already.
+        The errors, FP32 (owners, width), are stored as residuals then.
         """
         rows = self._gradient_rows(column, factor)
         error = None if code is None else torch.empty_like(rows)
         messages = rows.view(torch.uint8) if code is None else code.encode(rows, error)
         if applied is None:
-            return messages, partial(self._store_errors, column, error)
-        self._store_errors(column, error, applied)
-        return messages, _nothing
+            return messages, error
+        self._keep_errors(column, error, applied)
+        return messages, None
+
+    def _store_errors(self, sent: SentGradients, applied: Tensor) -> None:
+        self._keep_errors(sent.column, sent.error, applied)
 
     def _store_mean(self, column: Column, code: BlockCode | None, received: Tensor, steps: int) -> None:
-        """Store the mean of messages, uint8 (replicas, bytes), or of none if this replica is no owner."""
-        if len(received):
-            row = torch.empty(column.width, dtype=torch.float32, device=self._device)
-            if code is None:
-                torch.sum(received.view(torch.float32), 0, out=row)
-            else:
-                code.decode_and_sum(received, row)
-            self._store_row(column, row.div_(divisor_of(row, len(received))), steps)
+        """Store the mean of messages, uint8 (replicas, bytes)."""
+        row = torch.empty(column.width, dtype=torch.float32, device=self._device)
+        if code is None:
+            torch.sum(received.view(torch.float32), 0, out=row)
+        else:
+            code.decode_and_sum(received, row)
+        self._store_row(column, row.div_(divisor_of(row, len(received))), steps)
 
     def _store_row(self, column: Column, row: Tensor, steps: int) -> None:
         divisor = divisor_of(row, steps)
@@ -146,18 +190,15 @@ class Columns:
             own = self._owned[i]
             masked_copy_(own.values, own.within(self.weights[i]) - own.values, applied)
 
-    def messages(self, columns: Sequence[Column], code: BlockCode | None, applied: Tensor) -> list[Tensor]:
+    def change(self, column: Column, code: BlockCode | None, applied: Tensor) -> Tensor:
         """Encode what takes all replicas from their weights to those of the owner, nothing unless `applied`, bool ().
 
         The owned parts, which contain the weights of the owner, become the unsent updates, if `applied`. Without a code
-        the messages are the weights themselves.
+        the message is the weights themselves.
 
         Returns:
-            The messages of this replica by column, uint8 (bytes,); (0,) where it owns nothing.
+            The message of this replica, uint8 (bytes,); (0,) if it owns nothing of the column.
         """
-        return [self._message(column, code, applied) for column in columns]
-
-    def _message(self, column: Column, code: BlockCode | None, applied: Tensor) -> Tensor:
         if (own := self._own_row(column)) is None:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         slices, rows = column.slices[own], torch.zeros(1, column.width, dtype=torch.float32, device=self._device)
@@ -175,20 +216,16 @@ class Columns:
             masked_copy_(self._of_owned(s), moved - self._of_owned(s), applied)
         return message.view(-1)
 
-    def to_replicas(self, column: Column, message: Tensor, code: BlockCode | None) -> Exchange:
-        """Start sending a result of `messages` to all replicas; the returned function changes the weights.
+    def send_change(self, column: Column, code: BlockCode | None, message: Tensor) -> SentChange:
+        """Start sending a result of `change` to all replicas."""
+        size = 4 * column.width if code is None else code.message_bytes(column.width)
+        handle, received = self._collectives.gather_from_owners(message, size, column.owners)
+        return SentChange(handle, column, code, message, received, self.weights)
 
-        Simulated replicas share one set of weights.
-        """
-        size = message_bytes(column.width, code)
-        handle, messages = self._collectives.gather_from_owners(message, size, column.owners)
-        weights = self.weights  # the function may run after the step
-
-        def store(sent: Tensor = message) -> None:  # kept in memory: another stream may read it until then
-            if self._collectives.is_writer:
-                self._add(weights, column, messages, code)
-
-        return handle, store
+    def receive_change(self, sent: SentChange) -> None:
+        """Change the weights, after waiting for the handle. Simulated replicas share one set of weights."""
+        if self._collectives.is_writer:
+            self._add(sent.weights, sent.column, sent.received, sent.code)
 
     def _add(self, weights: Sequence[Tensor], column: Column, messages: Tensor, code: BlockCode | None) -> None:
         if code is None:
@@ -209,7 +246,7 @@ class Columns:
     def _of_owned(self, s: Slice) -> Tensor:
         """Return the entries of a slice in the owned part of its tensor."""
         own = self._owned[s.tensor]
-        return own.values.view(-1)[s.first - own.range.first : s.first - own.range.first + s.length]
+        return own.values.view(-1)[s.first - own.slice.first : s.first - own.slice.first + s.length]
 
     def _gradient_rows(self, column: Column, factor: float) -> Tensor:
         """Return gradient * factor + residual as FP32 (owners, width), with zeros as padding between blocks."""
@@ -224,9 +261,8 @@ class Columns:
             fill_last_block(row, s, self._block)
         return values
 
-    def _store_errors(self, column: Column, errors: Tensor | None, applied: Tensor) -> None:
-        if errors is not None:
-            _use_here(errors)
+    def _keep_errors(self, column: Column, errors: Tensor | None, applied: Tensor) -> None:
+        """Store FP32 (owners, width), or zeros, as the residuals of a column if `applied`, bool ()."""
         for i, s in ((i, s) for i, slices in enumerate(column.slices) for s in slices):
             error = 0.0 if errors is None else errors[i, s.at : s.at + s.length]
             masked_copy_(_part(self._residuals, s), error, applied)
@@ -249,7 +285,7 @@ class KernelColumns(Columns):
         self._of_gradients, self._of_weights, self._of_owned_parts = tables
         self._of_gradients.set(SECOND, self._residuals)
         parts = [self._owned.get(i) for i in range(len(shards))]
-        firsts = [part.range.first if part else 0 for part in parts]
+        firsts = [part.slice.first if part else 0 for part in parts]
         self._of_owned_parts.set(SECOND, [part.values if part else None for part in parts], firsts)
 
     @contextmanager
@@ -269,14 +305,18 @@ class KernelColumns(Columns):
 
     def _encode(
         self, column: Column, code: BlockCode | None, factor: float, applied: Tensor | None
-    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+    ) -> tuple[Tensor, Tensor | None]:
         if code is None:
             return super()._encode(column, code, factor, applied)
-        passes, table = self._of_column(column, code), self._of_gradients
-        messages = passes.encode(table, False, factor=factor, applied=applied).messages
-        if applied is None:
-            return messages, lambda applied: passes.keep_error(table, messages, applied, factor)
-        return messages, _nothing
+        sent = self._of_column(column, code).encode(self._of_gradients, False, factor=factor, applied=applied)
+        return sent.messages, None
+
+    def _store_errors(self, sent: SentGradients, applied: Tensor) -> None:
+        if sent.code is None:
+            super()._store_errors(sent, applied)
+        else:
+            passes = self._of_column(sent.column, sent.code)
+            passes.keep_error(self._of_gradients, sent.messages, applied, sent.factor)
 
     def _store_mean(self, column: Column, code: BlockCode | None, received: Tensor, steps: int) -> None:
         if code is None or (own := self._own_row(column)) is None:
@@ -285,12 +325,12 @@ class KernelColumns(Columns):
             self._of_column(column, code, own).store_mean(self._of_gradients, received, steps)
 
     def begin_update(self, numbers: Sequence[int], applied: Tensor) -> None:
-        rows = [Slice(i, *self._owned[i].range, 0) for i in numbers]
+        rows = [self._owned[i].slice for i in numbers]
         self._in_blocks(("owned", *numbers), rows).subtract(self._of_owned_parts, applied)
 
-    def _message(self, column: Column, code: BlockCode | None, applied: Tensor) -> Tensor:
+    def change(self, column: Column, code: BlockCode | None, applied: Tensor) -> Tensor:
         if code is None or (own := self._own_row(column)) is None:
-            return super()._message(column, code, applied)
+            return super().change(column, code, applied)
         sent = self._of_column(column, code, own).encode(self._of_owned_parts, True, applied=applied)
         return sent.messages.view(-1)
 
@@ -325,17 +365,6 @@ def _part(tensors: Sequence[Tensor | None], s: Slice) -> Tensor:
     tensor = tensors[s.tensor]
     assert tensor is not None
     return tensor.view(-1)[s.first : s.first + s.length]
-
-
-def _use_here(*tensors: Tensor) -> None:
-    """Mark tensors as used by the current stream: a hook of the backward pass may have allocated them on another."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-def _nothing(*_: Any) -> None:
-    """Store nothing."""
 
 
 def has_kernels(backend: str, collectives: ReplicaCollectives) -> bool:

@@ -35,12 +35,14 @@ class ExchangeGroup:
     """The tensors that are exchanged in the same steps.
 
     Attributes:
+        number: The position of the group.
         tensors: Their numbers, in order.
         rows: By replica; a tensor that may be divided has slices in several rows.
         columns: The exchange in a code.
         in_fp32: The exchange without a code, or through buffers, in columns with fewer entries.
     """
 
+    number: int
     tensors: tuple[int, ...]
     rows: tuple[tuple[Slice, ...], ...]
     columns: tuple[Column, ...]
@@ -49,10 +51,6 @@ class ExchangeGroup:
     def columns_for(self, coded: bool) -> tuple[Column, ...]:
         """Return the columns of an exchange in a code, or in FP32."""
         return self.columns if coded else self.in_fp32
-
-    def owned_by(self, replica: int) -> dict[int, Slice]:
-        """Return the slices that a replica updates, at most one of each tensor, by number of the tensor."""
-        return {s.tensor: s for s in sorted(self.rows[replica])}
 
 
 def divide(
@@ -88,8 +86,8 @@ def divide(
             if empty.
     """
     held = [0] * replicas  # entries of the tensors that are not divided, in all groups
-    found = []
-    for tensors in assign_groups(entries or sizes, groups):
+    divided = []
+    for number, tensors in enumerate(assign_groups(entries or sizes, groups)):
         rows = _rows_of_group(tensors, sizes, whole, held, block)
         ends = [sum(_rounded(s.length, block) for s in row) for row in rows]
         _fill_rows(rows, ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
@@ -99,19 +97,27 @@ def divide(
         total = sum(sizes[i] for i in tensors)
         limits = [entries_of_chunk(total, most) for most in (limit, limit_in_fp32 or limit)]
         columns, in_fp32 = (tuple(_columns(rows, ends, most, block)) for most in limits)
-        found.append(ExchangeGroup(tuple(tensors), tuple(map(tuple, rows)), columns, in_fp32))
-    return tuple(found)
+        divided.append(ExchangeGroup(number, tuple(tensors), tuple(map(tuple, rows)), columns, in_fp32))
+    return tuple(divided)
+
+
+def slices_with_owners(groups: Sequence[ExchangeGroup], count: int) -> list[list[tuple[int, Slice]]]:
+    """Return (owner, slice) of all slices of each of `count` tensors."""
+    slices: list[list[tuple[int, Slice]]] = [[] for _ in range(count)]
+    for owner, s in ((owner, s) for group in groups for owner, row in enumerate(group.rows) for s in row):
+        slices[s.tensor].append((owner, s))
+    return slices
 
 
 def assign_groups(entries: Sequence[int], groups: int) -> list[list[int]]:
     """Return the tensors of each group: the largest first, each in the group with the fewest entries."""
-    found: list[list[int]] = [[] for _ in range(groups)]
+    assigned: list[list[int]] = [[] for _ in range(groups)]
     loads = [0] * groups
     for i in sorted(range(len(entries)), key=lambda i: -entries[i]):
         group = min(range(groups), key=loads.__getitem__)
         loads[group] += entries[i]
-        found[group].append(i)
-    return [sorted(each) for each in found]
+        assigned[group].append(i)
+    return [sorted(each) for each in assigned]
 
 
 def _rows_of_group(

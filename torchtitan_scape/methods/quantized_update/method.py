@@ -7,7 +7,7 @@ feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,14 +19,13 @@ from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, stored
 from torchtitan_scape.core.tensors import flat, masked_copy_
 from torchtitan_scape.kernels.backends import block_code, choose_backend
-from torchtitan_scape.methods.early import ChunkInFlight, EarlyExchange
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
-from torchtitan_scape.methods.owned import OwnedParts, Range
-from torchtitan_scape.methods.quantized_update.bases import SharedBases
-from torchtitan_scape.methods.quantized_update.columns import columns_of, has_kernels
-from torchtitan_scape.methods.quantized_update.layout import Column, divide
+from torchtitan_scape.methods.overlap import EarlyExchange
+from torchtitan_scape.methods.owned import OwnedParts
+from torchtitan_scape.methods.quantized.whitening import WhiteningBases
+from torchtitan_scape.methods.quantized_update.columns import SentGradients, columns_of, has_kernels
+from torchtitan_scape.methods.quantized_update.layout import Column, ExchangeGroup, divide, slices_with_owners
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
-from torchtitan_scape.methods.quantized_update.owners import Owners
 from torchtitan_scape.methods.update import OptimizerStep, clip_factor
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.algorithms import has_step_of
@@ -89,10 +88,9 @@ class QuantizedUpdate(Method, EarlyExchange):
             groups=options.interval,
             entries=[shard.entries for shard in shards],
         )
-        slices = [s for group in self._groups for s in group.owned_by(replica).values()]
-        ranges = {s.tensor: Range(s.first, s.length) for s in slices}
-        self.owned = OwnedParts(shards, ranges, whole, context.optimizer, self.collectives)
-        self._owners = Owners(len(shards), self._groups, self.collectives)
+        self._owners = slices_with_owners(self._groups, len(shards))
+        owned = {i: s for i, slices in enumerate(self._owners) for owner, s in slices if owner == replica}
+        self.owned = OwnedParts(shards, owned, whole, context.optimizer, self.collectives)
         self._residual = ErrorFeedback.of(shards, RESIDUAL_DTYPE)
         residuals = list(self._residual.tensors.values())
         self._columns = columns_of(backend, shards, self.collectives, options.block, residuals, self.owned.parts)
@@ -103,174 +101,142 @@ class QuantizedUpdate(Method, EarlyExchange):
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)
         self._accumulated = torch.zeros(options.interval, dtype=torch.int64, device="cpu")
         self._last_exchanged: list[int] | None = None
-        self._bases: SharedBases | None = None
+        self._bases: WhiteningBases | None = None
+        # Attempted steps before the first one that used these bases; -1 if not known yet.
+        self._basis_start = torch.full((), -1, dtype=torch.int64, device="cpu")
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
-            owners = {shards[i].name: self._owners.of_whole(i) for i in whole}
-            self._bases = SharedBases(shards, owners, self.collectives)
+            owners = {shards[i].name: self._owners[i][0][0] for i in whole}
+            self._bases = WhiteningBases(shards, owners, self.collectives, owners)
 
     # ------------------------------------------------------------------------------------------ the step
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         early = self.overlap is not None and self.overlap.active  # the exchange has started without a request
         full = not early and self.take_full_exchange_request()
-        exchanged = list(range(self.options.interval)) if full else [info.number % self.options.interval]
+        groups = [group for group in self._groups if full or self._is_due(group, info.number)]
         coded = not full and self.collectives.replicas > 1
+        phase = self.context.timer.phase
         with self._columns.bound():
-            means = self._to_owners(gradients, exchanged, coded, early, info)
-            self._observe_all(means, exchanged, info)
-            own = {number: self._own_gradients(means, number) for number in exchanged}
-            applied, factor = self._clip(own, info.applied)
-            messages = [self._update(own[number], number, coded, applied, factor) for number in exchanged]
-            self._to_replicas(exchanged, messages, coded)
-        self._last_exchanged = exchanged
+            with phase("exchange"):
+                means = self._exchange_gradients(gradients, groups, coded, early, info)
+            self._observe_all(means, groups, info)
+            with phase("clip"):
+                applied, factor = self._clip(means, groups, info.applied)
+            with phase("update"):
+                for group in groups:
+                    self._update(means, group, applied, factor)
+                changes = [
+                    (column, self._columns.change(column, self._update_code if coded else None, applied))
+                    for group in groups
+                    for column in group.columns_for(coded)
+                ]
+            with phase("exchange"):
+                self._send_changes(changes, coded)
+        self._last_exchanged = [group.number for group in groups]
 
-    def _to_owners(
-        self, gradients: list[Tensor], exchanged: Sequence[int], coded: bool, early: bool, info: StepInfo
+    def _is_due(self, group: ExchangeGroup, step: int) -> bool:
+        return group.number == step % self.options.interval
+
+    def _exchange_gradients(
+        self, gradients: list[Tensor], groups: Sequence[ExchangeGroup], coded: bool, early: bool, info: StepInfo
     ) -> list[Tensor]:
-        """Return the means of gradients over replicas and steps, where they are exchanged and owned. Collective.
+        """Return the means of gradients over replicas and steps, of the entries of `groups` that this replica owns.
 
         Gradients of other groups are added to the residuals. Other entries of the result are undefined. Its memory is
-        that of the gradients, or of their copies in the bases.
+        that of the gradients, or of their copies in the bases. Collective.
         """
         columns, factor, bases = self._columns, self.context.gradient_scale, self._bases
-        with self.context.timer.phase("exchange"):
-            if bases is not None:
-                if self.options.changes_bases(bases.number_of(info.number)):
-                    bases.change(flat(self._residual.tensors.values()), info.applied)
-                if early:  # the check has read the gradients themselves
-                    gradients = bases.encoded(gradients, range(len(gradients)))
-                    bases.copies.clear()
-                else:
-                    gradients = flat(gradients)
-                    bases.whitening.encode(gradients)
-            columns.bind(gradients)
-            for number, group in enumerate(self._groups):
-                if number not in exchanged:
-                    columns.add_to_residuals(group.tensors, factor, info.applied)
-            if early:
-                self.overlap.finish(info)
+        if bases is not None:
+            if self.options.changes_bases(self._number_with_bases(info.number)):
+                bases.change([self._residual.tensors], info.applied)
+            if early:  # the check has read the gradients themselves
+                gradients = bases.encoded(gradients, range(len(gradients)))
+                bases.copies.clear()
             else:
-                code = self._code if coded else None
-                started = (
-                    columns.to_owners(column, code, factor, self._steps_of(number), info.applied)
-                    for number in exchanged
-                    for column in self._groups[number].columns_for(coded)
+                gradients = flat(gradients)
+                bases.encode(gradients)
+        columns.bind(gradients)
+        for group in self._groups:
+            if group not in groups:
+                columns.add_to_residuals(group.tensors, factor, info.applied)
+        if early:
+            self.overlap.finish(info)
+        else:
+            started = (
+                columns.send_gradients(
+                    column, self._code if coded else None, factor, self._steps_of(group), info.applied
                 )
-                double_buffered((handle, partial(finish, info.applied)) for handle, finish in started)
-            for number in exchanged if bases is not None else ():
-                assert bases is not None
-                bases.decode_own(gradients, self._groups[number].tensors, info.applied)
+                for group in groups
+                for column in group.columns_for(coded)
+            )
+            double_buffered((sent.handle, partial(columns.receive_mean, sent, info.applied)) for sent in started)
+        if bases is not None:
+            bases.decode_and_observe(gradients, info.applied, {i for group in groups for i in group.tensors})
         return gradients
 
-    def _clip(self, own: Mapping[int, Mapping[int, Tensor]], applied: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _own(self, means: Sequence[Tensor], group: ExchangeGroup) -> dict[int, Tensor]:
+        """Return the owned parts of the gradients of a group, by number of the shard."""
+        parts = self.owned.parts
+        return {i: parts[i].within(means[i]) for i in group.tensors if i in parts}
+
+    def _clip(
+        self, means: Sequence[Tensor], groups: Sequence[ExchangeGroup], applied: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the norm of the synchronized gradient over the whole model. Collective.
 
         Other groups count with the gradient of their last exchange; with zero before their first one.
-
-        Args:
-            own: Owned parts of the gradients by group and number of the shard.
 
         Returns:
             Whether the step is applied, bool (), and the factor of clipping, FP32 (), None without clipping.
         """
         context, sound = self.context, torch.ones_like(applied)
-        with context.timer.phase("clip"):
-            for number, gradients in own.items():
-                counted = [gradient for i, gradient in gradients.items() if context.shards[i].counted]
-                squares = torch.zeros((), dtype=torch.float32, device=context.grad_norm.device)
-                if counted:
-                    squares += self.norms(counted).square().sum().float()
-                squares = self.collectives.sum_over_owners(squares)
-                sound = sound & squares.isfinite()
-                masked_copy_(self._squares[number], squares, applied & sound)
-            norm = torch.where(sound, self._squares.sum().sqrt(), torch.inf)
-            context.grad_norm.copy_(torch.where(applied, norm, torch.nan))
-            if context.max_norm is None:
-                return applied & sound, None
-            factor = clip_factor(context.grad_norm, context.max_norm)
-            context.clip_factor.copy_(factor)
-            return applied & sound, factor
+        for group in groups:
+            counted = [mean for i, mean in self._own(means, group).items() if context.shards[i].counted]
+            squares = torch.zeros((), dtype=torch.float32, device=context.grad_norm.device)
+            if counted:
+                squares += self.norms(counted).square().sum().float()
+            squares = self.collectives.sum_over_owners(squares)
+            sound = sound & squares.isfinite()
+            masked_copy_(self._squares[group.number], squares, applied & sound)
+        norm = torch.where(sound, self._squares.sum().sqrt(), torch.inf)
+        context.grad_norm.copy_(torch.where(applied, norm, torch.nan))
+        if context.max_norm is None:
+            return applied & sound, None
+        factor = clip_factor(context.grad_norm, context.max_norm)
+        context.clip_factor.copy_(factor)
+        return applied & sound, factor
 
-    def _update(
-        self, own: Mapping[int, Tensor], number: int, coded: bool, applied: Tensor, factor: Tensor | None
-    ) -> list[Tensor]:
-        """Take the optimizer's step on the owned parts of a group, with the means times a factor, FP32 ().
+    def _update(self, means: Sequence[Tensor], group: ExchangeGroup, applied: Tensor, factor: Tensor | None) -> None:
+        """Take the optimizer's step on the owned parts of a group, with the means times a factor, FP32 ()."""
+        own, steps = self._own(means, group), self._steps_of(group)
+        if own:
+            self._columns.begin_update(list(own), applied)
+            with self.owned.step_for(list(own), steps, since=steps - 1) as parts:
+                self.optimizer_step([part.shard for part in parts], list(own.values()), applied, factor)
 
-        Returns:
-            The encoded changes of the weights by column, uint8 (bytes,).
-        """
-        steps = self._steps_of(number)
-        with self.context.timer.phase("update"):
-            if own:
-                self._columns.begin_update(list(own), applied)
-                with self.owned.step_for(list(own), steps, since=steps - 1) as parts:
-                    self.optimizer_step([part.shard for part in parts], list(own.values()), applied, factor)
-            columns = self._groups[number].columns_for(coded)
-            return self._columns.messages(columns, self._update_code if coded else None, applied)
-
-    def _to_replicas(self, exchanged: Sequence[int], messages: Sequence[list[Tensor]], coded: bool) -> None:
+    def _send_changes(self, changes: Sequence[tuple[Column, Tensor]], coded: bool) -> None:
         """Send the changes of the weights to all replicas, and add them. Collective.
 
         The first layers come first. With overlap, encoded changes may arrive during the next forward pass.
         """
         code, arriving = self._update_code if coded else None, self.arriving
-        with self.context.timer.phase("exchange"):
-            exchanges = (
-                (column, self._columns.to_replicas(column, message, code))
-                for number, sent in zip(exchanged, messages, strict=True)
-                for column, message in reversed(list(zip(self._groups[number].columns_for(coded), sent, strict=True)))
-            )
-            if coded and arriving is not None and arriving.is_ready:
-                for column, exchange in exchanges:
-                    arriving.start(column.tensors(), exchange)
-            else:
-                double_buffered(exchange for _, exchange in exchanges)
+        started = (self._columns.send_change(column, code, message) for column, message in reversed(changes))
+        exchanges = ((sent.handle, partial(self._columns.receive_change, sent)) for sent in started)
+        if coded and arriving is not None and arriving.is_ready:
+            for (column, _), exchange in zip(reversed(changes), exchanges, strict=True):
+                arriving.start(column.tensors(), exchange)
+        else:
+            double_buffered(exchanges)
 
-    # ------------------------------------------------------------------------------- during a backward pass
-
-    def early_chunks(self) -> Sequence[Collection[int]]:
-        return [column.tensors() for _, column in self._all_columns()]
-
-    def _all_columns(self) -> Iterator[tuple[int, Column]]:
-        """Yield the number of the group and the column of all columns."""
-        yield from ((number, column) for number, group in enumerate(self._groups) for column in group.columns)
-
-    def begin_early(self, step: int) -> Collection[int]:
-        """Return no column if all values are sent in FP32, or if the bases change: only in an applied step they do."""
-        if self._full_exchange_requested:
-            return ()
-        if self._bases is not None:
-            self._bases.copies.clear()
-            if self.options.changes_bases(self._bases.number_of(step)):
-                return ()
-        group = step % self.options.interval
-        return [i for i, (number, _) in enumerate(self._all_columns()) if number == group]
-
-    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> ChunkInFlight:
-        group, column = list(self._all_columns())[number]
-        self._columns.bind(self._bases.encoded(gradients, column.tensors()) if self._bases is not None else gradients)
-        scale, steps = self.context.gradient_scale, self._steps_of(group)
-        handle, store = self._columns.to_owners(column, self._code, scale, steps, applied=None)
-
-        def finish(info: StepInfo) -> None:
-            handle.wait()
-            store(info.applied)
-
-        return ChunkInFlight(handle, finish)
-
-    def cancel_early(self) -> None:
-        self._columns.gradients = ()
-        if self._bases is not None:
-            self._bases.copies.clear()
-
-    def _own_gradients(self, gradients: Sequence[Tensor], number: int) -> dict[int, Tensor]:
-        """Return the owned parts of the gradients of a group, by number of the shard."""
-        parts = self.owned.parts
-        return {i: parts[i].within(gradients[i]) for i in self._groups[number].tensors if i in parts}
-
-    def _steps_of(self, number: int) -> int:
+    def _steps_of(self, group: ExchangeGroup) -> int:
         """Return the number of steps whose gradients an exchange of a group contains now."""
-        return int(self._accumulated[number]) + 1
+        return int(self._accumulated[group.number]) + 1
+
+    def _number_with_bases(self, step: int) -> int:
+        """Return the number of an attempted step of the run among those that use the present bases, from 1."""
+        if self._basis_start < 0:
+            self._basis_start.fill_(step - 1)
+        return step - int(self._basis_start)
 
     def finish_previous_step(self, applied: bool) -> None:
         if applied and self._last_exchanged is not None:
@@ -278,6 +244,39 @@ class QuantizedUpdate(Method, EarlyExchange):
             self._accumulated[self._last_exchanged] = 0
             self.owned.applied += 1
         self._last_exchanged = None
+
+    # ------------------------------------------------------------------------------- during a backward pass
+
+    @property
+    def _all_columns(self) -> list[tuple[ExchangeGroup, Column]]:
+        return [(group, column) for group in self._groups for column in group.columns]
+
+    def early_chunks(self) -> Sequence[Collection[int]]:
+        return [column.tensors() for _, column in self._all_columns]
+
+    def begin_early(self, step: int) -> Collection[int]:
+        """Return no column if all values are sent in FP32, or if the bases change: only in an applied step they do."""
+        if self._full_exchange_requested:
+            return ()
+        if self._bases is not None:
+            self._bases.copies.clear()
+            if self.options.changes_bases(self._number_with_bases(step)):
+                return ()
+        return [i for i, (group, _) in enumerate(self._all_columns) if self._is_due(group, step)]
+
+    def start_early(self, number: int, gradients: Sequence[Tensor | None]) -> SentGradients:
+        group, column = self._all_columns[number]
+        self._columns.bind(self._bases.encoded(gradients, column.tensors()) if self._bases is not None else gradients)
+        scale, steps = self.context.gradient_scale, self._steps_of(group)
+        return self._columns.send_gradients(column, self._code, scale, steps, applied=None)
+
+    def finish_early(self, sent: SentGradients, info: StepInfo) -> None:
+        self._columns.receive_mean(sent, info.applied)
+
+    def cancel_early(self) -> None:
+        self._columns.gradients = ()
+        if self._bases is not None:
+            self._bases.copies.clear()
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -292,6 +291,7 @@ class QuantizedUpdate(Method, EarlyExchange):
         self.owned.reset()
         if self._bases is not None:
             self._bases.reset()
+            self._basis_start.fill_(-1)
 
     def states(self) -> list[State]:
         migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"
@@ -304,11 +304,16 @@ class QuantizedUpdate(Method, EarlyExchange):
         if self.options.interval > 1:
             of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
             states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
-        return states if self._bases is None else [*states, *self._bases.states(name)]
+        if self._bases is not None:
+            start = {name: self._basis_start}
+            # Before the start was saved, all bases began with the first step of the run.
+            states.append(self._bases.state())
+            states.append(State("basis_start", start, False, "rebuild", by_parameter=False, if_absent=0.0))
+        return states
 
     def declared_states(self) -> list[State]:
         # The owner of a matrix alone has all tensors of its basis.
-        return [self._bases.declared() if self._bases and s.kind == "basis" else s for s in self.states()]
+        return [self._bases.state(declared=True) if self._bases and s.kind == "basis" else s for s in self.states()]
 
     def checkpoint_states(self, residual: str) -> list[State]:
         states = {state.kind: state for state in self.states()}
@@ -331,11 +336,11 @@ class QuantizedUpdate(Method, EarlyExchange):
         self.owned.applied.copy_(saved["applied_steps"])
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
-        found = []
-        for shard in self.context.shards:
-            basis = [] if self._bases is None else self._bases.replicated(shard.name)
-            found.append(ReplicatedTensors(shard.name, [(None, stored(shard.parameter)), *basis]))
-        return found
+        bases = {} if self._bases is None else {name: self._bases.replicated(name) for name in self._bases.bases}
+        return [
+            ReplicatedTensors(shard.name, [(None, stored(shard.parameter)), *bases.get(shard.name, [])])
+            for shard in self.context.shards
+        ]
 
     # -------------------------------------------------------------------------------------------- reports
 
@@ -361,20 +366,25 @@ class QuantizedUpdate(Method, EarlyExchange):
         moment = torch.zeros(shard.size, dtype=torch.float32, device=shard.device)
         if (own := self.owned.moments.get(FIRST, {}).get(shard.name)) is not None:
             self.owned.within(shard.name, moment).copy_(own)
-        self._owners.broadcast(self.context.shards.index(shard), moment)
+        self._broadcast(self.context.shards.index(shard), moment)
         return moment, residual
 
     def density(self) -> float:
         return 1.0 / self.options.interval
 
-    def _observe_all(self, gradients: Sequence[Tensor], exchanged: Sequence[int], info: StepInfo) -> None:
+    def _observe_all(self, means: Sequence[Tensor], groups: Sequence[ExchangeGroup], info: StepInfo) -> None:
         """Pass the synchronized gradients to the observer. Collective in a step that is observed."""
         if self.is_observed:
-            seen = [torch.full_like(gradient, torch.nan) for gradient in gradients]
-            for i in (i for k in exchanged for i in self._groups[k].tensors):
-                seen[i].copy_(gradients[i])
-                self._owners.broadcast(i, seen[i])
+            seen = [torch.full_like(mean, torch.nan) for mean in means]
+            for i in (i for group in groups for i in group.tensors):
+                seen[i].copy_(means[i])
+                self._broadcast(i, seen[i])
             self._observe(seen, info)
+
+    def _broadcast(self, number: int, tensor: Tensor) -> None:
+        """Replace a contiguous tensor of a shard's shape by the values of the owners. Collective."""
+        for owner, s in self._owners[number]:
+            self.collectives.broadcast_from(tensor.view(-1)[s.first : s.first + s.length], owner)
 
 
 def _is_whole(shard: Shard, optimizer: torch.optim.Optimizer) -> bool:

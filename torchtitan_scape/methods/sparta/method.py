@@ -21,7 +21,7 @@ from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions, count_blocks, slices_of_group
 from torchtitan_scape.methods.sparta.round_steps import RoundSteps
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.topology.chunks import Exchange, double_buffered
+from torchtitan_scape.topology.chunks import double_buffered
 from torchtitan_scape.topology.partition import chunks_of
 
 
@@ -109,11 +109,12 @@ class Sparta(LocalMethod):
         self._exchange.set(SECOND, self._stored_tensors())
         numbers = range(self.options.interval) if flush else self.block_groups(info.number)
         groups = [number % self.options.interval for number in numbers]
-        double_buffered(
-            self._start(chunk, not flush, info.applied, group in self._loaded_groups)
+        started = (
+            self._exchange.start(chunk, not flush, errors_elsewhere=group in self._loaded_groups)
             for group in groups
             for chunk in self._chunks[group]
         )
+        double_buffered((sent.handle, partial(self._exchange.finish, sent, info.applied)) for sent in started)
         self._sent_groups = set(groups)
         if self._round is not None:
             self._round.count_step(info.applied)
@@ -121,10 +122,6 @@ class Sparta(LocalMethod):
                 self._round.reset(info.applied)
             elif self._ends_round(numbers):
                 self._round.finish_round(info.applied)
-
-    def _start(self, chunk: CodedChunk, encodes: bool, applied: Tensor, errors_elsewhere: bool) -> Exchange:
-        handle, store = self._exchange.start(chunk, encodes, errors_elsewhere=errors_elsewhere)
-        return handle, partial(store, applied)
 
     def finish_previous_step(self, applied: bool) -> None:
         if applied:
