@@ -109,7 +109,7 @@ def elementwise_update(backend: str, rule: str) -> Any:
         from torchtitan_scape.kernels.dense.triton_passes import TritonUpdate
 
         return TritonUpdate(rule)
-    from torchtitan_scape.kernels.dense.torch_passes import TorchUpdate
+    from torchtitan_scape.kernels.dense.reference import TorchUpdate
 
     return TorchUpdate(rule)
 
@@ -120,7 +120,7 @@ def muon_passes(backend: str) -> Any:
         from torchtitan_scape.kernels.dense.triton_passes import TritonMuon
 
         return TritonMuon()
-    from torchtitan_scape.kernels.dense.torch_passes import TorchMuon
+    from torchtitan_scape.kernels.dense.reference import TorchMuon
 
     return TorchMuon()
 
@@ -168,7 +168,7 @@ def cosine_passes(backend: str, layout: MessageLayout, device: torch.device) -> 
 
         if all(map(fits, layout.grids)):
             return TritonCosine(layout, device)
-    from torchtitan_scape.kernels.topk.cosine import TorchCosine
+    from torchtitan_scape.kernels.topk.reference import TorchCosine
 
     return TorchCosine(layout, device)
 

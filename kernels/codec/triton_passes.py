@@ -7,11 +7,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec import triton_decode, triton_kernels
+from torchtitan_scape.kernels.codec import triton_kernels
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE
-from torchtitan_scape.kernels.codec.rounding import row_keys
-from torchtitan_scape.kernels.codec.triton_hadamard import hadamard_kernel
+from torchtitan_scape.kernels.codec.reference import row_keys
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import aligned
 
@@ -36,7 +35,7 @@ def decode(code: BlockCode, messages: Tensor, out: Tensor) -> None:
     assert out.is_contiguous()
     rows, m = out.shape
     sizes = m // code.block_size, messages.shape[1] // 16
-    _launch(code, triton_decode.decode_kernel, rows, (aligned_bytes(messages), out), sizes)
+    _launch(code, triton_kernels.decode_kernel, rows, (aligned_bytes(messages), out), sizes)
 
 
 def decode_and_sum(code: BlockCode, messages: Tensor, out: Tensor) -> None:
@@ -44,7 +43,7 @@ def decode_and_sum(code: BlockCode, messages: Tensor, out: Tensor) -> None:
     assert out.is_contiguous()
     rows, sums, size = messages.shape if messages.ndim > 2 else (len(messages), 1, messages.shape[1])
     sizes = rows, sums, out.numel() // sums // code.block_size, size // 16
-    _launch(code, triton_decode.decode_and_sum_kernel, sums, (aligned_bytes(messages), out), sizes)
+    _launch(code, triton_kernels.decode_and_sum_kernel, sums, (aligned_bytes(messages), out), sizes)
 
 
 def encode_mean(
@@ -57,7 +56,7 @@ def encode_mean(
     tensors = aligned_bytes(messages), out, out if error is None else error
     flags = dict(HAS_ERROR=error is not None, ADDS_ERROR=adds_error and error is not None)
     sizes = divisor, rows, count // code.block_size, size // 16
-    _launch(code, triton_decode.encode_mean_kernel, 1, tensors, sizes, **flags)
+    _launch(code, triton_kernels.encode_mean_kernel, 1, tensors, sizes, **flags)
     return out
 
 
@@ -66,7 +65,7 @@ def hadamard_(x: Tensor) -> None:
     rows, per_tile = x.numel() // HADAMARD_SIZE, _TILE // HADAMARD_SIZE
     grid, factor = (-(-rows // per_tile),), float(torch.tensor(HADAMARD_SIZE**-0.5, dtype=torch.float32, device="cpu"))
     launching.launch(
-        hadamard_kernel,
+        triton_kernels.hadamard_kernel,
         grid,
         x,
         rows,

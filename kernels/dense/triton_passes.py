@@ -165,7 +165,7 @@ class Scaling:
 
 
 class TritonUpdate:
-    """The elementwise step of an optimizer on a Triton kernel; see `torch_passes.TorchUpdate`."""
+    """The elementwise step of an optimizer on a Triton kernel; see `reference.TorchUpdate`."""
 
     def __init__(self, rule: str) -> None:
         self._rule, self._tables = rule, TensorTables()
@@ -213,7 +213,7 @@ class TritonUpdate:
 
 
 class TritonMuon:
-    """Muon's momentum and steps on Triton kernels, one launch each; see `torch_passes.TorchMuon`."""
+    """Muon's momentum and steps on Triton kernels, one launch each; see `reference.TorchMuon`."""
 
     def __init__(self) -> None:
         self._averages, self._moves = TensorTables(), TensorTables()

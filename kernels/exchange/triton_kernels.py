@@ -18,10 +18,12 @@ methods.
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.codec.triton_decode import decoded, decoded_sum, joined
 from torchtitan_scape.kernels.codec.triton_kernels import (
     bits_of,
     codes_of,
+    decoded,
+    decoded_sum,
+    joined,
     round_nearest,
     scales_of,
     store_codes,

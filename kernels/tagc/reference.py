@@ -4,7 +4,9 @@ Entries are divided into blocks of 1024; a short last block is padded with zeros
 i % 8 of byte i // 8, and have whole blocks: uint8 (blocks * 128,). The index is the bitmap that all ranks share.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,15 +15,70 @@ from torch.nn.functional import pad
 from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.kernels.common.gating import masked_copy_
+from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.kernels.common.ordered import add_in_order_
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
 from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
 from torchtitan_scape.kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, select_rows, unpack_bits
-from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK
-from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
-from torchtitan_scape.kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, sketch_rows
 
 ROUNDS = 64  # maximum rounds of peeling
+# Thresholds of the selection "table", from the published code.
+THRESHOLDS = (1e-20, 1e-15, 1e-10, 1e-8, *(m * 10.0**e for e in range(-7, 0) for m in (1.0, 2.0, 5.0)))
+HASHES = 3  # of a count sketch
+ATTEMPTS = 16  # maximum attempts to find a unique set of rows for a block; with many blocks some sets are shared
+_WORD = 0xFFFFFFFF
+
+
+# -------------------------------------------------------------------------------- selected indices
+
+
+def union_of_bitmaps(maps: Tensor) -> Tensor:
+    """Return the bitwise OR of the rows of uint8 (ranks, bytes), uint8 (bytes,)."""
+    while len(maps) > 1:  # by halves, so that few launches suffice
+        half = len(maps) // 2
+        combined = maps[:half] | maps[half : 2 * half]
+        maps = torch.cat((combined, maps[2 * half :])) if len(maps) % 2 else combined
+    return maps[0]
+
+
+def sum_bytes(maps: Tensor) -> Tensor:
+    """Return the sum of the rows of uint8 (ranks, bytes) modulo 256, uint8 (bytes,).
+
+    The published code applies it to bitmaps, where a bit that two ranks set carries into the next bit.
+    """
+    return maps.sum(0, dtype=torch.uint8)
+
+
+def to_nibbles(bits: Tensor) -> Tensor:
+    """Expand a bitmap to four bits per entry, uint8 (4 * bytes,), whose sum counts up to 15 ranks."""
+    pairs = unpack_bits(bits, 8 * bits.numel()).view(torch.uint8).view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def from_nibbles(counts: Tensor) -> Tensor:
+    """Return the bitmap of the entries with a nonzero count."""
+    return pack_bits(torch.stack((counts & 15, counts >> 4), 1).view(-1) != 0)
+
+
+def select_above(rows: Tensor, sparsity: float) -> Tensor:
+    """Return the bitmaps of the entries of each row, FP32 (rows, blocks * 1024), with |x| >= a threshold of the row.
+
+    The threshold is the largest of `THRESHOLDS` with less than a fraction `sparsity` of the row's entries below it. If
+    there is none, all nonzero entries are selected.
+
+    Returns:
+        uint8 (rows * blocks * 128,).
+    """
+    thresholds = to_device(torch.tensor(THRESHOLDS, dtype=torch.float32, device="cpu"), rows.device)
+    reached = torch.bucketize(rows.abs(), thresholds, out_int32=True, right=True)  # number of thresholds <= |x|
+    # Binary search for the number of thresholds that satisfy the condition, because the entries below them increase.
+    valid = torch.zeros(len(rows), 1, dtype=torch.int32, device=rows.device)
+    for step in (16, 8, 4, 2, 1):
+        below = (reached < valid + step).sum(1, keepdim=True)
+        # As FP32: PyTorch compares integers and a number in the default dtype.
+        valid += (below.float() < sparsity * rows.shape[1]).int() * step
+    return pack_bits(torch.where(valid > 0, reached >= valid, rows != 0).view(-1))
 
 
 def select(x: Tensor, k: int) -> Tensor:
@@ -91,6 +148,94 @@ def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:
     valid, position = packed_positions(index, packed.shape[2])
     values = torch.where(valid, total.gather(1, position.clamp_(max=packed.shape[2] - 1)), 0.0)
     out.copy_(values.view(-1)[: out.numel()])
+
+
+# -------------------------------------------------------------------------------- count sketch
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Layout of a count sketch of blocks of 1024 entries: entry i of a block is added to cell i of three rows, signed.
+
+    The hash with seed i is murmur3 of the block's index; its top bit is the sign, as published. It selects a row in
+    the i-th third of the rows, so that no block uses a row twice, which peeling could not resolve. A block with the
+    same three rows as an earlier one uses the next three seeds, because peeling cannot separate entries with the same
+    cells.
+
+    Attributes:
+        rows: Number of rows of cells.
+        block_rows: int32 (3, blocks), the rows of each block.
+        signs: FP32 (3, blocks).
+    """
+
+    rows: int
+    block_rows: Tensor
+    signs: Tensor
+
+    @classmethod
+    def of(cls, blocks: int, ratio: float, device: torch.device, variant: int = 0) -> "Sketch":
+        """Return the layout of a sketch with about `blocks` / `ratio` rows, at least three.
+
+        variant: selects the seeds; entries that cannot be separated in one variant can be in another.
+        """
+        rows = sketch_rows(blocks, ratio)
+        ends = [i * rows // HASHES for i in range(HASHES + 1)]
+        hashed = torch.empty(HASHES, blocks, dtype=torch.int64, device="cpu")
+        pending = torch.arange(blocks, device="cpu")
+        for attempt in range(ATTEMPTS):
+            for i in range(HASHES):
+                hashed[i, pending] = murmur3(pending, HASHES * (ATTEMPTS * variant + attempt) + i)
+            chosen = torch.stack([ends[i] + (h & 0x7FFFFFFF) % (ends[i + 1] - ends[i]) for i, h in enumerate(hashed)])
+            pending = _repeated((chosen[0] * rows + chosen[1]) * rows + chosen[2])
+        signs = 1.0 - 2.0 * (hashed >> 31).float()
+        return cls(rows, chosen.int().to(device), signs.to(device))
+
+    def repeated(self, count: int) -> "Sketch":
+        """Return the layout of `count` separate sketches of as many tensors, one after the other."""
+        first_rows = torch.arange(count, dtype=torch.int32, device=self.block_rows.device)[:, None] * self.rows
+        block_rows = (self.block_rows[:, None] + first_rows).flatten(1)
+        return Sketch(count * self.rows, block_rows, self.signs.repeat(1, count))
+
+    @cached_property
+    def members(self) -> Tensor:
+        """The blocks of each row, int32 (rows, most): signed block index plus one, in order, padded with zeros."""
+        blocks = self.block_rows.shape[1]
+        rows = self.block_rows.cpu().view(-1).long()
+        order = rows.argsort(stable=True)  # stable: the blocks of a row stay in order
+        sizes = rows.bincount(minlength=self.rows)
+        column = torch.arange(rows.numel(), device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        found = torch.zeros(self.rows, int(sizes.max()) if rows.numel() else 0, dtype=torch.int32, device="cpu")
+        signed = (order % max(1, blocks) + 1) * self.signs.cpu().view(-1)[order].long()
+        found[rows[order], column] = signed.int()
+        return found.to(self.block_rows.device)
+
+    def each_hash(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the hashes: rows, int32 (blocks,), and signs, FP32 (blocks, 1)."""
+        return zip(self.block_rows, self.signs.unsqueeze(2), strict=True)
+
+    def each_member(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the columns of `members`: blocks, int32 (rows,), and signs, FP32 (rows, 1), 0 for padding."""
+        for column in self.members.t():
+            yield (column.abs() - 1).clamp(min=0), column.sign().float().unsqueeze(1)
+
+
+def _repeated(keys: Tensor) -> Tensor:
+    """Return the indices of the keys, int64 (n,), that occurred at a lower index before."""
+    order = keys.argsort(stable=True)
+    return order[1:][keys[order][1:] == keys[order][:-1]]
+
+
+def murmur3(keys: Tensor, seed: int) -> Tensor:
+    """Return MurmurHash3 (x86, 32 bits) of int64 keys below 2^32, taken as four bytes, as int64 (n,)."""
+    h = _rotate_left(keys * 0xCC9E2D51 & _WORD, 15) * 0x1B873593 & _WORD
+    h = (_rotate_left(seed ^ h, 13) * 5 + 0xE6546B64 & _WORD) ^ 4
+    h = (h ^ h >> 16) * 0x85EBCA6B & _WORD
+    h = (h ^ h >> 13) * 0xC2B2AE35 & _WORD
+    return h ^ h >> 16
+
+
+def _rotate_left(x: Tensor, bits: int) -> Tensor:
+    return (x << bits | x >> 32 - bits) & _WORD
 
 
 def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:

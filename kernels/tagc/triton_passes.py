@@ -13,9 +13,7 @@ from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code
 from torchtitan_scape.kernels.scape.reference import mask_indices
 from torchtitan_scape.kernels.tagc import reference, triton_kernels
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK
-from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
-from torchtitan_scape.kernels.tagc.reference import ROUNDS
-from torchtitan_scape.kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.tagc.reference import ROUNDS, Sketch, union_of_bitmaps
 
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
 _WARPS = 8  # 512 entries each

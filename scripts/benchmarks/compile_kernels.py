@@ -48,7 +48,7 @@ from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
 from torchtitan_scape.kernels.scape.triton_updates import triton_passes
 from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
 from torchtitan_scape.kernels.scape.visits import Staleness
-from torchtitan_scape.kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.tagc.reference import Sketch
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.methods.topk.messages import TopkMessages
 

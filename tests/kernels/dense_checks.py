@@ -5,8 +5,7 @@ from torch import Tensor
 
 from tests.kernels.checks import ULP, Case
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.dense.reference import finite, norms
-from torchtitan_scape.kernels.dense.torch_passes import UPDATES, TorchMuon, TorchUpdate
+from torchtitan_scape.kernels.dense.reference import UPDATES, TorchMuon, TorchUpdate, finite, norms
 
 RULES = [*UPDATES]
 

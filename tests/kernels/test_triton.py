@@ -24,7 +24,6 @@ from tests import server
 from tests.marks import slow
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.kernels.backends import choose_backend
-from torchtitan_scape.kernels.codec import triton_decode, triton_hadamard
 from torchtitan_scape.kernels.codec import triton_kernels as codec_kernels
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.rates import Rates
@@ -80,13 +79,11 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
     rows = json.loads((tmp_path / "compiled.json").read_text())[triton.__version__]
     device_code = [
         codec_kernels,
-        triton_decode,
         dense_kernels,
         exchange_kernels,
         tagc_kernels,
         topk_kernels,
         triton_cosine,
-        triton_hadamard,
         triton_kernels,
         triton_masked,
         triton_masks,

@@ -18,7 +18,7 @@ from tests.replicas import run_replicas
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.scape.blocks import offset_code
-from torchtitan_scape.kernels.topk.cosine import Basis
+from torchtitan_scape.kernels.topk.reference import Basis
 from torchtitan_scape.methods.demo.method import Demo
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions

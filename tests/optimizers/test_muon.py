@@ -28,8 +28,7 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.optimizers import muon
 from torchtitan_scape.optimizers.cost import get_optimizer_cost, muon_flops, muon_parts
-from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
-from torchtitan_scape.optimizers.muon import Muon, orthogonalized
+from torchtitan_scape.optimizers.muon import Muon, ReplicaShare, orthogonalized
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, divides_matrices, predict
 from torchtitan_scape.sharding.cost import gather_stages, gathered_matrices

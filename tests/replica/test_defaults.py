@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.pool import Pool
 from tests.replica.own_loop import OPTIONS
 from torchtitan_scape import AdamS, Muon, checkpoint_states, replicate
-from torchtitan_scape.kernels.tagc.index import THRESHOLDS, select_above
+from torchtitan_scape.kernels.tagc.reference import THRESHOLDS, select_above
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.initial_state import create_state
 

@@ -13,7 +13,7 @@ from scripts.benchmarks.step_operators import StepCounter, as_one_rank, triton_e
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.kernels.backends import block_code
-from torchtitan_scape.kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.tagc.reference import Sketch
 from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, WeightsVersion, entries
 from torchtitan_scape.sharding.levels_gather import SecondaryAllGather
 from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter

@@ -35,7 +35,7 @@ class MethodEntry:
 
     Attributes:
         options: Its TOML section.
-        implementation: Its class, as a name below `torchtitan_scape.methods`.
+        implementation: Its class, or the name of that below `torchtitan_scape.methods`.
         optimizers: Values of `[optimizer] name` that it supports.
         is_linear: Stateless and linear in the gradient: simulated gradients may be summed before the method runs.
         supports_flat_slices: It supports parameters that are flat slices of others ([sharding.levels]).
@@ -45,7 +45,7 @@ class MethodEntry:
     """
 
     options: type[MethodOptions]
-    implementation: str
+    implementation: "str | type[Method]"
     optimizers: tuple[str, ...] = ANY_OPTIMIZER
     is_linear: bool = False
     supports_flat_slices: bool = False
@@ -56,8 +56,9 @@ class MethodEntry:
     @property
     def method(self) -> "type[Method]":
         """Class of the method."""
-        found: type[Method] = _import(self.implementation)
-        return found
+        named = self.implementation
+        method: type[Method] = _import(named) if isinstance(named, str) else named
+        return method
 
     @property
     def import_state(self) -> Any:
@@ -118,6 +119,14 @@ METHODS: dict[str, MethodEntry] = {
     "co2": MethodEntry(Co2Options, "co2.method.Co2"),
     "noloco": MethodEntry(NolocoOptions, "noloco.method.Noloco"),
 }
+
+
+def register(options: type[MethodOptions], implementation: "type[Method]", **settings: Any) -> None:
+    """Add a method under the name of its section, for `replicate`, and for recipes that are read afterwards.
+
+    settings: The other attributes of its `MethodEntry`.
+    """
+    METHODS[options.method_name()] = MethodEntry(options, implementation, **settings)
 
 
 def implementation_of(options: MethodOptions) -> "type[Method]":

@@ -98,7 +98,7 @@ def _flops(shape: Shape) -> float:
 
 
 def muon_parts(model: LocalModel, ranks: int) -> list[tuple[int, float]]:
-    """Return (owner, bytes of the part on each rank) of every matrix, as `optimizers.matrix_exchange` sends them.
+    """Return (owner, bytes of the part on each rank) of every matrix, as `MatrixExchange` sends them.
 
     Args:
         model: Whole matrices.

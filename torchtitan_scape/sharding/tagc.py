@@ -20,14 +20,14 @@ from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
-from torchtitan_scape.kernels.tagc.index import (
+from torchtitan_scape.kernels.tagc.reference import (
+    Sketch,
     from_nibbles,
     select_above,
     sum_bytes,
     to_nibbles,
     union_of_bitmaps,
 )
-from torchtitan_scape.kernels.tagc.sketch import Sketch
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
 from torchtitan_scape.topology import shard_collectives

@@ -16,7 +16,7 @@ from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.optimizers.matrix_exchange import ReplicaShare
+from torchtitan_scape.optimizers.muon import ReplicaShare
 from torchtitan_scape.optimizers.registry import OPTIMIZERS, decay_groups
 from torchtitan_scape.planner.configured import method_of
 from torchtitan_scape.planner.step import divides_matrices

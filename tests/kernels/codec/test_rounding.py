@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.codec.checks import NAN, blocks_of
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.rounding import philox
+from torchtitan_scape.kernels.codec.reference import philox
 
 
 def test_philox_is_the_published_one() -> None:

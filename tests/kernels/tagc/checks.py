@@ -6,8 +6,7 @@ from torch import Tensor
 from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.tagc import reference, triton_passes
 from torchtitan_scape.kernels.tagc.formats import BLOCK
-from torchtitan_scape.kernels.tagc.index import union_of_bitmaps
-from torchtitan_scape.kernels.tagc.sketch import Sketch
+from torchtitan_scape.kernels.tagc.reference import Sketch, union_of_bitmaps
 
 
 def values(n: int, seed: int, ties: bool = False) -> Tensor:

@@ -10,15 +10,16 @@ from tests.kernels.tagc.checks import values
 from torchtitan_scape.kernels.scape.reference import pack_bits, unpack_bits
 from torchtitan_scape.kernels.tagc import formats, reference
 from torchtitan_scape.kernels.tagc.formats import BLOCK
-from torchtitan_scape.kernels.tagc.index import (
+from torchtitan_scape.kernels.tagc.reference import (
     THRESHOLDS,
+    Sketch,
     from_nibbles,
+    murmur3,
     select_above,
     sum_bytes,
     to_nibbles,
     union_of_bitmaps,
 )
-from torchtitan_scape.kernels.tagc.sketch import Sketch, murmur3
 
 
 def bools(bits: Tensor, n: int) -> list[bool]:
