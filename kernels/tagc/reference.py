@@ -204,10 +204,10 @@ class Sketch:
         order = rows.argsort(stable=True)  # stable: the blocks of a row stay in order
         sizes = rows.bincount(minlength=self.rows)
         column = torch.arange(rows.numel(), device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        found = torch.zeros(self.rows, int(sizes.max()) if rows.numel() else 0, dtype=torch.int32, device="cpu")
+        members = torch.zeros(self.rows, int(sizes.max()) if rows.numel() else 0, dtype=torch.int32, device="cpu")
         signed = (order % max(1, blocks) + 1) * self.signs.cpu().view(-1)[order].long()
-        found[rows[order], column] = signed.int()
-        return found.to(self.block_rows.device)
+        members[rows[order], column] = signed.int()
+        return members.to(self.block_rows.device)
 
     def each_hash(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the hashes: rows, int32 (blocks,), and signs, FP32 (blocks, 1)."""

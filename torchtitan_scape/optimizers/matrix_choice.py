@@ -69,14 +69,14 @@ def _matching(shards: Sequence[Shard], patterns: Sequence[Any]) -> list[Shard]:
                 f"matrices has a value of type {type(pattern).__name__}; pass names or patterns, such as "
                 "['h.*.weight'], or a function of (name, parameter)"
             )
-        found = matching(shards, pattern)
-        if not found:
+        matches = matching(shards, pattern)
+        if not matches:
             raise ValueError(
                 f"matrices contains {pattern!r}, which matches no parameter; the first is {shards[0].name!r}, the last "
                 f"{shards[-1].name!r}, and * is a wildcard; a tied weight has the first of its names"
             )
-        kept = [s for s in found if len(s.whole_shape) > 1]
-        _check_matrices(kept or found)
+        kept = [s for s in matches if len(s.whole_shape) > 1]
+        _check_matrices(kept or matches)
         chosen |= {s.name: s for s in kept}
     return [shard for shard in shards if shard.name in chosen]
 
@@ -158,7 +158,7 @@ def blocks_of(hidden: Sequence[Shard], split: MatrixSplit | None) -> dict[int, M
     Raises:
         ValueError: A pattern matches none of them, two match the same, or the sizes do not fit.
     """
-    found = {id(shard.parameter): MatrixBlocks.whole(shard) for shard in hidden}
+    by_id = {id(shard.parameter): MatrixBlocks.whole(shard) for shard in hidden}
     by: dict[int, str] = {}
     split = {} if split is None else split
     if not isinstance(split, Mapping) or not all(isinstance(pattern, str) for pattern in split):
@@ -178,8 +178,8 @@ def blocks_of(hidden: Sequence[Shard], split: MatrixSplit | None) -> dict[int, M
             if i in by:
                 raise ValueError(f"{by[i]!r} and {pattern!r} of split both match {shard.name!r}; keep one of them")
             by[i] = pattern
-            found[i] = _divided(shard.name, found[i].shape, blocks)
-    return found
+            by_id[i] = _divided(shard.name, by_id[i].shape, blocks)
+    return by_id
 
 
 def _is_count(value: object) -> TypeGuard[int]:

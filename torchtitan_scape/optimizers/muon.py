@@ -166,13 +166,13 @@ class Muon(Optimizer):
             param_groups: Have names. Parts of matrices are whole matrices.
             wholes: The parameters of which they are parts, by their names.
         """
-        found = {name: self._blocks[id(whole)] for name, whole in wholes.items() if id(whole) in self._blocks}
-        if not found:
+        matrices = {name: self._blocks[id(whole)] for name, whole in wholes.items() if id(whole) in self._blocks}
+        if not matrices:
             settings = {key: self._settings[key] for key in ("fused", "foreach")}
             return torch.optim.AdamW(param_groups, **settings)
-        split = {name: blocks.sizes for name, blocks in found.items() if len(blocks.sizes) > 1}
+        split = {name: blocks.sizes for name, blocks in matrices.items() if len(blocks.sizes) > 1}
         with unreported():
-            return Muon(param_groups, matrices=lambda name, _: name in found, split=split, **self._settings)
+            return Muon(param_groups, matrices=lambda name, _: name in matrices, split=split, **self._settings)
 
     def check_dtypes(self) -> None:
         """Raise ValueError if a parameter is not in FP32, so that small changes would be lost."""
@@ -319,15 +319,15 @@ class Muon(Optimizer):
         """Return the orthogonalized directions of a batch, of which each replica computes its share. Collective."""
         if shards[0].parameter.ndim == 3:
             return self.orthogonalize(shards, directions)
-        found, ranks = list[Tensor](), self._exchange.ranks
+        gathered, ranks = list[Tensor](), self._exchange.ranks
         for first in range(0, len(shards), ranks * self._share.replicas):
             numbers = range(first, min(first + ranks * self._share.replicas, len(shards)))
             own = [i for i in numbers if self._is_own(i)]
             mine = self.orthogonalize([shards[i] for i in own], [directions[i] for i in own]) if own else []
             shapes = [shards[i].local_shape for i in numbers]
             by_replica = [shapes[at : at + ranks] for at in range(0, len(shapes), ranks)]
-            found += self._share.gather(mine, by_replica, shards[0].device)
-        return found
+            gathered += self._share.gather(mine, by_replica, shards[0].device)
+        return gathered
 
     def _move(
         self, shards: Sequence[Shard], stored: dict[int, Tensor], directions: Sequence[Tensor], applied: Tensor

@@ -88,8 +88,8 @@ class ForwardOverlap:
         """Return the overlap of a method whose exchange ends with changes of the weights; None without a model."""
         if model is None or not (isinstance(method, EarlyExchange) and method.sends_weights):
             return None
-        found = method.arriving = cls(model, shards, method.context.timer)
-        return found
+        overlap = method.arriving = cls(model, shards, method.context.timer)
+        return overlap
 
     def __deepcopy__(self, memo: Any) -> "ForwardOverlap":
         """Return the object itself: the hooks of a copied model, whose weights no exchange changes, do nothing."""

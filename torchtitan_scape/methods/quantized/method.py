@@ -151,8 +151,8 @@ class Quantized(ChunkedMethod):
         return errors if self._bases is None else self._bases.decoded(name, errors)
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
-        found = super().replicated_tensors()
-        for one in found:
+        tensors = super().replicated_tensors()
+        for one in tensors:
             if self._bases is not None and one.name:
                 one.parts.extend(self._bases.replicated(one.name))
-        return found
+        return tensors

@@ -69,8 +69,8 @@ class Side:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; a rotation is made anew."""
-        found = {"forward": self.forward, "backward": self.backward, "moment": self.moment} if self.whitened else {}
-        return {kind: tensor for kind, tensor in found.items() if tensor is not None}
+        tensors = {"forward": self.forward, "backward": self.backward, "moment": self.moment} if self.whitened else {}
+        return {kind: tensor for kind, tensor in tensors.items() if tensor is not None}
 
     def encode(self, values: Tensor) -> Tensor:
         """Return FP32 (d, n) in the basis."""
@@ -90,8 +90,8 @@ class Side:
     def whitening(self) -> Tensor:
         """Return `forward` for the present second moments; the present one if they are too large."""
         assert self.moment is not None
-        found = rotated(inverse_root(self.moment))
-        return torch.where(found.isfinite().all(), whole_numbers(found), self.forward)
+        root = rotated(inverse_root(self.moment))
+        return torch.where(root.isfinite().all(), whole_numbers(root), self.forward)
 
     def change(self, forward: Tensor, applied: Tensor) -> None:
         """Set the basis."""
@@ -231,15 +231,15 @@ class WhiteningBases:
         Copies of other shards that exist take the place of their gradients, too: kernels on another stream may still
         read the table of addresses, which must not change for them.
         """
-        found: list[Any] = list(gradients)
+        values: list[Any] = list(gradients)
         for i, _, basis in self._numbered():
             if i in numbers and i not in self.copies:
-                self.copies[i] = basis.encode(found[i]).reshape(-1)
+                self.copies[i] = basis.encode(values[i]).reshape(-1)
             if i in self.copies:
-                found[i] = self.copies[i]
-            if i in numbers and found[i].is_cuda:  # a hook of the backward pass may have made it on another stream
-                found[i].record_stream(torch.cuda.current_stream(found[i].device))
-        return found
+                values[i] = self.copies[i]
+            if i in numbers and values[i].is_cuda:  # a hook of the backward pass may have made it on another stream
+                values[i].record_stream(torch.cuda.current_stream(values[i].device))
+        return values
 
     def decode_and_observe(
         self, gradients: Sequence[Tensor], applied: Tensor, numbers: Collection[int] | None = None
@@ -397,8 +397,8 @@ def inverse_root(moment: Tensor) -> Tensor:
     largest = moment.abs().amax()  # the norm squares the entries, and small ones would become zero
     scaled = torch.where(largest > 1e-30, moment / largest.clamp(min=1e-30), 0.0)
     root = (scaled / scaled.norm().clamp(min=1.0) + FLOOR * identity) / (1.0 + FLOOR)
-    found = identity.expand_as(root)
+    inverted = identity.expand_as(root)
     for _ in range(ITERATIONS):
-        correction = 1.5 * identity - 0.5 * found @ root
-        root, found = root @ correction, correction @ found
-    return found
+        correction = 1.5 * identity - 0.5 * inverted @ root
+        root, inverted = root @ correction, correction @ inverted
+    return inverted

@@ -194,12 +194,12 @@ def _columns(rows: Sequence[Row], ends: Sequence[int], limit: int, block: int) -
 
 def _within(row: Row, first: int, last: int) -> Row:
     """Return the parts of a row between two positions, relative to the first one."""
-    found = []
+    slices = []
     # Slices are in order of their position: the search starts at the last one that begins at or before `first`.
     for s in row[max(0, bisect_right(row, first, key=lambda s: s.at) - 1) :]:
         if s.at >= last:
             break
         begin, end = max(s.at, first), min(s.at + s.length, last)
         if begin < end:
-            found.append(Slice(s.tensor, s.first + begin - s.at, end - begin, begin - first))
-    return found
+            slices.append(Slice(s.tensor, s.first + begin - s.at, end - begin, begin - first))
+    return slices

@@ -7,7 +7,7 @@ feedback of the gradients, which is that of 1-bit SGD (Seide et al., 2014).
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -120,11 +120,13 @@ class QuantizedUpdate(Method, EarlyExchange):
             with phase("exchange"):
                 means = self._exchange_gradients(gradients, groups, coded, early, info)
             self._observe_all(means, groups, info)
+            parts = self.owned.parts
+            own = [{i: parts[i].within(means[i]) for i in group.tensors if i in parts} for group in groups]
             with phase("clip"):
-                applied, factor = self._clip(means, groups, info.applied)
+                applied, factor = self._clip(own, groups, info.applied)
             with phase("update"):
-                for group in groups:
-                    self._update(means, group, applied, factor)
+                for group, gradients_of_group in zip(groups, own, strict=True):
+                    self._update(gradients_of_group, self._steps_of(group), applied, factor)
                 changes = [
                     (column, self._columns.change(column, self._update_code if coded else None, applied))
                     for group in groups
@@ -174,24 +176,22 @@ class QuantizedUpdate(Method, EarlyExchange):
             bases.decode_and_observe(gradients, info.applied, {i for group in groups for i in group.tensors})
         return gradients
 
-    def _own(self, means: Sequence[Tensor], group: ExchangeGroup) -> dict[int, Tensor]:
-        """Return the owned parts of the gradients of a group, by number of the shard."""
-        parts = self.owned.parts
-        return {i: parts[i].within(means[i]) for i in group.tensors if i in parts}
-
     def _clip(
-        self, means: Sequence[Tensor], groups: Sequence[ExchangeGroup], applied: Tensor
+        self, own: Sequence[Mapping[int, Tensor]], groups: Sequence[ExchangeGroup], applied: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the norm of the synchronized gradient over the whole model. Collective.
 
         Other groups count with the gradient of their last exchange; with zero before their first one.
 
+        Args:
+            own: Owned parts of the gradients of each group, by number of the shard.
+
         Returns:
             Whether the step is applied, bool (), and the factor of clipping, FP32 (), None without clipping.
         """
         context, sound = self.context, torch.ones_like(applied)
-        for group in groups:
-            counted = [mean for i, mean in self._own(means, group).items() if context.shards[i].counted]
+        for group, gradients in zip(groups, own, strict=True):
+            counted = [gradient for i, gradient in gradients.items() if context.shards[i].counted]
             squares = torch.zeros((), dtype=torch.float32, device=context.grad_norm.device)
             if counted:
                 squares += self.norms(counted).square().sum().float()
@@ -206,9 +206,8 @@ class QuantizedUpdate(Method, EarlyExchange):
         context.clip_factor.copy_(factor)
         return applied & sound, factor
 
-    def _update(self, means: Sequence[Tensor], group: ExchangeGroup, applied: Tensor, factor: Tensor | None) -> None:
-        """Take the optimizer's step on the owned parts of a group, with the means times a factor, FP32 ()."""
-        own, steps = self._own(means, group), self._steps_of(group)
+    def _update(self, own: Mapping[int, Tensor], steps: int, applied: Tensor, factor: Tensor | None) -> None:
+        """Take the optimizer's step on owned parts, with their gradients times a factor, FP32 (), for some steps."""
         if own:
             self._columns.begin_update(list(own), applied)
             with self.owned.step_for(list(own), steps, since=steps - 1) as parts:

@@ -86,7 +86,7 @@ class Sparta(LocalMethod):
 
     def _chunks_of(self, group: int, limit: int) -> list[CodedChunk]:
         """Return the chunks of a block group."""
-        interval, found = self.options.interval, []
+        interval, coded = self.options.interval, []
         parts = slices_of_group([s.size for s in self.context.shards], interval, group, self._first_block)
         for chunk in chunks_of([part.entries for part in parts], limit, BLOCK):
             slices = []
@@ -94,8 +94,8 @@ class Sparta(LocalMethod):
                 part, blocks = parts[s.tensor], s.first // BLOCK * interval
                 first, stride = (part.first + blocks) * BLOCK, interval * BLOCK
                 slices.append(BlockSlice(part.shard, first, s.length, stride, s.at // BLOCK))
-            found.append(self._exchange.chunk(slices, chunk.entries))
-        return found
+            coded.append(self._exchange.chunk(slices, chunk.entries))
+        return coded
 
     def block_groups(self, number: int) -> range:
         """Return the groups of a step, as numbers that increase from round to round, to be taken modulo `interval`."""
