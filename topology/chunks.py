@@ -71,31 +71,6 @@ class ConcatSource:
         return found
 
 
-class JoinedSource:
-    """The entries of several `Source`s, one after the other."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = [source for source in sources if source.entries]
-        self.entries, self.device = sum(source.entries for source in sources), sources[0].device
-
-    def fill(self, chunk: Tensor, first: int) -> None:
-        for source, part, at in self._parts(chunk, first):
-            source.fill(part, at)
-
-    def store(self, chunk: Tensor, first: int) -> None:
-        for source, part, at in self._parts(chunk, first):
-            source.store(part, at)
-
-    def _parts(self, chunk: Tensor, first: int) -> Iterator[tuple[Source, Tensor, int]]:
-        """Yield each source in the chunk, its part of the chunk, and the first entry in the source."""
-        start = 0
-        for source in self._sources:
-            begin, end = max(first, start), min(first + chunk.numel(), start + source.entries)
-            if begin < end:
-                yield source, chunk[begin - first : end - first], begin - start
-            start += source.entries
-
-
 class AddingSource(ConcatSource):
     """`Source` of flat FP32 tensors that is read-only: results are added to other tensors of the same sizes."""
 
