@@ -99,6 +99,16 @@ def encode_mean(
     return encode(code, mean.view(1, -1), None if error is None else error.view(1, -1))
 
 
+def fill_last_block(buffer: Tensor, first: int, length: int, block: int) -> None:
+    """Repeat the entries of a shorter last block of [first, first + length) in the rest of the block.
+
+    Zeros would reduce the mean magnitude, which codes of one and two bits have as their scale.
+    """
+    if short := length % block:
+        end = first + length
+        buffer[end : end + block - short] = buffer[end - short : end].repeat(-(-block // short))[short:block]
+
+
 def chunks_of(blocks: Tensor, copies: int = 1) -> list[slice]:
     """Return slices of the rows of (blocks, block) that are processed together; on a CPU they fit in its cache.
 

@@ -13,7 +13,7 @@ from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.topology.chunks import double_buffered, in_place
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import Chunk, Slice, chunks_of
+from torchtitan_scape.topology.partition import Chunk, chunks_of
 
 
 class SentValues(NamedTuple):
@@ -155,13 +155,3 @@ def _fill(values: Tensor, chunk: Chunk, parts: list[Tensor]) -> list[Tensor]:
         values[end:].zero_()
     torch._foreach_copy_(views, parts)
     return views
-
-
-def fill_last_block(buffer: Tensor, s: Slice, block: int) -> None:
-    """Repeat the entries of a slice's shorter last block in the rest of the block.
-
-    Zeros would reduce the mean magnitude, which codes of one and two bits have as their scale.
-    """
-    if short := s.length % block:
-        end = s.at + s.length
-        buffer[end : end + block - short] = buffer[end - short : end].repeat(-(-block // short))[short:block]

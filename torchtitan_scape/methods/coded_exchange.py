@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
 from torchtitan_scape.kernels.exchange.layout import (
     FIRST,
@@ -18,10 +19,8 @@ from torchtitan_scape.kernels.exchange.layout import (
     BlockSlice,
     SentMessages,
 )
-from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import Slice
 
 Tensors = Sequence[Tensor | None]
 
@@ -250,8 +249,7 @@ class CodedExchange:
     def _fill(self, chunk: CodedChunk, buffer: Tensor) -> None:
         """Repeat the entries of shorter last blocks."""
         for s in chunk.slices if self._repeats else ():
-            if s.length % self._block:
-                fill_last_block(buffer, Slice(s.tensor, 0, s.length, s.start * self._block), self._block)
+            fill_last_block(buffer, s.start * self._block, s.length, self._block)
 
     def _store(self, chunk: CodedChunk, tensors: Tensors, values: Tensor | None, applied: Tensor | None = None) -> None:
         """Copy a buffer of `_gather`, or zeros, to the tensors, if `applied` or without it."""

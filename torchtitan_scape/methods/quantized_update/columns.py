@@ -12,10 +12,10 @@ from torchtitan_scape.core.parameters import Shard, StoredTensors
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import exchange_passes
 from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
 from torchtitan_scape.kernels.common.ordered import divisor_of
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
-from torchtitan_scape.methods.chunked import fill_last_block
 from torchtitan_scape.methods.owned import Part
 from torchtitan_scape.methods.quantized_update.layout import Column
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -205,7 +205,7 @@ class Columns:
         for s in slices:
             view, own, weight = rows[0, s.at : s.at + s.length], self._of_owned(s), _part(self.weights, s)
             view.copy_(torch.where(applied, own, weight) if code is None else (own - weight).masked_fill_(~applied, 0))
-            fill_last_block(rows[0], s, self._block)
+            fill_last_block(rows[0], s.at, s.length, self._block)
         message, sent = rows.view(torch.uint8), rows
         if code is not None:
             message, sent = code.encode(rows), torch.empty_like(rows)
@@ -258,7 +258,7 @@ class Columns:
                 values.mul_(factor)
             torch._foreach_add_(views, [_part(self._residuals, s) for s, _ in placed])
         for s, row in placed:
-            fill_last_block(row, s, self._block)
+            fill_last_block(row, s.at, s.length, self._block)
         return values
 
     def _keep_errors(self, column: Column, errors: Tensor | None, applied: Tensor) -> None:
