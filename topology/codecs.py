@@ -84,11 +84,6 @@ def entries_together(codec: Codec | None) -> int:
     return ALIGNED_ENTRIES if codec is None else codec.block_size
 
 
-def message_bytes(count: int, codec: Codec | None) -> int:
-    """Return the bytes of a message of `count` entries."""
-    return 4 * count if codec is None else codec.message_bytes(count)
-
-
 def message_size(codec: Codec | None) -> Callable[[int], int] | None:
     """Return the size of a message as a function of its entries; None for FP32."""
     return None if codec is None else codec.message_bytes

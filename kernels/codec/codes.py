@@ -6,7 +6,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, STOCHASTIC, message_bytes
+from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, STOCHASTIC, MessageSize
 
 _PASSES = {"torch": "reference", "triton": "triton_passes"}
 
@@ -49,7 +49,7 @@ class BlockCode:
         """Return the bytes of a message of `count` entries. Raises ValueError if blocks are not complete."""
         if count % self.block_size:
             raise ValueError(f"{count} entries in blocks of {self.block_size}; pad them with zeros to whole blocks")
-        return message_bytes(self.name, count, self.block_size, self.scale.itemsize)
+        return MessageSize(self.name, self.block_size, self.scale.itemsize)(count)
 
     def encode(self, values: Tensor, error: Tensor | None = None, key: int | Sequence[int] | None = None) -> Tensor:
         """Encode FP32 (rows, m) as uint8 (rows, message_bytes(m)).

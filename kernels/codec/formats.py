@@ -51,10 +51,21 @@ FORMATS = {
 }
 
 
-def message_bytes(name: str, entries: int, block: int = BLOCK, scale_bytes: int = 2) -> int:
-    """Return the bytes of a message: the codes of all entries, then all scales, padded by `padded_bytes`.
+@dataclass(frozen=True)
+class MessageSize:
+    """Bytes of the messages of a block code, as a function of their entries. A partial block counts as a whole one.
 
-    entries: a multiple of `block`.
+    Attributes:
+        code: Key in `FORMATS`.
+        block: Entries that share scales.
+        scale_bytes: Bytes of a scale.
     """
-    form = FORMATS[name]
-    return padded_bytes(entries * form.bits // 8 + entries // block * form.scales * scale_bytes)
+
+    code: str
+    block: int = BLOCK
+    scale_bytes: int = 2
+
+    def __call__(self, entries: int) -> int:
+        """Return the bytes: the codes of all entries, then all scales, padded by `padded_bytes`."""
+        form, blocks = FORMATS[self.code], -(-entries // self.block)
+        return padded_bytes(blocks * (self.block * form.bits // 8 + form.scales * self.scale_bytes))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from torchtitan_scape.kernels.codec.formats import BLOCK, message_bytes
+from torchtitan_scape.kernels.codec.formats import MessageSize
 from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
 
@@ -113,7 +113,7 @@ class MessageLayout:
         if self.code in MEANS:
             return self.first_codes[-1]
         total = sum(self.counts)
-        return 4 * total if self.code == "float32" else message_bytes(self.code, -(-total // BLOCK) * BLOCK)
+        return 4 * total if self.code == "float32" else MessageSize(self.code)(total)
 
     @cached_property
     def first_offsets(self) -> list[int]:

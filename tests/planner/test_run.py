@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, count_entries, get_workload, local_shapes
-from torchtitan_scape.kernels.codec.formats import FORMATS, message_bytes
+from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
-from torchtitan_scape.methods.codes import EncodedSize, dtype_bytes, encoded_size
+from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.diloco.options import DilocoOptions
@@ -74,7 +74,7 @@ def test_an_encoded_payload_costs_its_message_bytes() -> None:
     assert bfloat16 is not None and bfloat16(1000) == 2000
     for code in FORMATS:
         coded = encoded_size(code)
-        assert coded is not None and coded(1000) == coded(1024) == message_bytes(code, 1024)
+        assert coded is not None and coded(1000) == coded(1024) == MessageSize(code)(1024)
     assert payload_bytes(((8 * 1024, 1024),), 0.125, "int4") == 2**20 // 128 * 66
     assert (dtype_bytes("float32"), dtype_bytes("bfloat16")) == (4, 2)
     known = "float32, bfloat16, int8, int4, e2m1, e3m0, 2bit, 1bit"
@@ -332,7 +332,7 @@ def test_owners_receive_the_payload_and_send_their_values(code: str, update_code
     payload, new, masks = calls(options)
     assert payload.kind == "reduce_scatter" and payload.count / 4 == new.count / nbytes
     assert 0 <= payload.count - payload_entries(SHAPES, 0.01) < 4 * 1024, "rows are as long as the longest"
-    assert payload.message_bytes == (None if code == "float32" else EncodedSize(code))
+    assert payload.message_bytes == (None if code == "float32" else MessageSize(code))
     assert (new.kind, new.message_bytes) == ("all_gather", None)
     assert masks.hidden and masks.count == mask_bytes(SHAPES, 0.01, 4)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.codec.checks import INF, LARGEST, NAN, blocks_of, ordinary, rows_of, same
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.formats import FORMATS, message_bytes
+from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize
 from torchtitan_scape.kernels.codec.reference import MIN_SCALE, SPLIT
 
 SCALES = [torch.bfloat16, torch.float32]
@@ -218,7 +218,7 @@ def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
         size = -(-used // 16) * 16
         message = code.encode(torch.ones(rows, 64 * blocks))
         assert message.shape == (rows, size) and size == code.message_bytes(64 * blocks)
-        assert size == message_bytes(name, 64 * blocks, 64, scale.itemsize)
+        assert size == MessageSize(name, 64, scale.itemsize)(64 * blocks)
         assert not bool(message[:, used:].any())
         out = torch.full((64 * blocks,), NAN)
         code.decode_and_sum(message, out)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.codes import EncodedSize, encoded_bytes
+from torchtitan_scape.kernels.codec.formats import MessageSize
+from torchtitan_scape.methods.codes import encoded_bytes
 from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import (
@@ -105,14 +106,14 @@ class QuantizedUpdateCost(GradientCost):
     residual_bytes: ClassVar[float] = 2.0
 
     @property
-    def message_bytes(self) -> EncodedSize:
+    def message_bytes(self) -> MessageSize:
         """The size of encoded gradients."""
-        return EncodedSize(self.options.code, self.options.block)
+        return MessageSize(self.options.code, self.options.block)
 
     @property
-    def update_bytes(self) -> EncodedSize:
+    def update_bytes(self) -> MessageSize:
         """The size of encoded changes of the weights."""
-        return EncodedSize(self.options.update_code, self.options.block)
+        return MessageSize(self.options.update_code, self.options.block)
 
     @property
     def bases(self) -> QuantizedCost:
