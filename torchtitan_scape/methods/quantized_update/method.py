@@ -117,14 +117,14 @@ class QuantizedUpdate(Method, EarlyExchange):
         coded = not full and self.collectives.replicas > 1
         phase = self.context.timer.phase
         with self._columns.bound():
-            with phase("exchange"):
+            with phase("exchange"):  # 1.
                 means = self._exchange_gradients(gradients, groups, coded, early, info)
             self._observe_all(means, groups, info)
             parts = self.owned.parts
             own = [{i: parts[i].within(means[i]) for i in group.tensors if i in parts} for group in groups]
-            with phase("clip"):
+            with phase("clip"):  # 2.
                 applied, factor = self._clip(own, groups, info.applied)
-            with phase("update"):
+            with phase("update"):  # 3.
                 for group, gradients_of_group in zip(groups, own, strict=True):
                     self._update(gradients_of_group, self._steps_of(group), applied, factor)
                 changes = [
@@ -132,7 +132,7 @@ class QuantizedUpdate(Method, EarlyExchange):
                     for group in groups
                     for column in group.columns_for(coded)
                 ]
-            with phase("exchange"):
+            with phase("exchange"):  # 4.
                 self._send_changes(changes, coded)
         self._last_exchanged = [group.number for group in groups]
 
