@@ -5,15 +5,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from torchtitan_scape.topology.links import (
+from torchtitan_scape.topology.pairs import paired_share
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
+from torchtitan_scape.topology.ring_bytes import (
+    Levels,
+    LevelSize,
     Stage,
     all_gather_stages,
     all_reduce_stages,
     pair_mean_stages,
     reduce_scatter_stages,
+    spanned,
 )
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
-from torchtitan_scape.topology.ring_bytes import Levels, LevelSize
 
 
 @dataclass(frozen=True)
@@ -45,38 +48,33 @@ class CollectiveCall:
     largest_chunk: int = 0
     active: float = 1.0
 
-    def slowest_stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
+    def slowest_stages(self, levels: Levels) -> list[Stage]:
         """Return `stages` of the replicas that send or receive most, which determine the time.
 
         A replica that receives a share of a reduction receives it from all others. Broadcasts load all equally.
         """
         call = self if self.kind == "all_gather" else replace(self, active=1.0)
-        return call.stages(levels, flat)
+        return call.stages(levels)
 
-    def stages(self, levels: Levels, flat: bool = False) -> list[Stage]:
+    def stages(self, levels: Levels) -> list[Stage]:
         """Return the stages of the call on each level, averaged over steps and replicas.
 
-        Args:
-            levels: Levels that the replicas span, innermost first. Levels of one rank send nothing.
-            flat: Use one ring over all replicas instead of the hierarchy.
+        levels: Levels that the replicas span, innermost first. Levels of one rank send nothing.
         """
-        if not self.count:
+        levels = spanned(levels)
+        if not self.count or not levels:
             return []
-        tiers = [(one.level, one.size) for one in levels]
         match self.kind:
             case "all_reduce":
-                stages = all_reduce_stages(tiers, 4.0 * self.count, self.message_bytes, flat)
+                stages = all_reduce_stages(self.count, levels, self.message_bytes)
             case "reduce_scatter":
-                stages = reduce_scatter_stages(tiers, 4.0 * self.count, self.message_bytes, flat)
+                stages = reduce_scatter_stages(self.count, levels, self.message_bytes)
             case "all_gather":
-                stages = all_gather_stages(tiers, self.count, flat)
+                stages = all_gather_stages(self.count, levels)
             case "pair_mean":
-                stages = pair_mean_stages(tiers, 4.0 * self.count, flat)
-        if self.chunks > 1:
-            stages = [replace(stage, rounds=self.chunks * stage.rounds) for stage in stages]
-        if self.active < 1.0:
-            stages = [replace(stage, sent=self.active * stage.sent) for stage in stages]
-        return stages if self.share == 1.0 else [stage.of_a_share(self.share) for stage in stages]
+                stages = pair_mean_stages(self.count, levels, paired_share(levels[-1].size))
+        rounds, sent = self.share * max(1, self.chunks), self.share * self.active
+        return [replace(stage, rounds=rounds * stage.rounds, sent=sent * stage.sent) for stage in stages]
 
     @property
     def input_bytes(self) -> int:

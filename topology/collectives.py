@@ -5,12 +5,14 @@
 - `dry_run`: no communication; bytes are counted only.
 
 Code that uses `ReplicaCollectives` is written for one replica and works with each of them. Bytes are counted here, with
-the same formulas for all three.
+the same formulas for all three. The methods that begin with an underscore run the exchanges of `topology.stages`;
+implementations replace those that they run in another way.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -19,34 +21,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.topology import calls
+from torchtitan_scape.topology import calls, stages
 from torchtitan_scape.topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
 from torchtitan_scape.topology.codecs import Codec, entries_together, message_size
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.group_queries import (
-    gather_lists,
-    gather_scalars,
-    levels_of,
-    size_and_rank,
-    successor_level,
-)
-from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.owner_exchange import OwnerExchange
+from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather_scalars, size_and_rank
 from torchtitan_scape.topology.pairs import partners
 from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, CHUNK_ENTRIES, chunk_limit
 from torchtitan_scape.topology.rank_group import RankGroup, replica_index
-from torchtitan_scape.topology.ring_bytes import gather_bytes, pair_bytes, reduce_bytes, scatter_bytes
+from torchtitan_scape.topology.ring_bytes import (
+    Stage,
+    all_gather_stages,
+    all_reduce_stages,
+    pair_mean_stages,
+    reduce_scatter_stages,
+)
 from torchtitan_scape.topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 
-class ReplicaCollectives(OwnerExchange):
+class ReplicaCollectives(ABC):
     """Endpoint of one replica (or of one of its shards) for all communication between replicas.
 
     Attributes:
         levels: Groups of a hierarchical exchange, innermost first; () for one replica.
         replicas, replica: Number of replicas, and the index of this one.
         model_ranks, model_rank: Number of ranks that together hold one replica, and the index of this one.
-        is_simulated: True if the process simulates all replicas, which share one optimizer unless their weights differ.
         is_writer: True if this replica updates the state that it shares with other replicas of its process.
         label: Suffix that identifies the replica's parameters in messages; "" for real replicas.
         ledger: Bytes that this endpoint sent.
@@ -55,7 +54,6 @@ class ReplicaCollectives(OwnerExchange):
             replicas such a chunk has 256 MiB.
     """
 
-    is_simulated = False
     is_writer = True
     label = ""
     chunk_entries = 0
@@ -64,7 +62,7 @@ class ReplicaCollectives(OwnerExchange):
     def __init__(self, groups: ReplicaGroups, level: RankGroup | None = None) -> None:
         """level: The group of all replicas, if it is not determined by `groups`."""
         self.groups = groups
-        self.levels = (level,) if level else levels_of(groups)
+        self.levels = (level,) if level else groups.all_levels()
         self.replicas, self.replica = prod(each.size for each in self.levels), replica_index(self.levels)
         self.model_ranks, self.model_rank = size_and_rank(groups.model)
         self.ledger = TrafficLedger()
@@ -73,10 +71,6 @@ class ReplicaCollectives(OwnerExchange):
     def is_fake(self) -> bool:
         """True if the backend is fake: collectives then move nothing, and received values are meaningless."""
         return dist.is_initialized() and dist.get_backend() == "fake"
-
-    def run_once(self, function: Callable[[], Tensor]) -> Tensor:
-        """Evaluate a function of replicated data once per process. The result is read-only."""
-        return function()
 
     def write_once(self, outputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], None]) -> None:
         """Write a function of replicated data to tensors; the function is evaluated once per process."""
@@ -125,7 +119,7 @@ class ReplicaCollectives(OwnerExchange):
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % self.size_multiple(codec) == 0
-        self._count(kind, reduce_bytes(tensor.numel(), self.levels, message_size(codec)))
+        self._count(kind, all_reduce_stages(tensor.numel(), self.levels, message_size(codec)))
         return self._all_reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
     def reduces_together(self, device: torch.device) -> bool:
@@ -136,7 +130,7 @@ class ReplicaCollectives(OwnerExchange):
         """Start an all-reduce of several FP32 tensors over the replicas, in place and without a buffer, in one call."""
         if self.replicas == 1 or not tensors:
             return Handle()
-        self._count(kind, reduce_bytes(sum(tensor.numel() for tensor in tensors), self.levels))
+        self._count(kind, all_reduce_stages(sum(tensor.numel() for tensor in tensors), self.levels))
         return self._all_reduce_together(list(tensors), mean)
 
     def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
@@ -164,7 +158,7 @@ class ReplicaCollectives(OwnerExchange):
             kind: Kind of message in the ledger.
         """
         assert len(self.levels) == 1 and sent.shape == means.shape
-        self._count(kind, reduce_bytes(self.replicas * count, self.levels, codec.message_bytes))
+        self._count(kind, all_reduce_stages(self.replicas * count, self.levels, codec.message_bytes))
         return self._all_reduce_messages(sent, means, count, codec, error, adds_error)
 
     def all_reduce_chunked(
@@ -208,7 +202,7 @@ class ReplicaCollectives(OwnerExchange):
         outermost, partner = self.levels[-1], self.partner(draw)
         if partner is not None and outermost.link_levels:  # a ring's next rank may be on another link
             outermost = replace(outermost, level=outermost.link_levels[partner])
-        self._count(kind, pair_bytes(tensor.numel(), (*self.levels[:-1], outermost), float(partner is not None)))
+        self._count(kind, pair_mean_stages(tensor.numel(), (*self.levels[:-1], outermost), float(partner is not None)))
         return self._pair_mean(tensor, draw)
 
     def partner(self, draw: int) -> int | None:
@@ -238,7 +232,7 @@ class ReplicaCollectives(OwnerExchange):
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % (self.replicas * entries_together(codec)) == 0
-        self._count(kind, scatter_bytes(tensor.numel(), self.levels, message_size(codec)))
+        self._count(kind, reduce_scatter_stages(tensor.numel(), self.levels, message_size(codec)))
         return self._reduce_scatter(tensor, float(self.replicas), codec, error)
 
     def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:
@@ -250,7 +244,7 @@ class ReplicaCollectives(OwnerExchange):
             output.copy_(input)
             return Handle()
         assert input.nbytes % (4 * ALIGNED_ENTRIES) == 0
-        self._count(kind, gather_bytes(input.nbytes, self.levels))
+        self._count(kind, all_gather_stages(input.nbytes, self.levels))
         return self._all_gather(output, input)
 
     def all_gather_encoded(self, input: Tensor, codec: Codec, kind: str) -> tuple[Handle, Tensor]:
@@ -271,22 +265,81 @@ class ReplicaCollectives(OwnerExchange):
         if self.replicas == 1 or bits.numel() == 0:
             return Handle()
         assert bits.numel() % (4 * ALIGNED_ENTRIES * self.replicas) == 0
-        self._count(kind, reduce_bytes(bits.numel() // 4, self.levels))
+        self._count(kind, all_reduce_stages(bits.numel() // 4, self.levels))
         return self._all_reduce_or(bits)
 
     def reduced_bytes(self, count: int, codec: Codec | None = None) -> float:
         """Return the bytes that this rank sends in an all-reduce of `count` FP32 entries."""
-        if self.replicas == 1:
-            return 0.0
-        return sum(sent for _, _, sent in reduce_bytes(count, self.levels, message_size(codec)))
+        return sum(stage.sent for stage in all_reduce_stages(count, self.levels, message_size(codec)))
 
     def scattered_bytes(self, count: int, codec: Codec | None = None) -> float:
         """Return the bytes that this rank sends in a reduce-scatter of `count` FP32 entries."""
-        return sum(sent for _, _, sent in scatter_bytes(count, self.levels, message_size(codec)))
+        return sum(stage.sent for stage in reduce_scatter_stages(count, self.levels, message_size(codec)))
 
     def gathered_bytes(self, input_bytes: int) -> float:
         """Return the bytes that this rank sends in an all-gather of `input_bytes` per rank."""
-        return sum(sent for _, _, sent in gather_bytes(input_bytes, self.levels))
+        return sum(stage.sent for stage in all_gather_stages(input_bytes, self.levels))
+
+    def send_to_owners(self, messages: Tensor, owners: Sequence[int], kind: str = "payload") -> tuple[Handle, Tensor]:
+        """Start sending a message to every owner, on one level.
+
+        Args:
+            messages: uint8 (owners, bytes); unchanged until `Handle.wait`.
+            owners: Replicas in increasing order.
+            kind: Kind of message in the ledger.
+
+        Returns:
+            The handle, and uint8 (replicas, bytes), the messages of all replicas for this one, complete after
+            `Handle.wait`; (0, bytes) if it owns none.
+        """
+        assert len(messages) == len(owners)
+        if self.replicas == 1:
+            return Handle(), messages
+        (level,), size = self.levels, messages.shape[1]
+        others = len(owners) - (self.replica in owners)
+        self._count(kind, [Stage(level.level, others, float(others * size), len(owners) * size)])
+        received = messages.new_empty(self.replicas if self.replica in owners else 0, size)
+        return self._send_to_owners(received, messages, owners), received
+
+    def gather_from_owners(
+        self, message: Tensor, size: int, owners: Sequence[int], kind: str = "payload"
+    ) -> tuple[Handle, Tensor]:
+        """Start gathering the messages of some replicas on all.
+
+        Args:
+            message: uint8 (size,), that of this replica; (0,) if it is no owner.
+            size: Bytes of a message.
+            owners: Replicas in increasing order; all of them if there are several levels.
+            kind: Kind of message in the ledger.
+
+        Returns:
+            The handle, and uint8 (owners, size), complete after `Handle.wait`.
+        """
+        gathered = torch.empty(len(owners), size, dtype=torch.uint8, device=message.device)
+        if len(owners) == self.replicas:
+            return self.all_gather(gathered.view(-1), message, kind), gathered
+        (level,) = self.levels
+        passed_on = len(owners) * size * (self.replicas - 1) / self.replicas  # by each rank of a ring
+        self._count(kind, [Stage(level.level, self.replicas - 1, passed_on, message.numel())])
+        return self._gather_from_owners(gathered, message, owners), gathered
+
+    def broadcast_from(self, tensor: Tensor, replica: int, kind: str = "") -> None:
+        """Broadcast the contiguous `tensor` of a replica to all, in place. Counted if it has a `kind` in the ledger."""
+        if self.replicas == 1:
+            return
+        if kind:
+            share = 1.0 / self.replicas  # of an all-gather, in which every rank broadcasts its input
+            gather = all_gather_stages(tensor.nbytes, self.levels)
+            self._count(kind, [replace(stage, sent=share * stage.sent) for stage in gather])
+        self.broadcast(tensor, self._peers_by_replica[replica])
+
+    @cached_property
+    def _peers_by_replica(self) -> list[int]:
+        """The position among `peers` of every replica: with several levels it is another one."""
+        if len(self.levels) == 1:
+            return list(range(self.replicas))
+        by_peer = self.gather_from_replicas(self.replica)
+        return [by_peer.index(replica) for replica in range(self.replicas)]
 
     def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast the tensors of replica 0 to all replicas, in place. Not counted: it happens once per run."""
@@ -296,33 +349,52 @@ class ReplicaCollectives(OwnerExchange):
             if values is not tensor:
                 tensor.copy_(values)
 
+    # ------------------------------------------------------------------- exchanges, without counting
+
     @abstractmethod
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        """Start `exchange(levels)`, with levels whose groups communicate."""
+
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        """Start tensor = (sum over replicas) / divisor."""
+        def exchange(levels: tuple[RankGroup, ...]) -> None:
+            if codec is None:
+                stages.all_reduce_(tensor, levels, divisor)
+            else:
+                stages.all_reduce_encoded(tensor, levels, divisor, codec, error, carried_error)
 
-    @abstractmethod
+        return self._start(exchange, tensor.device)
+
     def _all_reduce_messages(
         self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
     ) -> Handle:
-        """Start means = encoded means of the decoded `sent` of all replicas."""
+        def exchange(levels: tuple[RankGroup, ...]) -> None:
+            divisor = float(self.replicas)
+            stages.all_reduce_messages(sent, means, count, levels[0], divisor, codec, error, adds_error)
 
-    @abstractmethod
+        return self._start(exchange, sent.device)
+
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        """Start this replica's slice of tensor = (sum over replicas) / divisor."""
+        return self._start(lambda levels: stages.reduce_scatter_(tensor, levels, divisor, codec, error), tensor.device)
 
-    @abstractmethod
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
+        return self._start(lambda levels: stages.send_to_owners(received, messages, owners, levels[0]), messages.device)
+
+    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
+        return self._start(
+            lambda levels: stages.gather_from_owners(gathered, message, owners, levels[0]), gathered.device
+        )
+
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
-        """Start tensor = mean over the replicas of this draw's pair."""
+        partner = self.partner(draw)
+        return self._start(lambda levels: stages.pair_mean_(tensor, levels, partner), tensor.device)
 
-    @abstractmethod
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
-        """Start output = `input` of all replicas."""
+        return self._start(lambda levels: stages.all_gather_(output, input, levels), output.device)
 
-    @abstractmethod
     def _all_reduce_or(self, bits: Tensor) -> Handle:
-        """Start bits = bitwise OR over replicas."""
+        return self._start(lambda levels: stages.all_reduce_or_(bits, levels), bits.device)
 
     # ---------------------------------------------------- set-up, checks, reports and checkpoints; not counted
 
@@ -413,9 +485,9 @@ class ReplicaCollectives(OwnerExchange):
         if group is not None:
             self._count_scalar(SHARD, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
 
-    def _count(self, kind: str, stages: Iterable[tuple[str, int, float]]) -> None:
-        for level, input_bytes, sent in stages:
-            self.ledger.add(REPLICATE, level, kind, input_bytes, sent)
+    def _count(self, kind: str, stages: Iterable[Stage]) -> None:
+        for stage in stages:
+            self.ledger.add(REPLICATE, stage.level, kind, stage.input_bytes, stage.sent)
 
     def _count_scalar(self, axis: str, group: ProcessGroup, kind: str, input_bytes: int, factor: float) -> None:
-        self.ledger.add(axis, successor_level(self.groups, group), kind, input_bytes, factor * input_bytes)
+        self.ledger.add(axis, self.groups.successor_level(group), kind, input_bytes, factor * input_bytes)

@@ -4,12 +4,15 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 HIGH_PRIORITY = -1  # of a CUDA stream; the default priority is 0
 EXIT_SECONDS = 5.0  # an exit of the process waits so long for the exchanges in flight
+
+Jobs = queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
 
 
 class Handle:
@@ -35,7 +38,7 @@ class CommStream:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], _Result] | None] | None = None
+        self._jobs: Jobs | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, exchange: Callable[[], None], device: torch.device) -> Handle:
@@ -66,41 +69,25 @@ class CommStream:
             thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="exchange", daemon=True)
             thread.start()
             weakref.finalize(self, _end, self._jobs, thread)  # also at the exit of the process
-        result = _Result()
-        self._jobs.put((exchange, result))
-        return Handle(result.wait)
+        done: Future[None] = Future()
+        self._jobs.put((exchange, done))
+        return Handle(done.result)
 
 
-class _Result:
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def set(self, error: BaseException | None) -> None:
-        self._error = error
-        self._done.set()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _end(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result] | None]", thread: threading.Thread) -> None:
+def _end(jobs: Jobs, thread: threading.Thread) -> None:
     """End a thread after its exchanges: the interpreter would end it inside one, which aborts the process."""
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(EXIT_SECONDS)
 
 
-def _run_jobs(jobs: "queue.SimpleQueue[tuple[Callable[[], None], _Result] | None]") -> None:
+def _run_jobs(jobs: Jobs) -> None:
     torch.set_grad_enabled(False)
     while (job := jobs.get()) is not None:
-        exchange, result = job
+        exchange, done = job
         try:
             exchange()
-            error = None
-        except BaseException as raised:
-            error = raised
-        result.set(error)
-        del job, exchange, result, error  # otherwise these variables keep the tensors alive until the next exchange
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+        del job, exchange, done  # otherwise these variables keep the tensors alive until the next exchange

@@ -4,17 +4,17 @@ It serves dry runs of many ranks in one process, and code that acts for all simu
 inputs have been summed already, or are equal on all replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.group_queries import gather_lists
-from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.traffic import REPLICATE
 
@@ -30,6 +30,9 @@ class DryRunCollectives(ReplicaCollectives):
 
     def __init__(self, groups: ReplicaGroups | None = None, replicas: int = 0) -> None:
         super().__init__(groups or ReplicaGroups(None, None), RankGroup("network", replicas, 0) if replicas else None)
+
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        return Handle()
 
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
@@ -61,14 +64,8 @@ class DryRunCollectives(ReplicaCollectives):
             gathered.zero_()
         return Handle()
 
-    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
-        return Handle()
-
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         output.view(self.replicas, -1).copy_(input.expand(self.replicas, -1))
-        return Handle()
-
-    def _all_reduce_or(self, bits: Tensor) -> Handle:
         return Handle()
 
     @property

@@ -1,15 +1,18 @@
-"""Process groups of a layout. This is the only module that calls `new_group`."""
+"""Process groups of a layout, and small gathers over them. This is the only module that calls `new_group`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_scape.topology.layout import Layout, Tier
 from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.torch_version import all_gather_into
 
 # Multi-stage exchanges that may be in flight at once: one uses the network while the next one is inside the node.
 COMM_STREAMS = 2
@@ -43,6 +46,18 @@ class ReplicaGroups:
         """Set the timeout of all collectives on these groups."""
         streams = [group.process_group for stream in self.comm_streams for group in stream]
         _set_timeout([self.replicate, self.model, self.scalars, *streams], timeout)
+
+    def all_levels(self) -> tuple[RankGroup, ...]:
+        """Return `levels`, or one level of all replicas if there are none; () for a single replica."""
+        if self.levels or self.replicate is None:
+            return self.levels
+        return (RankGroup(self.successor_level(self.replicate), *size_and_rank(self.replicate)),)
+
+    def successor_level(self, group: ProcessGroup) -> str:
+        """Return the level of the link from this rank to the next rank of `group`."""
+        if self.layout is None:
+            return "network"
+        return self.layout.successor_level(dist.get_rank(), tuple(dist.get_process_group_ranks(group)))
 
 
 def build_groups(
@@ -273,3 +288,24 @@ def _set_timeout(groups: Sequence[ProcessGroup | None], timeout: timedelta) -> N
     for group in groups:
         if group is not None:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def size_and_rank(group: ProcessGroup | None) -> tuple[int, int]:
+    """Return (size, rank in the group); None stands for this rank alone."""
+    return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def gather_scalars(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather a scalar of every rank as (ranks,), in rank order."""
+    values = torch.empty(group.size(), dtype=value.dtype, device=value.device)
+    all_gather_into(values, value.view(1), group=group)
+    return values
+
+
+def gather_lists(group: ProcessGroup | None, items: list[Any]) -> list[Any]:
+    """Gather a list from every rank of the group and concatenate them. None stands for this rank alone."""
+    if group is None:
+        return items
+    lists: list[Any] = [None] * group.size()
+    dist.all_gather_object(lists, items, group=group)
+    return [item for entries in lists for item in entries]

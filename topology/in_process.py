@@ -6,12 +6,11 @@ lock. Values are added in replica order. The ledger counts what one rank of a re
 and one group over the network.
 """
 
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +21,9 @@ from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.dry_run import DryRunCollectives
-from torchtitan_scape.topology.group_queries import gather_lists
-from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.pairs import partners
+from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists
 from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.stages import divide_
+from torchtitan_scape.topology.stages import SimulatedGroup, divide_
 from torchtitan_scape.topology.traffic import REPLICATE
 
 T = TypeVar("T")
@@ -34,8 +31,6 @@ T = TypeVar("T")
 
 class InProcessCollectives(ReplicaCollectives):
     """Endpoint of one of the `SimulatedReplicas`. Its collectives work only inside `SimulatedReplicas.run`."""
-
-    is_simulated = True
 
     def __init__(self, rendezvous: "_Rendezvous", replica: int, groups: ReplicaGroups) -> None:
         super().__init__(groups, RankGroup("network", rendezvous.replicas, replica))
@@ -46,8 +41,9 @@ class InProcessCollectives(ReplicaCollectives):
     def _exchange(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
         return self._rendezvous.exchange(self.replica, item, combine)
 
-    def run_once(self, function: Callable[[], Tensor]) -> Tensor:
-        return self._exchange(function, lambda functions: functions[0]())
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        exchange((replace(self.levels[0], process_group=SimulatedGroup(self._exchange)),))
+        return Handle()
 
     def write_once(self, outputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], None]) -> None:
         def combine(each: list[tuple[Sequence[Tensor], Callable[[Sequence[Tensor]], None]]]) -> None:
@@ -61,64 +57,28 @@ class InProcessCollectives(ReplicaCollectives):
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        if codec is None:
-            self._exchange(tensor, lambda tensors: _all_reduce(tensors, divisor))
-        else:
-            self._exchange(((tensor, error), carried_error), lambda each: _all_reduce_encoded(each, divisor, codec))
-        return Handle()
-
-    def _all_reduce_messages(
-        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
-    ) -> Handle:
-        divisor = float(self.replicas)
-
-        def combine(each: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-            by_owner = torch.stack([messages for messages, _, _ in each], 1)
-            encoded = [
-                codec.encode_mean(received, count, divisor, own, adds_error)
-                for received, (_, _, own) in zip(by_owner, each, strict=True)
-            ]
-            for _, received_means, _ in each:
-                torch.cat(encoded, out=received_means)
-
-        self._exchange((sent, means, error), combine)
+        if codec is not None:
+            return super()._all_reduce(tensor, divisor, codec, error, carried_error)
+        self._exchange(tensor, lambda tensors: _all_reduce(tensors, divisor))
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        self._exchange((tensor, error), lambda pairs: _reduce_scatter(pairs, divisor, codec))
-        return Handle()
-
-    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
-        def combine(each: list[tuple[Tensor, Tensor]]) -> None:
-            for i, owner in enumerate(owners):
-                torch.stack([sent[i] for _, sent in each], out=each[owner][0])
-
-        self._exchange((received, messages), combine)
+        if codec is None:
+            self._exchange(tensor, lambda tensors: _all_reduce(tensors, divisor))
+        else:
+            super()._reduce_scatter(tensor, divisor, codec, error)
+        own = tensor.view(self.replicas, -1)[self.replica].clone()
+        tensor.fill_(torch.nan).view(self.replicas, -1)[self.replica] = own  # the other slices are undefined
         return Handle()
 
     def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
         messages = self._exchange(message.clone(), list)
         return Handle(lambda: torch.stack([messages[owner] for owner in owners], out=gathered))
 
-    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
-        self._exchange(tensor, lambda tensors: _pair_means(tensors, draw))
-        return Handle()
-
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         # `output` is written by `Handle.wait`, as in a distributed run.
         parts = self._exchange(input.clone(), list)
         return Handle(lambda: torch.cat(parts, out=output))
-
-    def _all_reduce_or(self, bits: Tensor) -> Handle:
-        def combine(bitmaps: list[Tensor]) -> None:
-            union, *others = bitmaps
-            for other in others:
-                union |= other
-            for other in others:
-                other.copy_(union)
-
-        self._exchange(bits, combine)
-        return Handle()
 
     @property
     def peers(self) -> tuple[list[int], int]:
@@ -202,7 +162,9 @@ class SimulatedReplicas:
                 f"{replicas} simulated replicas and {groups.replicate.size()} real ones cannot be combined; "
                 "start one group of shards only"
             )
-        self._rendezvous, self._threads = _Rendezvous(replicas), _Threads(replicas - 1)
+        self._rendezvous = _Rendezvous(replicas)
+        # Threads that live as long as this object: libraries such as cuBLAS keep handles and memory for every thread.
+        self._threads = [ThreadPoolExecutor(1) for _ in range(replicas - 1)]
         self.endpoints = [InProcessCollectives(self._rendezvous, i, groups) for i in range(replicas)]
         self.all = DryRunCollectives(groups, replicas)
         self.all.ledger = self.endpoints[0].ledger
@@ -221,10 +183,9 @@ class SimulatedReplicas:
             self._rendezvous.run(replica, run)
 
         self._rendezvous.open()
-        for replica in range(1, len(self.endpoints)):
-            self._threads.start(replica - 1, partial(run_replica, replica))
+        others = [thread.submit(run_replica, replica) for replica, thread in enumerate(self._threads, 1)]
         run_replica(0)  # in the calling thread, so that its thread-local settings hold for the replica that writes
-        self._threads.wait()
+        wait(others)
         self._rendezvous.close()
         return [results[replica] for replica in range(len(self.endpoints))]
 
@@ -239,42 +200,6 @@ def _settings(stream: "torch.cuda.Stream | None", grad: bool) -> Iterator[None]:
         torch.cuda.set_stream(stream)  # also sets the device
     with torch.set_grad_enabled(grad):
         yield
-
-
-class _Threads:
-    """Threads that live as long as this object, and run one call at a time each.
-
-    Libraries such as cuBLAS keep handles and memory for every thread; with new threads in every step these would move
-    from thread to thread.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._calls: list[queue.SimpleQueue[Callable[[], None] | None]] = [queue.SimpleQueue() for _ in range(count)]
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._running = 0
-        for calls in self._calls:
-            threading.Thread(target=_run_calls, args=(calls, self._done), daemon=True).start()
-            weakref.finalize(self, calls.put, None)
-
-    def start(self, thread: int, call: Callable[[], None]) -> None:
-        self._calls[thread].put(call)
-        self._running += 1
-
-    def wait(self) -> None:
-        """Wait until all calls have returned."""
-        while self._running:
-            self._done.get()
-            self._running -= 1
-
-
-def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]", done: "queue.SimpleQueue[None]") -> None:
-    """Run calls until there is a None."""
-    while (call := calls.get()) is not None:
-        try:
-            call()
-        finally:
-            del call  # it refers to the object that owns this thread
-            done.put(None)
 
 
 class _Rendezvous:
@@ -352,58 +277,3 @@ def _all_reduce(tensors: Sequence[Tensor], divisor: float) -> None:
     divide_(total, divisor)
     for other in others:
         other.copy_(total)
-
-
-def _pair_means(tensors: Sequence[Tensor], draw: int) -> None:
-    """Write the mean of the tensors of each pair to both."""
-    for replica, partner in enumerate(partners(len(tensors), draw)):
-        if partner is not None and replica < partner:
-            tensors[replica].add_(tensors[partner]).mul_(0.5)
-            tensors[partner].copy_(tensors[replica])
-
-
-_Pair = tuple[Tensor, Tensor | None]  # (values, quantization error) of a replica
-
-
-def _encoded_sums(pairs: Sequence[_Pair], codec: Codec) -> Tensor:
-    """Return the sums of the decoded values, FP32 (replicas, m), in replica order; sets the quantization errors."""
-    replicas = len(pairs)
-    rows = [own.view(replicas, -1) for own, _ in pairs]
-    errors = [None if error is None else error.view(replicas, -1) for _, error in pairs]
-    messages = torch.stack([codec.encode(own, error) for own, error in zip(rows, errors, strict=True)], 1)
-    sums = torch.empty_like(rows[0])
-    for received, total in zip(messages, sums, strict=True):
-        codec.decode_and_sum(received, total)
-    return sums
-
-
-def _all_reduce_encoded(each: Sequence[tuple[_Pair, Tensor | None]], divisor: float, codec: Codec) -> None:
-    """Compute `topology.stages.all_reduce_encoded` on one level. each: (pair, carried error) of every replica."""
-    sums = _encoded_sums([pair for pair, _ in each], codec)
-    sums.div_(sums.new_full((), divisor))  # as kernels divide; a Python number would be inverted first on a GPU
-    for part, (_, carried_error) in zip(sums, each, strict=True):
-        if carried_error is not None:
-            part += carried_error
-    rounding = torch.empty_like(sums)
-    codec.decode(codec.encode(sums, rounding), sums)
-    for replica, ((own, error), carried_error) in enumerate(each):
-        if carried_error is not None:
-            carried_error.copy_(rounding[replica])
-        elif error is not None:
-            error.view(len(each), -1)[replica] += rounding[replica] * divisor
-        own.copy_(sums.view(-1))
-
-
-def _reduce_scatter(pairs: Sequence[_Pair], divisor: float, codec: Codec | None) -> None:
-    """Write every replica's slice of the result to its tensor; the other slices become NaN."""
-    if codec is None:
-        total = pairs[0][0].clone()
-        for own, _ in pairs[1:]:
-            total += own
-    else:
-        total = _encoded_sums(pairs, codec)
-    divide_(total, divisor)
-    parts = total.view(len(pairs), -1)
-    for replica, (own, _) in enumerate(pairs):
-        own.fill_(torch.nan)
-        own.view(len(pairs), -1)[replica] = parts[replica]

@@ -1,35 +1,17 @@
-"""Links by level, and the cost of collectives on them (alpha-beta model). Plain arithmetic: no torch.
+"""Links by level, and the seconds of collectives on them (alpha-beta model). Plain arithmetic: no torch.
 
-A collective is a list of `Stage`s, one for each level that it uses. It yields both the seconds and the bytes that a
-rank sends over each kind of link. Units are seconds and bytes; `topology.machines` and error messages use GB/s and
-microseconds.
+Units are seconds and bytes; `topology.machines` and error messages use GB/s and microseconds.
 """
 
 import json
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_scape.topology.machines import Machine
-from torchtitan_scape.topology.pairs import paired_share
-from torchtitan_scape.topology.ring_bytes import (
-    LevelSize,
-    MessageBytes,
-    gather_bytes,
-    pair_bytes,
-    reduce_bytes,
-    scatter_bytes,
-)
+from torchtitan_scape.topology.ring_bytes import Stage
 
 SCHEMA = "topology.preflight/1"
-
-# (level, number of ranks that communicate on it), innermost first: `Tier.level` and `Tier.size`.
-Tiers = Sequence[tuple[str, int]]
-
-
-# ------------------------------------------------------------------------------------------------ links
 
 
 @dataclass(frozen=True)
@@ -105,99 +87,10 @@ def with_measured_links(machine: Machine, links: Links) -> Machine:
     return replace(machine, levels=tuple(found), measured=links.source)
 
 
-# ------------------------------------------------------------------------------------------ collectives
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Part of a collective on one level.
-
-    Attributes:
-        level: Name of the link.
-        rounds: Number of consecutive messages of one rank.
-        sent: Bytes that one rank sends in them.
-    """
-
-    level: str
-    rounds: float
-    sent: float
-
-    def of_a_share(self, share: float) -> "Stage":
-        """Return the mean over steps, of which only this share contains the stage."""
-        return Stage(self.level, share * self.rounds, share * self.sent)
-
-
-def stage_seconds(stages: Sequence[Stage], links: Links) -> tuple[float, float]:
+def stage_seconds(stages: Iterable[Stage], links: Links) -> tuple[float, float]:
     """Return (latency, transfer time) in seconds of consecutive stages."""
-    latency = sum((stage.rounds * links[stage.level].latency for stage in stages), 0.0)
-    return latency, sum((stage.sent / links[stage.level].bandwidth for stage in stages), 0.0)
-
-
-def bytes_by_level(stages: Sequence[Stage]) -> dict[str, float]:
-    """Return the bytes that one rank sends, by level."""
-    sent: dict[str, float] = defaultdict(float)
+    latency = transfer = 0.0
     for stage in stages:
-        sent[stage.level] += stage.sent
-    return dict(sent)
-
-
-def all_reduce_stages(
-    tiers: Tiers, nbytes: float, coded: MessageBytes | None = None, flat: bool = False
-) -> list[Stage]:
-    """Return the stages of an all-reduce, as in `topology.stages.all_reduce_`.
-
-    Args:
-        tiers: Levels, innermost first.
-        nbytes: Size of the FP32 tensor, padding included.
-        coded: Message size of the codec of the outermost level; None for FP32.
-        flat: One ring over all ranks. The outermost link limits its speed, so all bytes are filed under that level.
-    """
-    levels = _levels(tiers, flat)
-    if not levels:
-        return []
-    *inside, outside = [level.size - 1 for level in levels]
-    stages = reduce_bytes(int(nbytes) // 4, levels, coded)
-    return _stages(stages, [*inside, 2 * outside, *reversed(inside)])
-
-
-def all_gather_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[Stage]:
-    """Return the stages of an all-gather of `nbytes` per rank, as in `topology.stages.all_gather_`."""
-    levels = _levels(tiers, flat)
-    return _stages(gather_bytes(int(nbytes), levels), [level.size - 1 for level in reversed(levels)])
-
-
-def reduce_scatter_stages(
-    tiers: Tiers, nbytes: float, coded: MessageBytes | None = None, flat: bool = False
-) -> list[Stage]:
-    """Return the stages of a reduce-scatter, as in `reduce_scatter_`. Args as in `all_reduce_stages`."""
-    levels = _levels(tiers, flat)
-    stages = scatter_bytes(int(nbytes) // 4, levels, coded)
-    return _stages(stages, [level.size - 1 for level in levels])
-
-
-def pair_mean_stages(tiers: Tiers, nbytes: float, flat: bool = False) -> list[Stage]:
-    """Return the stages of a mean over random pairs, as in `topology.stages.pair_mean_`, averaged over draws.
-
-    Args as in `all_reduce_stages`.
-    """
-    levels = _levels(tiers, flat)
-    if not levels:
-        return []
-    inside, messages = [level.size - 1 for level in levels[:-1]], paired_share(levels[-1].size)
-    rounds = [*inside, messages, *reversed(inside)]
-    return _stages(pair_bytes(int(nbytes) // 4, levels, messages), rounds)
-
-
-def _stages(stages: Iterable[tuple[str, int, float]], rounds: Iterable[float]) -> list[Stage]:
-    return [Stage(level, count, sent) for (level, _, sent), count in zip(stages, rounds, strict=True)]
-
-
-def scalar_stages(tiers: Tiers) -> list[Stage]:
-    """Return the stages of an all-reduce of a few bytes, as a tree on each level."""
-    return [Stage(level, 2 * math.ceil(math.log2(size)), 0.0) for level, size in _levels(tiers)]
-
-
-def _levels(tiers: Tiers, flat: bool = False) -> list[LevelSize]:
-    """Return the levels with more than one rank. flat: merge them into one level, the outermost of them."""
-    levels = [LevelSize(level, size) for level, size in tiers if size > 1]
-    return [LevelSize(levels[-1].level, math.prod(level.size for level in levels))] if flat and levels else levels
+        latency += stage.rounds * links[stage.level].latency
+        transfer += stage.sent / links[stage.level].bandwidth
+    return latency, transfer

@@ -1,7 +1,7 @@
 """Packing and exchange of a payload in chunks: predicted time and best chunk size. Plain arithmetic: no torch."""
 
-from torchtitan_scape.topology.links import Links, Tiers, all_reduce_stages, stage_seconds
-from torchtitan_scape.topology.ring_bytes import MessageBytes
+from torchtitan_scape.topology.links import Links, stage_seconds
+from torchtitan_scape.topology.ring_bytes import Levels, MessageBytes, all_reduce_stages
 
 MAX_CHUNKS = 8
 # Each further chunk costs one latency. Below this share of its transfer time the latency is within a link's noise.
@@ -29,20 +29,18 @@ def best_chunks(pack: float, transfer: float, latency: float) -> int:
 def best_chunk_bytes(
     nbytes: int,
     pack_seconds: float,
-    tiers: Tiers,
+    levels: Levels,
     links: Links,
     message_bytes: MessageBytes | None = None,
-    flat: bool = False,
 ) -> int:
     """Return the best chunk size of a payload in bytes of FP32, a multiple of 4.
 
     Args:
         nbytes: Size of the payload in FP32.
         pack_seconds: Seconds to pack the whole payload.
-        tiers: Levels that the replicas span, innermost first, as (name, size).
+        levels: Levels of the exchange, innermost first.
         message_bytes: Encoded size of n elements on the outermost level; None for FP32.
-        flat: Use one ring over all replicas instead of the hierarchy.
     """
-    latency, transfer = stage_seconds(all_reduce_stages(tiers, nbytes, message_bytes, flat), links)
+    latency, transfer = stage_seconds(all_reduce_stages(nbytes // 4, levels, message_bytes), links)
     chunks = best_chunks(pack_seconds, transfer, latency)
     return max(4, -(-nbytes // (4 * chunks)) * 4)

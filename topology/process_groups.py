@@ -1,6 +1,6 @@
 """`ReplicaCollectives` of a rank in a distributed run: collectives on process groups, level by level."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,23 +14,9 @@ from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import CommStream, Handle
 from torchtitan_scape.topology.dry_run import DryRunCollectives
-from torchtitan_scape.topology.group_queries import gather_lists, gather_scalars
-from torchtitan_scape.topology.groups import ReplicaGroups
+from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather_scalars
 from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.stages import (
-    all_gather_,
-    all_reduce_,
-    all_reduce_encoded,
-    all_reduce_messages,
-    all_reduce_or_,
-    divide_,
-    exchange_pair,
-    gather_from_owners,
-    pair_mean_,
-    reduce_scatter_,
-    reduce_scatter_encoded,
-    send_to_owners,
-)
+from torchtitan_scape.topology.stages import divide_, exchange_pair
 from torchtitan_scape.topology.torch_version import all_gather_into, all_reduce_tensors, reduce_scatter_into
 from torchtitan_scape.topology.traffic import REPLICATE
 
@@ -59,18 +45,31 @@ class ProcessGroupCollectives(ReplicaCollectives):
     def _scalars(self) -> ProcessGroup | None:
         return self.groups.scalars or self.groups.replicate
 
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        """Run `exchange(levels)` on the next stream, or in the calling thread if there are no streams."""
+        if not self._comm_streams:
+            exchange((self._level,))
+            return Handle()
+        stream, levels = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
+        self._next_stream = (self._next_stream + 1) % len(self._comm_streams)
+        return stream.start(lambda: exchange(levels), device)
+
+    @property
+    def _level(self) -> RankGroup:
+        """The only level, on the group of the replicas."""
+        (level,) = self.levels
+        assert self.groups.replicate is not None
+        return replace(level, process_group=self.groups.replicate)
+
+    # On one level, FP32 exchanges are single collectives, which need no stream.
+
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
-        if codec is not None:
-            return self._start(
-                lambda levels: all_reduce_encoded(tensor, levels, divisor, codec, error, carried_error), tensor.device
-            )
-        if len(self.levels) == 1:
-            work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
-            # gloo has no ReduceOp.AVG
-            return Handle(work.wait, partial(divide_, tensor, divisor))
-        return self._start(lambda levels: all_reduce_(tensor, levels, divisor), tensor.device)
+        if codec is not None or len(self.levels) > 1:
+            return super()._all_reduce(tensor, divisor, codec, error, carried_error)
+        work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
+        return Handle(work.wait, partial(divide_, tensor, divisor))  # gloo has no ReduceOp.AVG
 
     def reduces_together(self, device: torch.device) -> bool:
         # gloo would copy the tensors into a buffer of their size.
@@ -79,22 +78,9 @@ class ProcessGroupCollectives(ReplicaCollectives):
     def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
         return Handle(all_reduce_tensors(tensors, mean, self.groups.replicate))
 
-    def _all_reduce_messages(
-        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
-    ) -> Handle:
-        divisor = float(self.replicas)
-        return self._start(
-            lambda levels: all_reduce_messages(sent, means, count, levels[0], divisor, codec, error, adds_error),
-            sent.device,
-        )
-
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
-        if codec is not None:
-            return self._start(
-                lambda levels: reduce_scatter_encoded(tensor, levels, divisor, codec, error), tensor.device
-            )
-        if len(self.levels) > 1:
-            return self._start(lambda levels: reduce_scatter_(tensor, levels, divisor), tensor.device)
+        if codec is not None or len(self.levels) > 1:
+            return super()._reduce_scatter(tensor, divisor, codec, error)
         own, group = tensor.view(self.replicas, -1)[self.replica], self.groups.replicate
         if tensor.is_cuda:
             work = reduce_scatter_into(own, tensor, group=group, async_op=True)
@@ -103,38 +89,16 @@ class ProcessGroupCollectives(ReplicaCollectives):
         work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
         return Handle(work.wait, lambda: divide_(torch.sum(parts.view(self.replicas, -1), 0, out=own), divisor))
 
-    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
-        return self._start(lambda levels: send_to_owners(received, messages, owners, levels[0]), messages.device)
-
-    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
-        return self._start(lambda levels: gather_from_owners(gathered, message, owners, levels[0]), gathered.device)
-
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
-        partner = self.partner(draw)
         if len(self.levels) > 1:
-            return self._start(lambda levels: pair_mean_(tensor, levels, partner), tensor.device)
-        level = replace(self.levels[0], process_group=self.groups.replicate)
-        received = exchange_pair(tensor, level, partner)
+            return super()._pair_mean(tensor, draw)
+        received = exchange_pair(tensor, self._level, self.partner(draw))
         return Handle(received.work.wait, partial(received.add_to, tensor))
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
-        if len(self.levels) == 1:
-            return Handle(all_gather_into(output, input, group=self.groups.replicate, async_op=True).wait)
-        return self._start(lambda levels: all_gather_(output, input, levels), output.device)
-
-    def _all_reduce_or(self, bits: Tensor) -> Handle:
-        return self._start(lambda levels: all_reduce_or_(bits, levels), bits.device)
-
-    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
-        """Run `exchange(levels)` on the next stream, or in the calling thread if there are no streams."""
-        if not self._comm_streams:
-            (level,) = self.levels
-            assert self.groups.replicate is not None
-            exchange((replace(level, process_group=self.groups.replicate),))
-            return Handle()
-        stream, levels = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
-        self._next_stream = (self._next_stream + 1) % len(self._comm_streams)
-        return stream.start(lambda: exchange(levels), device)
+        if len(self.levels) > 1:
+            return super()._all_gather(output, input)
+        return Handle(all_gather_into(output, input, group=self.groups.replicate, async_op=True).wait)
 
     @property
     def peers(self) -> tuple[list[int], int]:

@@ -2,10 +2,10 @@
 
 Each byte crosses the network once per node and direction. Every rank of a node handles its own slice, so all NICs of
 the node are used. The functions block; a `CommStream` runs them in the background. Their argument `levels` contains
-this rank's group on every level, innermost first, each with a process group.
+this rank's group on every level, innermost first, each with a process group, or with a `SimulatedGroup`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,64 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.rank_group import RankGroup, replica_index
 from torchtitan_scape.topology.torch_version import all_gather_into, reduce_scatter_into
 
 Levels = Sequence[RankGroup]
+
+
+class SimulatedGroup:
+    """Communicator of replicas of one process, in the place of a process group.
+
+    exchange: Passes the items of all replicas, in their order, to a function, once per collective.
+    """
+
+    def __init__(self, exchange: Callable[[Any, Callable[[list[Any]], None]], None]) -> None:
+        self._exchange = exchange
+
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: list[int]) -> None:
+        """Send `sizes` entries to the replicas, one after the other."""
+
+        def combine(each: list[tuple[Tensor, tuple[Tensor, ...]]]) -> None:
+            for rank, (output, _) in enumerate(each):
+                torch.cat([parts[rank] for _, parts in each], out=output)
+
+        self._exchange((received.view(-1), sent.view(-1).split(sizes)), combine)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        def combine(each: list[tuple[Tensor, Tensor]]) -> None:
+            whole = torch.cat([own for _, own in each])
+            for gathered, _ in each:
+                gathered.copy_(whole)
+
+        self._exchange((output.view(-1), input.view(-1)), combine)
+
+
+def all_to_all(
+    received: Tensor, sent: Tensor, group: RankGroup, sizes: Sequence[list[int] | None] = (None, None), **options: Any
+) -> Any:
+    """Send a part of the contiguous `sent` to every rank of a group.
+
+    Args:
+        received: The parts of all ranks for this one.
+        sent: The parts for all ranks.
+        group: The ranks.
+        sizes: Rows of the parts of `received` and of `sent`, (None, None) for equal parts.
+        options: `async_op=True` returns a handle with `wait`.
+    """
+    if isinstance(group.process_group, SimulatedGroup):
+        group.process_group.all_to_all(received, sent, sizes[1] or [sent.numel() // group.size] * group.size)
+        return Handle()
+    return dist.all_to_all_single(received, sent, *sizes, group=group.process_group, **options)
+
+
+def all_gather(output: Tensor, input: Tensor, group: RankGroup) -> None:
+    """Gather the contiguous `input` of all ranks of a group into `output`, in rank order."""
+    if isinstance(group.process_group, SimulatedGroup):
+        group.process_group.all_gather(output, input)
+    else:
+        all_gather_into(output, input, group=group.process_group)
 
 
 def divide_(x: Tensor, divisor: float) -> None:
@@ -42,7 +96,7 @@ def all_reduce_(x: Tensor, levels: Levels, divisor: float) -> None:
     own = x.view(group.size, -1)[group.group_rank]
     _reduce_scatter(x, own, group.process_group)
     all_reduce_(own, outer, divisor)
-    all_gather_into(x, own, group=group.process_group)
+    all_gather(x, own, group)
 
 
 def all_reduce_encoded(
@@ -81,7 +135,7 @@ def all_reduce_encoded(
     # The inner levels forward the received messages unchanged, without a further rounding.
     for group in reversed(levels):
         gathered = torch.empty(group.size * messages.numel(), dtype=torch.uint8, device=x.device)
-        all_gather_into(gathered, messages, group=group.process_group)
+        all_gather(gathered, messages, group)
         messages = gathered
     replicas = x.numel() // count
     codec.decode(messages.view(replicas, -1), x.view(replicas, -1))
@@ -107,7 +161,7 @@ def pair_mean_(x: Tensor, levels: Levels, partner: int | None) -> None:
     _reduce_scatter(x, own, group.process_group)
     own.div_(group.size)
     pair_mean_(own, outer, partner)
-    all_gather_into(x, own, group=group.process_group)
+    all_gather(x, own, group)
 
 
 class PairExchange(NamedTuple):
@@ -131,8 +185,7 @@ def exchange_pair(x: Tensor, group: RankGroup, partner: int | None) -> PairExcha
     sizes = [x.numel() if i == partner else 0 for i in range(group.size)]
     received = x.new_empty(sum(sizes))
     sent = x if partner is not None else x[:0]
-    work = dist.all_to_all_single(received, sent, sizes, sizes, group=group.process_group, async_op=True)
-    return PairExchange(work, received)
+    return PairExchange(all_to_all(received, sent, group, (sizes, sizes), async_op=True), received)
 
 
 def all_reduce_messages(
@@ -158,7 +211,7 @@ def all_reduce_messages(
         adds_error: Add `error` to that slice before it is encoded.
     """
     message = _mean_of_slice(sent, count, group, divisor, codec, error, adds_error)
-    all_gather_into(means.view(-1), message, group=group.process_group)
+    all_gather(means.view(-1), message, group)
 
 
 def _mean_of_slice(
@@ -166,28 +219,30 @@ def _mean_of_slice(
 ) -> Tensor:
     """Exchange messages over one group, and return the encoded mean of this rank's slice, uint8 (message bytes,)."""
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.process_group)
+    all_to_all(received, sent, group)
     return codec.encode_mean(received, count, divisor, error, adds_error).view(-1)
 
 
-def reduce_scatter_(x: Tensor, levels: Levels, divisor: float) -> None:
-    """Reduce-scatter x: slice `replica_index` of `replicas` equal slices becomes the result of `all_reduce_`.
+def reduce_scatter_(
+    x: Tensor, levels: Levels, divisor: float, codec: Codec | None = None, error: Tensor | None = None
+) -> None:
+    """Reduce-scatter x: slice `replica_index` of `replicas` equal slices becomes its sum / divisor.
 
-    Args as in `all_reduce_`; n is a multiple of the number of replicas. The other slices of x become undefined.
+    Args as in `all_reduce_encoded`; the result is not rounded, and the other slices of x become undefined. Without a
+    codec, n is a multiple of the number of replicas.
     """
-    own, _ = _reduce_scatter_inner(x, levels, None)
-    divide_(own, divisor)
-
-
-def reduce_scatter_encoded(x: Tensor, levels: Levels, divisor: float, codec: Codec, error: Tensor | None) -> None:
-    """Reduce-scatter x as `reduce_scatter_`, with encoded messages on the outermost level.
-
-    Args as in `all_reduce_encoded`. The result is not rounded.
-    """
+    if codec is None:
+        own, _ = _reduce_scatter_inner(x, levels, None)
+        divide_(own, divisor)
+        return
     *inner, outermost = levels
     own, own_error = _reduce_scatter_inner(x, inner, error)
-    mean = own.view(outermost.size, -1)[outermost.group_rank]
-    _sum_encoded(own, mean, outermost, codec, own_error)
+    rows, errors = (None if each is None else each.view(outermost.size, -1) for each in (own, own_error))
+    assert rows is not None
+    sent = codec.encode(rows, errors)
+    received, mean = torch.empty_like(sent), rows[outermost.group_rank]
+    all_to_all(received, sent, outermost)
+    codec.decode_and_sum(received, mean)
     divide_(mean, divisor)
 
 
@@ -201,13 +256,8 @@ def send_to_owners(received: Tensor, messages: Tensor, owners: Sequence[int], gr
         group: The ranks.
     """
     size = messages.shape[1]
-    dist.all_to_all_single(
-        received.view(-1),
-        messages.view(-1),
-        [size if len(received) else 0] * group.size,
-        [size if rank in owners else 0 for rank in range(group.size)],
-        group=group.process_group,
-    )
+    sizes = [size if len(received) else 0] * group.size, [size if rank in owners else 0 for rank in range(group.size)]
+    all_to_all(received.view(-1), messages.view(-1), group, sizes)
 
 
 def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int], group: RankGroup) -> None:
@@ -246,14 +296,6 @@ def _reduce_scatter(x: Tensor, own: Tensor, group: ProcessGroup | None) -> None:
         torch.sum(parts.view(-1, own.numel()), 0, out=own)
 
 
-def _sum_encoded(x: Tensor, out: Tensor, group: RankGroup, codec: Codec, error: Tensor | None) -> None:
-    """Write this rank's slice of the sum of x over one group to `out`; `error` becomes the quantization error of x."""
-    sent = codec.encode(x.view(group.size, -1), None if error is None else error.view(group.size, -1))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.process_group)
-    codec.decode_and_sum(received, out)
-
-
 def all_reduce_or_(bits: Tensor, levels: Levels) -> None:
     """All-reduce packed bits, uint8 (b,), in place with a bitwise OR, which no GPU backend offers as a reduction.
 
@@ -261,13 +303,13 @@ def all_reduce_or_(bits: Tensor, levels: Levels) -> None:
     """
     group, outer = levels[0], levels[1:]
     received = torch.empty_like(bits)
-    dist.all_to_all_single(received, bits, group=group.process_group)
+    all_to_all(received, bits, group)
     own = bits.view(group.size, -1)[group.group_rank]
     for row in received.view(group.size, -1):
         own |= row
     if outer:
         all_reduce_or_(own, outer)
-    all_gather_into(bits, own, group=group.process_group)
+    all_gather(bits, own, group)
 
 
 def all_gather_(output: Tensor, input: Tensor, levels: Levels) -> None:
@@ -283,5 +325,5 @@ def all_gather_(output: Tensor, input: Tensor, levels: Levels) -> None:
         start -= group.group_rank * size
         size *= group.size
         whole = output[start : start + size]
-        all_gather_into(whole, filled, group=group.process_group)
+        all_gather(whole, filled, group)
         filled = whole

@@ -34,7 +34,7 @@ from torchtitan_scape.core.text import first_text
 from torchtitan_scape.planner import node_checks, preflight
 from torchtitan_scape.runtime import nccl_log
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, code_versions
-from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import gather_lists
 from torchtitan_scape.topology.layout import Layout
 
 # Shares of the 90th percentile of pairs, and of the fastest device. One slow node is in two of three pairs of three

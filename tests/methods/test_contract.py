@@ -42,9 +42,15 @@ from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.links import Stage, all_gather_stages, all_reduce_stages, bytes_by_level
 from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.ring_bytes import (
+    LevelSize,
+    Stage,
+    all_gather_stages,
+    all_reduce_stages,
+    bytes_by_level,
+    reduce_scatter_stages,
+)
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -174,31 +180,27 @@ class CountingCollectives(DryRunCollectives):
     ) -> Handle:
         super()._all_reduce(tensor, divisor, codec, error, carried_error)
         encoded = None if codec is None else codec.message_bytes
-        return self._count_messages(all_reduce_stages(self._tiers, tensor.nbytes, encoded))
+        return self._count_messages(all_reduce_stages(tensor.numel(), self.levels, encoded))
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         super()._all_reduce(tensor, divisor, codec, error, None)
-        return self._count_messages([Stage("any", size - 1.0, 0.0) for _, size in self._tiers])
+        return self._count_messages(reduce_scatter_stages(0, self.levels))
 
     def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
         super()._send_to_owners(received, messages, owners)
-        return self._count_messages([Stage("any", size - 1.0, 0.0) for _, size in self._tiers])
+        return self._count_messages(reduce_scatter_stages(0, self.levels))
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         super()._all_gather(output, input)
-        return self._count_messages(all_gather_stages(self._tiers, input.nbytes))
+        return self._count_messages(all_gather_stages(input.nbytes, self.levels))
 
     def _all_reduce_or(self, bits: Tensor) -> Handle:
-        return self._count_messages(all_reduce_stages(self._tiers, bits.nbytes))
+        return self._count_messages(all_reduce_stages(bits.nbytes // 4, self.levels))
 
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         paired = self.partner(draw) is not None
-        inside = 2 * sum(size - 1 for _, size in self._tiers[:-1])
+        inside = 2 * sum(level.size - 1 for level in self.levels[:-1])
         return self._count_messages([Stage("any", inside + paired, 0.0)])
-
-    @property
-    def _tiers(self) -> list[tuple[str, int]]:
-        return [(level.level, level.size) for level in self.levels]
 
 
 @pytest.mark.parametrize("chunk_entries", [64, 0])

@@ -22,11 +22,10 @@ from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups, build_groups
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import bytes_by_level
 from torchtitan_scape.topology.machines import get_machine
 from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.ring_bytes import LevelSize, bytes_by_level
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
 CHUNK, STEPS = 128, 30

@@ -57,7 +57,7 @@ def test_the_best_number_of_chunks_follows_the_square_root_rule() -> None:
 @given(st.integers(1, 10**9), times)
 def test_chunks_have_complete_entries_and_cover_the_payload(entries: int, pack: float) -> None:
     nbytes = 4 * entries
-    chunk = best_chunk_bytes(nbytes, pack, [("a", 2), ("b", 2)], LINKS)
+    chunk = best_chunk_bytes(nbytes, pack, [LevelSize("a", 2), LevelSize("b", 2)], LINKS)
     assert chunk % 4 == 0 and 1 <= -(-nbytes // chunk) <= 8
 
 
@@ -68,7 +68,7 @@ DENSE = PlannedRun(DenseOptions())
 
 def test_a_dense_step_is_the_sum_of_its_parts() -> None:
     p = predict_step(
-        DENSE, [("b", 4)], LINKS, MODEL,
+        DENSE, [LevelSize("b", 4)], LINKS, MODEL,
         compute_seconds=2.0, pack_seconds=0.0, rest_seconds=0.5, shard_seconds=0.25, fixed_seconds=0.125,
     )  # fmt: skip
     chunks = chunk_sizes(MODEL.sizes)
@@ -84,7 +84,7 @@ def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
     """4 replicas, bitmaps: a replica sends 1152 of 4608 blocks of 1024, 147,456 bytes, three times over the link."""
     p = predict_step(
         PlannedRun(ScapeOptions(density=0.25)),
-        [("b", 4)],
+        [LevelSize("b", 4)],
         LINKS,
         MODEL,
         compute_seconds=compute,
@@ -101,7 +101,7 @@ def test_masks_are_exposed_only_beyond_compute(compute: float) -> None:
 def test_the_given_number_of_chunks_is_used() -> None:
     def exchange(chunk: int) -> float:
         return predict_step(
-            DENSE, [("b", 2)], LINKS, MODEL,
+            DENSE, [LevelSize("b", 2)], LINKS, MODEL,
             compute_seconds=1.0, pack_seconds=0.0, rest_seconds=0.0, chunk_bytes=chunk,
         ).exchange  # fmt: skip
 

@@ -28,9 +28,9 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.topology.links import Link, Links, scalar_stages, stage_seconds
+from torchtitan_scape.topology.links import Link, Links, stage_seconds
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.ring_bytes import LevelSize, scalar_stages
 
 
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:
@@ -172,7 +172,7 @@ def test_local_runs_start_all_ranks_and_simulated_ones_a_process(tmp_path: Path)
 def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: its latency once, the masks hidden."""
     silent = {"by_phase": {"pack": 0.1}, "phases": {"optimizer": 0.2, "compute": 0.0}, "step_seconds": 0.3}
-    links, tiers = Links({"network": Link(1e-3, 1e7)}, "by hand"), [("network", 4)]
+    links, levels = Links({"network": Link(1e-3, 1e7)}, "by hand"), [LevelSize("network", 4)]
     grid = Grid(
         declare(tmp_path, {"launcher": "emulated", "methods": ["scape-0.047-int4"], "sizes": [4], "sequences": [32]})
     )
@@ -182,9 +182,8 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(emulated, "parameter_shapes", lambda config: shapes)
     measured = {"phases": {"compute": 1.0}, "payload_parts": 1}
     found = EmulatedSet.predicted(one, spec, measured)  # type: ignore[arg-type]
-    model, levels = LocalModel.of_shapes(shapes), [LevelSize(*tier) for tier in tiers]
-    payload, _ = ScapeOptions(density=0.047, code="int4").cost().collective_calls(model, levels)
-    stages = payload.stages(levels) + scalar_stages(tiers)
+    payload, _ = ScapeOptions(density=0.047, code="int4").cost().collective_calls(LocalModel.of_shapes(shapes), levels)
+    stages = payload.stages(levels) + scalar_stages(levels)
     assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
 
 

@@ -24,6 +24,7 @@ from torchtitan_scape.topology.groups import build_level_groups
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import Links, stage_seconds
 from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.ring_bytes import LevelSize
 from torchtitan_scape.topology.traffic import TrafficLedger
 
 ENTRIES = 64 * 128  # Entries of a matrix whose slices are whole blocks.
@@ -149,7 +150,9 @@ def test_predicted_step_time_on_frontier() -> None:
         assert least < step(dense).step / ours.step < least + 0.05
         assert ours.memory["gradients"] == 4.0 * workload.parameters / 8
     each, once = plan.stages(float(workload.parameters), 2.0, 26, layout)
-    assert sum(stage_seconds(each, links)) < fsdp_seconds([("gcd_pair", 2), ("node", 4)], workload, links)
+    assert sum(stage_seconds(each, links)) < fsdp_seconds(
+        [LevelSize("gcd_pair", 2), LevelSize("node", 4)], workload, links
+    )
     # With dense gradients, the levels themselves sum gradients and send the update between nodes.
     levels = replace(plan, summed=4.0)
     sums = predict(dense, workload, layout, links, batch=1536, micro_batch=4, levels=levels)

@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.topology.codecs import Bfloat16
 from torchtitan_scape.topology.layout import Layout, plan_layout
-from torchtitan_scape.topology.links import (
-    Link,
-    Links,
+from torchtitan_scape.topology.links import Link, Links, stage_seconds
+from torchtitan_scape.topology.machines import Level, Machine
+from torchtitan_scape.topology.ring_bytes import (
+    LevelSize,
+    MessageBytes,
     Stage,
     all_gather_stages,
     all_reduce_stages,
     bytes_by_level,
     reduce_scatter_stages,
-    stage_seconds,
+    spanned,
 )
-from torchtitan_scape.topology.machines import Level, Machine
-from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.ring_bytes import MessageBytes, gather_bytes, reduce_bytes, scatter_bytes
 
 # Message sizes of codecs; None for FP32.
 CODED: list[MessageBytes | None] = [None, Bfloat16().message_bytes, BlockCode("int4", 32).message_bytes]
@@ -86,10 +85,6 @@ def layouts(draw: st.DrawFn) -> Layout:
     return plan_layout(node * nodes, ranks_per_node=node, machine=machine, replicate=-1, shard=1)
 
 
-def level_sizes(layout: Layout) -> list[tuple[str, int]]:
-    return [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))]
-
-
 @given(layouts())
 def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout: Layout) -> None:
     n, network = layout.world_size * 3, Network(layout.world_size)
@@ -104,8 +99,8 @@ def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout:
         network.all_gather(tier.level, list(tier.groups), data)
     for rank in range(layout.world_size):
         assert np.array_equal(data[rank], total)
-        assert network.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(level_sizes(layout), 4 * n)))
-    stages = all_reduce_stages(level_sizes(layout), 4 * n)
+        assert network.sent[rank] == pytest.approx(bytes_by_level(all_reduce_stages(n, tiers)))
+    stages = all_reduce_stages(n, tiers)
     rounds: dict[str, int] = defaultdict(int)
     for stage in stages:
         rounds[stage.level] += stage.rounds
@@ -118,9 +113,10 @@ def test_all_reduce_stages_are_the_messages_of_a_hierarchical_all_reduce(layout:
 def test_all_gather_stages_are_the_messages_of_a_hierarchical_all_gather(layout: Layout, own: int) -> None:
     network = Network(layout.world_size)
     data = {rank: np.full(own, rank, dtype=np.uint8) for rank in range(layout.world_size)}
-    for tier in reversed(layout.hierarchy(layout.replicate_group(0))):
+    tiers = layout.hierarchy(layout.replicate_group(0))
+    for tier in reversed(tiers):
         network.all_gather(tier.level, list(tier.groups), data)
-    stages = all_gather_stages(level_sizes(layout), own)
+    stages = all_gather_stages(own, tiers)
     for rank in range(layout.world_size):
         assert sorted(set(data[rank].tolist())) == list(range(layout.world_size))
         assert network.sent[rank] == pytest.approx(bytes_by_level(stages))
@@ -128,41 +124,17 @@ def test_all_gather_stages_are_the_messages_of_a_hierarchical_all_gather(layout:
 
 
 @given(layouts(), st.sampled_from(CODED))
-def test_all_reduce_stages_are_the_counted_bytes(layout: Layout, coded: MessageBytes | None) -> None:
-    levels = [RankGroup(level, size, 0) for level, size in level_sizes(layout)]
-    if not levels:
-        return
-    n = 96 * layout.world_size
-    counted: dict[str, float] = defaultdict(float)
-    for level, _, sent in reduce_bytes(n, levels, coded):
-        counted[level] += sent
-    assert bytes_by_level(all_reduce_stages(level_sizes(layout), 4 * n, coded)) == pytest.approx(counted)
-    if coded:  # outermost: one message to and from each other rank; inner: all other messages are gathered
+def test_bytes_of_coded_messages(layout: Layout, coded: MessageBytes | None) -> None:
+    """Outermost one message to and from each other rank; the inner levels gather all other messages."""
+    levels, n = layout.hierarchy(layout.replicate_group(0)), 96 * layout.world_size
+    sent = sum(stage.sent for stage in all_reduce_stages(n, levels, coded))
+    if coded and levels:
         outside = levels[-1].size
         message, within = coded(96), layout.world_size // outside
         gathered = (layout.world_size - outside) * message
-        assert sum(counted.values()) == pytest.approx(2 * (outside - 1) * message + gathered + 4 * (n - n // within))
-    gathered = [(level, sent) for level, _, sent in gather_bytes(7, levels)]
-    assert [(s.level, s.sent) for s in all_gather_stages(level_sizes(layout), 7)] == gathered
-
-
-@given(layouts(), st.sampled_from(CODED), st.booleans())
-def test_reduce_scatter_stages_are_the_counted_bytes(layout: Layout, coded: MessageBytes | None, values: bool) -> None:
-    levels = [RankGroup(level, size, 0) for level, size in level_sizes(layout)]
-    if not levels:
-        return
-    n = 96 * layout.world_size
-    counted: dict[str, float] = defaultdict(float)
-    own = n // layout.world_size * (2 if values else 4)
-    for level, _, sent in [*scatter_bytes(n, levels, coded), *gather_bytes(own, levels)]:
-        counted[level] += sent
-    stages = reduce_scatter_stages(level_sizes(layout), 4 * n, coded)
-    stages += all_gather_stages(level_sizes(layout), own)
-    assert bytes_by_level(stages) == pytest.approx(counted)
-    if coded is None and not values:
-        assert sum(s.sent for s in stages) == pytest.approx(
-            sum(s.sent for s in all_reduce_stages(level_sizes(layout), 4 * n))
-        )
+        assert sent == pytest.approx(2 * (outside - 1) * message + gathered + 4 * (n - n // within))
+    divided = [*reduce_scatter_stages(n, levels, coded), *all_gather_stages(coded(96) if coded else 4 * 96, levels)]
+    assert sum(stage.sent for stage in divided) == pytest.approx(sent)
 
 
 def seconds(stages: list[Stage]) -> float:
@@ -171,27 +143,27 @@ def seconds(stages: list[Stage]) -> float:
 
 def test_seconds_of_two_levels_by_hand() -> None:
     """4 inner ranks, 2 outer ones, 800 bytes: 600 bytes each way inside, and a ring of 2 with 200 bytes outside."""
-    tiers = [("a", 4), ("b", 2)]
+    levels = [LevelSize("a", 4), LevelSize("b", 2)]
     inside, outside = 2 * (3e-5 + 600 / 1e9), 2e-4 + 200 / 1e8
-    assert seconds(all_reduce_stages(tiers, 800)) == pytest.approx(inside + outside)
+    assert seconds(all_reduce_stages(200, levels)) == pytest.approx(inside + outside)
     # BF16: half of the bytes outside, and half of the bytes of the inner all-gather
     narrow = 6e-5 + 900 / 1e9 + 2e-4 + 100 / 1e8
-    assert seconds(all_reduce_stages(tiers, 800, CODED[1])) == pytest.approx(narrow)
+    assert seconds(all_reduce_stages(200, levels, CODED[1])) == pytest.approx(narrow)
     # INT4: 1,024 entries in messages of 128 entries: 64 bytes, 4 scales of 2 bytes, 8 bytes of padding
     coded = 2 * (3e-5) + (3072 + 480) / 1e9 + 2e-4 + 160 / 1e8
-    assert seconds(all_reduce_stages(tiers, 4096, CODED[2])) == pytest.approx(coded)
-    assert seconds(all_reduce_stages(tiers, 800, flat=True)) == pytest.approx(14e-4 + 1400 / 1e8)
-    assert seconds(all_gather_stages(tiers, 10)) == pytest.approx(1e-4 + 10 / 1e8 + 3e-5 + 60 / 1e9)
-    assert seconds(all_gather_stages(tiers, 10, flat=True)) == pytest.approx(7e-4 + 70 / 1e8)
+    assert seconds(all_reduce_stages(1024, levels, CODED[2])) == pytest.approx(coded)
+    assert seconds(all_reduce_stages(200, spanned(levels, flat=True))) == pytest.approx(14e-4 + 1400 / 1e8)
+    assert seconds(all_gather_stages(10, levels)) == pytest.approx(1e-4 + 10 / 1e8 + 3e-5 + 60 / 1e9)
+    assert seconds(all_gather_stages(10, spanned(levels, flat=True))) == pytest.approx(7e-4 + 70 / 1e8)
 
 
 def test_levels_of_one_and_single_replicas_cost_nothing() -> None:
-    assert all_reduce_stages([], 100) == [] and all_gather_stages([("b", 1)], 100) == []
-    assert all_reduce_stages([("a", 1), ("b", 2), ("c", 1)], 100) == all_reduce_stages([("b", 2)], 100)
+    assert all_reduce_stages(25, []) == [] and spanned([LevelSize("b", 1)], flat=True) == []
+    assert spanned([LevelSize("a", 1), LevelSize("b", 2), LevelSize("c", 1)]) == [LevelSize("b", 2)]
 
 
 def test_unknown_levels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no level 'gcd_pair', only a, b, c"):
-        seconds(all_reduce_stages([("gcd_pair", 2)], 8))
+        seconds(all_reduce_stages(2, [LevelSize("gcd_pair", 2)]))
     with pytest.raises(ValueError, match=r"-1 GB/s; it must be positive"):
         LINKS.with_bandwidth("a", -1e9)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan_scape.checkpoint.folder import call_on_rank_0
 from torchtitan_scape.checkpoint.storage import SHARED_SECONDS
 from torchtitan_scape.core.text import first_text
-from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import gather_lists
 
 MAX_NAMED = 8  # hosts in the error
 

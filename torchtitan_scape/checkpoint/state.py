@@ -17,7 +17,7 @@ from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import mean_of_rows, rows_of
-from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import gather_lists
 
 # Values of `[checkpoint] residual`.
 RESIDUALS = ("exact", "mean", "drop")

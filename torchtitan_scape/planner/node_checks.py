@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import gather_lists
 
 PAIR_BYTES = 1 << 25  # on GPUs; a sixteenth on CPUs
 MAX_ROUNDS = 63  # with more than 64 nodes, every node exchanges with this many others

@@ -21,17 +21,10 @@ from torchtitan_scape.sharding.cost import (
 )
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import (
-    Links,
-    Tiers,
-    all_reduce_stages,
-    bytes_by_level,
-    scalar_stages,
-    stage_seconds,
-)
+from torchtitan_scape.topology.links import Links, stage_seconds
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
 from torchtitan_scape.topology.pipelining import best_chunks, pipeline_seconds
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.ring_bytes import Levels, all_reduce_stages, bytes_by_level, scalar_stages, spanned
 
 # Rate of matrix products in BF16, by runtime, divided by those in TF32, or FP32 where there is none, and in FP32. An
 # H100 has 989, 495 and 67 TFLOP/s, an MI250X 383 and 96.
@@ -73,7 +66,7 @@ class Prediction:
 
 def predict_step(
     run: PlannedRun,
-    tiers: Tiers,
+    levels: Levels,
     links: Links,
     model: LocalModel,
     *,
@@ -89,7 +82,7 @@ def predict_step(
     """Predict a step from its rates.
 
     Args:
-        tiers: Levels that the replicas span, innermost first, as (name, size).
+        levels: Levels that the replicas span, innermost first.
         model: This rank's shards.
         compute_seconds: Forward and backward passes of all micro-batches. The exchange of masks overlaps with it.
         pack_seconds: The pass that fills the payload, chunk by chunk while others are exchanged; 0 for dense methods.
@@ -103,10 +96,8 @@ def predict_step(
             embedding, the first layer, is completed last. Changes of the weights are hidden behind a forward pass, of
             half the time.
     """
-    levels = [LevelSize(name, size) for name, size in tiers if size > 1]
+    scalars, levels = scalar_stages(levels), spanned(levels, flat)
     replicas = math.prod(level.size for level in levels)
-    if flat and levels:
-        levels = [LevelSize(levels[-1].level, replicas)]
     calls = run.collective_calls(model, levels)
     if chunk_bytes:
         calls = [replace(call, chunks=0) for call in calls]
@@ -129,7 +120,7 @@ def predict_step(
         beside_passes = min(exchange - arriving, backward_seconds) + min(arriving, backward_seconds / 2)
     exchange -= beside_passes
     # No rank packs before the finite flag is known.
-    exchange += run.options.cost().scalar_reductions * sum(stage_seconds(scalar_stages(tiers), links))
+    exchange += run.options.cost().scalar_reductions * sum(stage_seconds(scalars, links))
     later = [stage for call in hidden_calls for stage in call.stages(levels)]
     seconds = sum(stage_seconds(later, links))
     hidden = min(seconds, compute_seconds)
@@ -162,13 +153,13 @@ class Assumptions:
     usable_memory: float = 0.9
 
 
-def fsdp_seconds(tiers: Tiers, workload: Workload, links: Links) -> float:
+def fsdp_seconds(levels: Levels, workload: Workload, links: Links) -> float:
     """Return FSDP's traffic per micro-batch: two all-gathers of BF16 parameters, one reduce-scatter of FP32 gradients.
 
     Each is a ring over the whole shard axis, for every layer, the embedding and the output.
     """
     # An all-reduce of n FP32 values sends 8 n bytes in two rounds of the ring, as these three do.
-    latency, transfer = stage_seconds(all_reduce_stages(tiers, 4.0 * workload.parameters, flat=True), links)
+    latency, transfer = stage_seconds(all_reduce_stages(workload.parameters, spanned(levels, flat=True)), links)
     return 1.5 * (workload.layers + 2) * latency + transfer
 
 
@@ -245,8 +236,8 @@ def predict(
     model, whole = workload.local(shard), workload.whole()
     streaming = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
     rates = assumptions.passes.of(run) if assumptions.passes else (streaming, streaming)
-    spanned = len(layout.hierarchy(layout.replicate_group(0)))
-    device_bytes = run.memory_traffic(model, layout.replicate, spanned)
+    shard_tiers, tiers = layout.hierarchy(layout.model_group(0)), layout.hierarchy(layout.replicate_group(0))
+    device_bytes = run.memory_traffic(model, layout.replicate, len(tiers))
     link_bytes = run.host_link_traffic(model, layout.replicate)
     # Copies to and from the host overlap with the passes.
     pack, rest = (
@@ -260,17 +251,13 @@ def predict(
     products = run.options.cost().matrix_flops(model, layout.replicate)
     flops += sum(rate * count for rate, count in zip(BF16_PER[device.runtime], products, strict=True))
     rest += flops / (device.peak * 1e12 * assumptions.mfu)
-    shard_tiers, tiers = (
-        [(tier.level, tier.size) for tier in layout.hierarchy(group)]
-        for group in (layout.model_group(0), layout.replicate_group(0))
-    )
     micro_batches = batch // (ranks * micro_batch)
     if levels is not None:
         rows = flat_rows(workload, layout.shard)
         each, once = levels.stages(float(workload.parameters), mean_gathers(rows), len(rows), layout, micro_batches)
         traffic = micro_batches * sum(stage_seconds(each, links))
         fixed_seconds += sum(stage_seconds(once, links))
-        tiers = [] if levels.sums else tiers
+        tiers = () if levels.sums else tiers
     elif sharding is not None and sharding.active:
         stages = shard_stages(sharding, flat_rows(workload, layout.shard), layout, micro_batches)
         traffic = sum(stage_seconds(stages, links))

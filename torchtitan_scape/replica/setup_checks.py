@@ -19,7 +19,7 @@ from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_st
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.group_queries import gather_lists
+from torchtitan_scape.topology.groups import gather_lists
 from torchtitan_scape.topology.torch_version import fsdp_copies
 
 logger = logging.getLogger(__name__)

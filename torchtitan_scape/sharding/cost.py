@@ -16,7 +16,7 @@ from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.tagc_cost import SparsePlan
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Stage, all_gather_stages
+from torchtitan_scape.topology.ring_bytes import Stage, all_gather_stages
 
 _SCALE = 4  # bytes
 _CUT_BIASES = ("wq.bias", "wk.bias", "wv.bias", "w1.bias")
@@ -264,9 +264,8 @@ def gathered_matrices(optimizer: str, model: LocalModel, layout: Layout) -> list
 
 def gather_stages(optimizer: str, model: LocalModel, layout: Layout) -> list[Stage]:
     """Return the stages of these all-gathers."""
-    tiers = [(tier.level, tier.size) for tier in layout.hierarchy(layout.replicate_group(0))]
-    gathers = gathered_matrices(optimizer, model, layout)
-    return [stage for nbytes in gathers for stage in all_gather_stages(tiers, nbytes)]
+    levels, gathers = layout.hierarchy(layout.replicate_group(0)), gathered_matrices(optimizer, model, layout)
+    return [stage for nbytes in gathers for stage in all_gather_stages(nbytes, levels)]
 
 
 def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchtitan_scape.core.workloads import Shape
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Stage
+from torchtitan_scape.topology.ring_bytes import Stage
 
 
 @dataclass(frozen=True)

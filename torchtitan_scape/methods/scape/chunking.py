@@ -8,6 +8,7 @@ from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
 from torchtitan_scape.topology.pipelining import best_chunk_bytes
+from torchtitan_scape.topology.ring_bytes import spanned
 
 
 def best_chunk(
@@ -38,8 +39,7 @@ def best_chunk(
     return best_chunk_bytes(
         4 * payload_entries([tuple(shape) for shape in shapes], density, block_size),
         packed_bytes / (device.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY),
-        [(tier.level, tier.size) for tier in tiers],
+        spanned(tiers, flat=levels < len(tiers)),
         Links.from_machine(layout.machine),
         encoded_size(code),
-        flat=levels < len(tiers),
     )
