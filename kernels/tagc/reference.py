@@ -50,17 +50,6 @@ def sum_bytes(maps: Tensor) -> Tensor:
     return maps.sum(0, dtype=torch.uint8)
 
 
-def to_nibbles(bits: Tensor) -> Tensor:
-    """Expand a bitmap to four bits per entry, uint8 (4 * bytes,), whose sum counts up to 15 ranks."""
-    pairs = unpack_bits(bits, 8 * bits.numel()).view(torch.uint8).view(-1, 2)
-    return pairs[:, 0] | pairs[:, 1] << 4
-
-
-def from_nibbles(counts: Tensor) -> Tensor:
-    """Return the bitmap of the entries with a nonzero count."""
-    return pack_bits(torch.stack((counts & 15, counts >> 4), 1).view(-1) != 0)
-
-
 def select_above(rows: Tensor, sparsity: float) -> Tensor:
     """Return the bitmaps of the entries of each row, FP32 (rows, blocks * 1024), with |x| >= a threshold of the row.
 

@@ -237,13 +237,13 @@ def secondary_weights(flat: Any) -> list[torch.Tensor]:
 
     group = fsdp_parameter_group(flat.modules[0])
     gather, ranks = group._all_gather_comm, group._all_gather_process_group
-    if getattr(gather, "_cache", None) is None:
+    if getattr(gather, "cache", None) is None:
         return []
     row, position = entries(flat.gathered), ranks.rank()
     output = torch.empty(ranks.size() * row, dtype=torch.bfloat16)
     with replaced(RowCodec, "encode", lambda *_: None):
         gather(output_tensor=output, input_tensor=output[position * row :][:row], group=ranks)
-    return [gather._cache.get()]
+    return [gather.cache.get()]
 
 
 def nbytes(tensors: list[Any]) -> float:

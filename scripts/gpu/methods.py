@@ -36,8 +36,7 @@ from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate
 from torchtitan_scape.sharding.build import build_sharding, groups_for
-from torchtitan_scape.sharding.levels import holder_of
-from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels import build_levels, holder_of
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions

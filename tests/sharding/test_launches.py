@@ -14,10 +14,15 @@ from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.tagc.reference import Sketch
-from torchtitan_scape.sharding.base import ParameterSlice, ShardedParamGroup, TrainPosition, WeightsVersion, entries
-from torchtitan_scape.sharding.levels_gather import SecondaryAllGather
-from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
-from torchtitan_scape.sharding.levels_layout import RowLayout
+from torchtitan_scape.sharding.base import (
+    ParameterSlice,
+    ShardedParamGroup,
+    TrainPosition,
+    WeightsCache,
+    WeightsVersion,
+    entries,
+)
+from torchtitan_scape.sharding.levels_hooks import RowLayout, SecondaryAllGather, SliceReduceScatter
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
@@ -48,19 +53,21 @@ def groups_of(ranks: int, hops: int) -> list[RankGroup]:
 
 def hook_of(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, options: dict[str, Any]) -> Any:
     flat, ledger, position = layer(ranks), SimpleNamespace(), TrainPosition()
-    code, groups = block_code(backend, "int8", 256), groups_of(ranks, hops)
+    code, groups = block_code(backend, "int4", 256), groups_of(ranks, hops)
     rows = RowCodec(flat.gathered, code)
     if kind == "gather":
         return QuantizedAllGather(flat, groups, rows, ledger)  # type: ignore[arg-type]
     if kind == "secondary gather":
-        return SecondaryAllGather(flat, groups[0], rows, RankGroup("node", 2, 0), ledger, WeightsVersion())  # type: ignore[arg-type]
+        return SecondaryAllGather(
+            flat, groups[0], rows, RankGroup("node", 2, 0), ledger, WeightsCache(WeightsVersion())
+        )  # type: ignore[arg-type]
     if kind == "reduce":
         return QuantizedReduceScatter(flat, groups, [rows] * hops, ledger, position if stochastic else None)  # type: ignore[arg-type]
     if kind == "slices":
         sizes, coded = [s.size for s in flat.reduced], [s.dims > 1 for s in flat.reduced]
         layout = RowLayout(sizes, coded, 256, pairs=ranks // 2, nodes=2)
         pairs = [(RankGroup("node", ranks, 0), code)]
-        return SliceReduceScatter(flat, layout, 2, pairs, ledger, position, META, code, True, stochastic)  # type: ignore[arg-type]
+        return SliceReduceScatter(flat, layout, 2, pairs, ledger, META, code, position)  # type: ignore[arg-type]
     assert kind == "tagc"
     return TagcReduce(flat, groups[0], TagcShardingOptions(**options), ledger, position, backend, META)  # type: ignore[arg-type]
 
@@ -104,7 +111,6 @@ CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
     ("slices", 1, True, {}),
     ("tagc", 1, False, {}),  # offsets for two ranks, and bitmaps for more
     ("tagc", 1, False, {"index_code": "bits"}),
-    ("tagc", 1, False, {"index_code": "nibble_sum", "reproduce": True}),
     ("tagc", 1, False, SKETCH),
     ("tagc", 1, False, {**SKETCH, "selection": "table", "reproduce": True}),
 ]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
-from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels import LevelGroup, build_levels
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.topology.groups import build_level_groups
@@ -122,11 +122,10 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def test_raw_messages_equal_one_optimizer_on_the_whole_model(pool4: Pool) -> None:
-    """Equality up to FP32 rounding; ranks with the same weights have the same bits. Only (2, 4) can have two hops."""
+    """Equality up to FP32 rounding; ranks with the same weights have the same bits."""
     expected = train_whole_model(STEPS)
     rows = [(degrees, STEPS, {"update_code": "float32"}) for degrees in DEGREES]
-    every = pool4(_follow_all, [*rows, ((2, 4), STEPS, {"update_code": "float32", "hops": 2})])
-    for found in zip(*every, strict=True):
+    for found in zip(*pool4(_follow_all, rows), strict=True):
         check_raw(found, expected)
 
 
@@ -151,23 +150,20 @@ def _differences(degrees: tuple[int, int]) -> float:
     run, last, worst = Run(*degrees, weights_code="int8", gradients_code="int4"), [], 0.0
 
     def record(run: Run) -> None:
-        last[:] = [(m, m.values - weights_of(m)) for m in run.levels.masters]
+        last[:] = [(group, group.master - weights_of(group)) for group in run.levels.groups]
 
-    def weights_of(master: Any) -> Tensor:
-        values = torch.zeros_like(master.values)
-        for one, weight in zip(master.parts, master.group.weights(), strict=True):
-            values[one.at : one.at + one.stop - one.start] = weight[one.start : one.stop]
-        return values
+    def weights_of(group: LevelGroup) -> Tensor:
+        return group.layout.row_slice(group.weights(), group.parts)
 
     for step in range(4):
         run.step(step, record)
-        for master, difference in last:
-            coded = master.group.layout.slice_coded
+        for group, difference in last:
+            coded = group.layout.slice_coded
             left, largest = (
-                x[:coded].view(-1, 256).abs().amax(1) for x in (master.values - weights_of(master), difference)
+                x[:coded].view(-1, 256).abs().amax(1) for x in (group.master - weights_of(group), difference)
             )
             assert (left <= largest / 254 * 1.001 + 1e-7).all()
-            assert torch.equal(master.values[coded:], weights_of(master)[coded:])  # Norms and biases are sent raw.
+            assert torch.equal(group.master[coded:], weights_of(group)[coded:])  # Norms and biases are sent raw.
             worst = max(worst, left.max().item())
     return worst
 

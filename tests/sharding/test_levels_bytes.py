@@ -16,7 +16,7 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Prediction, fsdp_seconds, predict
-from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels import build_levels
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -51,8 +51,8 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
     step = {
         (level, kind): sent - micro_batch.get((level, kind), 0.0) for (_, level, kind), sent in traffic.sent.items()
     }
-    (master,) = made.masters
-    held = master.group.reduce.buffer.numel(), master.values.numel(), sum(p.numel() for _, p in made.parameters)
+    (group,) = made.groups
+    held = group.reduce.buffer.numel(), group.master.numel(), sum(p.numel() for _, p in made.parameters)
     return micro_batch, {key: sent for key, sent in step.items() if sent}, held
 
 

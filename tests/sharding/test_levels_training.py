@@ -49,13 +49,9 @@ def moments_of(optimizers: Any) -> dict[str, Any]:
 
 def weight_error(levels: Any) -> float:
     """Return the largest distance between a weight and its master on this rank."""
-    distances = [0.0]
-    for master in levels.masters:
-        for one, weight in zip(master.parts, master.group.weights(), strict=True):
-            if one.start < one.stop:
-                values = master.values[one.at : one.at + one.stop - one.start]
-                distances.append(float((values - weight[one.start : one.stop]).abs().max()))
-    return max(distances)
+    groups = levels.groups
+    distances = [group.master - group.layout.row_slice(group.weights(), group.parts) for group in groups]
+    return max(float(distance.abs().max()) for distance in distances if distance.numel())
 
 
 def train_levels(folder: str, arguments: list[str], nan_at: int | None = None) -> dict[str, Any]:
@@ -224,9 +220,8 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
         ([*on(2, 4), "--topology.simulate_replicas=2"], "simulate_replicas = 2 is not supported with"),
         ([*on(2, 4), "--checkpoint.export_dtype=bfloat16"], "export_dtype = 'bfloat16' is not supported with"),
         (on(1, 2, weights_code="int8"), "weights_code = 'int8'; with .* weights = 1 nothing is gathered"),
-        (on(2, 4, hops=2, gradients_code="tagc"), "gradients_code = 'tagc' is not supported with"),
+        (on(2, 4, gradients_code="tagc"), "gradients_code = 'tagc' is not supported with"),
         (on(2, 2, gradients_code="int8+int4"), "gradients_code = 'int8.int4'; two hops need pairs of several ranks"),
-        (on(2, 4, gradients_code="int8+int4", hops=1), "gradients_code = 'int8.int4'; two codes need two hops"),
         ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; sharding groups must not span nodes"),
         ([*on(2, 2), "--parallelism.tensor_parallel_degree=2"], "three-level sharding supports only data parallelism"),
     ],
@@ -234,7 +229,6 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
 def test_incompatible_options_are_refused(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan_scape.config.checks import check_config
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.sharding.levels_build import check_levels
     from torchtitan_scape.trainer.layout import layout_of
 
     monkeypatch.setenv("WORLD_SIZE", "8" if "tensor" in message + str(arguments) else "4")
@@ -242,4 +236,4 @@ def test_incompatible_options_are_refused(arguments: list[str], message: str, mo
     with pytest.raises(ValueError, match=message):
         config = parse(["--job.config_file=train_configs/embedded.toml", *METHODS["adams"], *arguments])
         check_config(config, "cpu")
-        check_levels(config.sharding, layout_of(config))
+        config.sharding.check(layout_of(config))

@@ -35,7 +35,6 @@ SKETCH: dict[str, Any] = {"code": "sketch", "ratio": 1.0, "sparsity": 0.9, "repr
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "bits": {"index_code": "bits"},
-    "nibbles": {"index_code": "nibble_sum"},
     "published sum": {"index_code": "bit_sum", "reproduce": True},
     "own alone": {"fill": False},
     "each": {"micro": "each"},
@@ -158,9 +157,8 @@ def test_sent_values_and_residuals_add_up_to_the_input(name: str) -> None:
 
 def test_all_exact_indices_give_the_same_result() -> None:
     for rank in played():
-        for other in ("bits", "nibbles"):
-            for key in ("out", "after"):
-                assert all(torch.equal(a, b) for a, b in zip(rank["default"][key], rank[other][key], strict=True))
+        for key in ("out", "after"):
+            assert all(torch.equal(a, b) for a, b in zip(rank["default"][key], rank["bits"][key], strict=True))
 
 
 def test_bytes_are_the_closed_form() -> None:
@@ -279,17 +277,15 @@ def test_the_hook_replaces_the_reduce_scatter(pool2: Pool) -> None:
         ({"selection": "table"}, "selection = 'table'; it requires code = 'sketch'"),
         ({"min_entries": 0}, "min_entries = 0; it must be 1"),
         ({"index_code": "bit_sum"}, "index_code = 'bit_sum'; the sum of bytes loses entries"),
-        ({"index_code": "nibble_sum"}, "index_code = 'nibble_sum'; four bits can count 15 ranks, but there are 16"),
         ({"code": "sketch", "left_over": "estimate"}, "left_over = 'estimate'; estimates differ from what was sent"),
         ({"code": "sketch"}, "sparsity = 0.9; 2 ranks may select 0.2 of the entries, 2 per cell.* to 0.9700"),
     ],
 )
 def test_options_that_lose_entries_are_refused(options: dict[str, Any], text: str) -> None:
-    ranks = 16 if options.get("index_code") == "nibble_sum" else 2
     with pytest.raises(ValueError, match=text):
-        TagcShardingOptions(**options).check_among(ranks)
+        TagcShardingOptions(**options).check_among(2)
     if options.keys() & {"index_code", "code"}:
-        TagcShardingOptions(**options, reproduce=True).check_among(ranks)
+        TagcShardingOptions(**options, reproduce=True).check_among(2)
 
 
 def test_layers_that_are_compressed() -> None:

@@ -147,16 +147,7 @@ def test_a_compiled_model(pool2: Pool, tmp_path: Path) -> None:
             4,
             "set 'int8' or 'int4', or start more .* unless topology.ranks_per_node",
         ),
-        (
-            {"weights_code": "int8", "hops": 2},
-            4,
-            4,
-            "hops = 2; .* set 1 or 'auto', or start more .*topology.ranks_per_node",
-        ),
-        ({"secondary": True, "hops": 1}, 4, 2, "secondary = True; it needs two hops.*; set hops = 'auto'"),
-        ({"gradients_code": "int8+int4", "hops": 1}, 4, 2, "two codes need two hops.*, or set hops = 'auto'"),
         ({"gradients_code": "int8+int4"}, 2, 2, "gradients_code = 'int8\\+int4'; two codes need two hops"),
-        ({"gradients_code": "int8", "hops": 2}, 2, 1, "hops = 2; two hops need several ranks on each of several nodes"),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], world: int, per_node: int, message: str) -> None:
@@ -169,15 +160,6 @@ def test_a_shard_axis_inside_a_node_names_the_degree() -> None:
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("local"), replicate=2, shard=2)
     with pytest.raises(ValueError, match=r"1 node.* of 2 rank.*; raise parallelism.data_parallel_shard_degree"):
         ShardingOptions(secondary=True).check(layout)
-
-
-def test_wrong_options_are_refused() -> None:
-    for options, message in (
-        ({"weights_block": 48}, "weights_block = 48; it must be one of 32"),
-        ({"hops": 3}, "hops = 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ShardingOptions(**options)
 
 
 def test_a_run_is_refused_at_its_start(pool2: Pool, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from tests.sharding import literal
 from tests.sharding.test_raw import equal
 from tests.sharding.toy import make, param_group, record_gathers, train
 from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, param_groups_of
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
 
-NODES: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8+int4", "gradients_block": 32}
+NODES: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8+int4"}
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -29,8 +29,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
 def follows_the_literal_form(ranks_per_node: int, codes: dict[str, tuple[str, ...]]) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for gradients, hops in codes.items():
-        options = ShardingOptions(weights_code="int8", gradients_code=gradients, weights_block=32, gradients_block=64)
-        run = make(ranks_per_node, options)
+        run = make(ranks_per_node, ShardingOptions(weights_code="int8", gradients_code=gradients))
         for flat in param_groups_of(run.model):
             group = param_group(flat.modules[0])
             row = entries(flat.gathered)
@@ -39,7 +38,7 @@ def follows_the_literal_form(ranks_per_node: int, codes: dict[str, tuple[str, ..
             output.view(ranks, -1)[rank] = rows[rank]
             group._all_gather_comm(output, output.view(ranks, -1)[rank], dist.group.WORLD)
             segments = [(s.start, s.size, s.dims) for s in flat.gathered]
-            expected = [literal.row_coded(one.numpy(), segments, "int8", 32) for one in rows]
+            expected = [literal.row_coded(one.numpy(), segments, "int8", WEIGHTS_BLOCK) for one in rows]
             assert torch.equal(output.view(ranks, -1), torch.stack([torch.from_numpy(one) for one in expected]))
 
             row = entries(flat.reduced)
@@ -49,7 +48,9 @@ def follows_the_literal_form(ranks_per_node: int, codes: dict[str, tuple[str, ..
             segments = [(s.start, s.size, s.dims) for s in flat.reduced]
             each = [one.numpy() for one in flats]
             turn = "int4" in hops
-            wanted = torch.from_numpy(literal.reduced(each, rank, ranks_per_node, segments, hops, 64, turn))
+            wanted = torch.from_numpy(
+                literal.reduced(each, rank, ranks_per_node, segments, hops, GRADIENTS_BLOCK, turn)
+            )
             if turn:  # Sums of 32 in another order change the rounding of some levels.
                 assert (result - wanted).norm() <= 0.02 * wanted.norm()
                 assert ((result - wanted).abs() > 1e-4 * (1 + wanted.abs())).float().mean() < 0.1

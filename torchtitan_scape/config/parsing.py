@@ -35,6 +35,11 @@ REMOVED_KEYS = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
     "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
     "sync.scape.wait_by": 'it was removed, delete it: the former default "row_column" is now the only rule',
+    "sharding.weights_block": "it was removed, delete it: blocks of weights have 256 entries",
+    "sharding.gradients_block": "it was removed, delete it: blocks of gradients have 128 entries",
+    "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
+    "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
+    "of codes in gradients_code",
 }
 _NO_HELP = tyro.conf.arg(help="")  # the parser would search the sources of the fields for comments
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,75 +160,61 @@ class TrainPosition:
         They are derived from the position, from the numbers that identify the exchange, and from a message's index.
         """
         numbers = (self.seed, self.step, self.micro_batch, *others)
-        common, found = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8), []
+        common, keys = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8), []
         for index in range(count):
             digest = common.copy()
             digest.update(struct.pack("<q", index))
-            found.append(int.from_bytes(digest.digest(), "little") >> 2 | 1 << 62)
-        return found
+            keys.append(int.from_bytes(digest.digest(), "little") >> 2 | 1 << 62)
+        return keys
 
 
-class AllGatherHook(Protocol):
-    """Replacement for FSDP2's all-gather of one parameter group."""
+class CollectiveHook:
+    """Base of the replacements for FSDP2's collectives of one parameter group. They allocate buffers as FSDP2 does.
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+    The call of an all-gather writes the rows of all ranks into `output_tensor` (S * m,), bitwise equal on every rank.
+    `input_tensor` (m,), the row of this rank, is a view of `output_tensor` and is overwritten. The call of a
+    reduce-scatter writes this rank's row of the sum over ranks of `input_tensor` (S * m,) into `output_tensor` (m,).
+    """
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        """Write the rows of all ranks into `output_tensor` (S * m,), bitwise equal on every rank.
-
-        `input_tensor` (m,), the row of this rank, is a view of `output_tensor` and is overwritten.
-        """
-
-
-class ReduceScatterHook(Protocol):
-    """Replacement for FSDP2's reduce-scatter of one parameter group."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
-        """Write this rank's row of the sum over ranks of `input_tensor` (S * m,) into `output_tensor` (m,)."""
-
-
-class Allocates:
-    """Mixin that allocates buffers in the same way as FSDP2's own collectives."""
+    __call__: Callable[..., Any]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class CountedAllGather(Allocates):
+@dataclass(eq=False)
+class CountedAllGather(CollectiveHook):
     """FSDP2's own all-gather, with its bytes counted."""
 
-    def __init__(self, rank_group: RankGroup, ledger: ShardLedger) -> None:
-        self._rank_group, self._ledger = rank_group, ledger
+    rank_group: RankGroup
+    ledger: ShardLedger
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        self._ledger.count_all_gather(self._rank_group, input_tensor.nbytes, WEIGHTS)
+        self.ledger.count_all_gather(self.rank_group, input_tensor.nbytes, WEIGHTS)
         return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class CountedReduceScatter(Allocates):
+@dataclass(eq=False)
+class CountedReduceScatter(CollectiveHook):
     """FSDP2's own reduce-scatter, with its bytes counted.
 
     On gloo a reduce-scatter moves as many bytes as an all-reduce. On a CPU, FP32 therefore uses an all-to-all and a
     local sum in rank order.
     """
 
-    def __init__(self, rank_group: RankGroup, ledger: ShardLedger) -> None:
-        self._rank_group, self._ledger = rank_group, ledger
+    rank_group: RankGroup
+    ledger: ShardLedger
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         if input_tensor.is_cpu and input_tensor.dtype == torch.float32 and op == dist.ReduceOp.SUM:
-            self._ledger.count_all_to_all(self._rank_group, input_tensor.nbytes, GRADIENTS)
+            self.ledger.count_all_to_all(self.rank_group, input_tensor.nbytes, GRADIENTS)
             parts = torch.empty_like(input_tensor)
             dist.all_to_all_single(parts, input_tensor, group=group)
             add_rows(parts.view(group.size(), -1), output_tensor)
             return None
-        self._ledger.count_reduce_scatter(self._rank_group, input_tensor.nbytes, GRADIENTS)
+        self.ledger.count_reduce_scatter(self.rank_group, input_tensor.nbytes, GRADIENTS)
         return reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
@@ -301,9 +287,9 @@ class Sharding:
     """
 
     def __init__(
-        self, groups: ShardGroups | LevelGroups | None = None, ledger: ShardLedger | None = None, seed: int = 0
+        self, groups: ShardGroups | LevelGroups | None = None, traffic: TrafficLedger | None = None, seed: int = 0
     ) -> None:
-        self.groups, self.ledger = groups, ledger or ShardLedger(TrafficLedger())
+        self.groups, self.ledger = groups, ShardLedger(traffic or TrafficLedger())
         self.position, self.version, self.unsent = TrainPosition(seed), WeightsVersion(), ResidualStore()
 
     def before_micro_batch(self, step: int, micro_batch: int, last: bool) -> None:
@@ -320,7 +306,7 @@ class Sharding:
         return self.ledger.uncounted()
 
 
-def install(flat: ShardedParamGroup, gather: AllGatherHook, reduce: ReduceScatterHook) -> None:
+def install(flat: ShardedParamGroup, gather: CollectiveHook, reduce: CollectiveHook) -> None:
     """Register the hooks of a parameter group. Modules of one group share them, so that no work is done twice."""
     module: Any = flat.modules[0]
     module.set_custom_all_gather(gather)

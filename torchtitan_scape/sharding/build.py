@@ -9,23 +9,22 @@ from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import (
-    AllGatherHook,
+    CollectiveHook,
     CountedAllGather,
     CountedReduceScatter,
-    ReduceScatterHook,
     ShardedParamGroup,
     Sharding,
+    WeightsCache,
     install,
     param_groups_of,
 )
 from torchtitan_scape.sharding.messages import RowCodec
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.unsent import ShardResiduals
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 from torchtitan_scape.topology.groups import ShardGroups, build_shard_groups
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.shard_collectives import ShardLedger
 from torchtitan_scape.topology.traffic import TrafficLedger
 
 
@@ -50,27 +49,25 @@ def build_sharding(
         kernels: "triton" or "torch".
         seed: Seed of stochastic rounding.
     """
-    sharding = Sharding(groups, ShardLedger(traffic), seed)
+    sharding = Sharding(groups, traffic, seed)
     ledger, device = sharding.ledger, local(next(model.parameters())).device
 
-    def gather(flat: ShardedParamGroup) -> AllGatherHook:
+    def gather(flat: ShardedParamGroup) -> CollectiveHook:
         if not groups.gathers:
             return CountedAllGather(groups.whole, ledger)
-        code = None if options.weights_code == "dense" else _code(kernels, options.weights_code, options.weights_block)
-        rows, cache_version = RowCodec(flat.gathered, code), sharding.version if options.secondary else None
-        return QuantizedAllGather(flat, groups.gathers, rows, ledger, cache_version)
+        code = None if options.weights_code == "dense" else _code(kernels, options.weights_code, WEIGHTS_BLOCK)
+        cache = WeightsCache(sharding.version) if options.secondary else None
+        return QuantizedAllGather(flat, groups.gathers, RowCodec(flat.gathered, code), ledger, cache)
 
-    def reduce(flat: ShardedParamGroup) -> ReduceScatterHook:
+    def reduce(flat: ShardedParamGroup) -> CollectiveHook:
         if not groups.reductions:
             return CountedReduceScatter(groups.whole, ledger)
         if options.sparse:
             (rank_group,) = groups.reductions
             return TagcReduce(flat, rank_group, options.tagc, ledger, sharding.position, kernels, device)
-        names = (*options.hop_codes, options.hop_codes[-1])
-        codes = [
-            _code(kernels, name, options.gradients_block) for name, _ in zip(names, groups.reductions, strict=False)
-        ]
-        rows = [RowCodec(flat.reduced, code, options.applies_hadamard) for code in codes]
+        names = (*options.hop_codes, options.hop_codes[-1])[: len(groups.reductions)]
+        codes = [_code(kernels, name, GRADIENTS_BLOCK) for name in names]
+        rows = [RowCodec(flat.reduced, code, hadamard="int4" in options.hop_codes) for code in codes]
         position = sharding.position if options.rounding == "stochastic" else None
         return QuantizedReduceScatter(flat, groups.reductions, rows, ledger, position)
 

@@ -2,14 +2,13 @@
 
 FSDP2 shards over the innermost w ranks only. The optimizer receives slices of the FP32 masters as its parameters, under
 the names of the model's parameters. If gradients are summed between nodes here, each rank owns one row slice. If a
-method of the replicate axis exchanges between nodes, each rank owns a node slice (see `levels_layout`). A step consists
+method of the replicate axis exchanges between nodes, each rank owns a node slice (see `levels_hooks`). A step consists
 of `before_step`, the optimizer's own step, and `after_step`.
 
 Source: arXiv 2501.04266, Section V.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,70 +17,72 @@ from torch import Tensor
 
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
-from torchtitan_scape.core.parameters import SliceParameter, stored
-from torchtitan_scape.sharding.base import Sharding
-from torchtitan_scape.sharding.levels_gradients import SliceReduceScatter
-from torchtitan_scape.sharding.levels_layout import MasterSlice, RowLayout
-from torchtitan_scape.sharding.levels_update import WeightAllGather
+from torchtitan_scape.core.parameters import SliceParameter, plain_name, stored
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.sharding.base import (
+    CollectiveHook,
+    CountedAllGather,
+    ShardedParamGroup,
+    Sharding,
+    WeightsCache,
+    install,
+    param_groups_of,
+)
+from torchtitan_scape.sharding.levels_hooks import RowLayout, SecondaryAllGather, SliceReduceScatter, WeightAllGather
+from torchtitan_scape.sharding.levels_options import STEP_BLOCK
+from torchtitan_scape.sharding.messages import RowCodec
+from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups
+from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.process_groups import collectives_of
 from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.traffic import TrafficLedger
 
-Named = Sequence[tuple[str, nn.Parameter]]
+_DTYPES = {"int8": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
 class LevelGroup:
-    """One parameter group.
+    """One parameter group, and the FP32 master of this rank's slice of its row.
 
-    Attributes:
+    Args:
         layout: Layout of the row.
         parameters: Trained parameters of the model with their names.
         slice_index: Index of this rank's slice of the row.
         group_rank: Position of this rank's row among the w rows.
         reduce: Reduce-scatter hook.
         update: Updates the weights after a step.
-        full_update: Updates the weights by values, whatever they contained before.
+
+    Attributes:
+        parts: Each parameter's part of the row slice.
+        master: FP32 (slice_size,).
+        slices: Views of `master` as parameters of the optimizer, in the order of `parameters`.
     """
 
-    layout: RowLayout
-    parameters: Named
-    slice_index: int
-    group_rank: int
-    reduce: SliceReduceScatter
-    update: WeightAllGather
-    full_update: WeightAllGather
+    def __init__(
+        self,
+        layout: RowLayout,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        slice_index: int,
+        group_rank: int,
+        reduce: SliceReduceScatter,
+        update: WeightAllGather,
+    ) -> None:
+        self.layout, self.parameters, self.reduce, self._update = layout, parameters, reduce, update
+        self.parts = layout.slices(slice_index, [weight.numel() for weight in self.weights()])
+        self.master = layout.row_slice(self.weights(), self.parts)
+        self.slices = [
+            SliceParameter(values, tuple(parameter.shape), group_rank * size + part.start)
+            for values, (_, parameter), size, part in zip(
+                self.views(self.master), parameters, layout.sizes, self.parts, strict=True
+            )
+        ]
 
     def weights(self) -> list[Tensor]:
         """Return the local shards that FSDP2 stores, flat."""
         return [stored(parameter).view(-1) for _, parameter in self.parameters]
-
-    def slices(self) -> list[MasterSlice]:
-        """Return each parameter's part of this rank's row slice."""
-        return self.layout.slices(self.slice_index, [weight.numel() for weight in self.weights()])
-
-
-class Master:
-    """FP32 master of this rank's row slice of one parameter group.
-
-    Attributes:
-        group: The parameter group.
-        parts: Each parameter's part of the row slice.
-        values: FP32 (slice_size,).
-        slices: Views of `values` as parameters of the optimizer, in the order of the group's parameters.
-    """
-
-    def __init__(self, group: LevelGroup) -> None:
-        self.group, self.parts = group, group.slices()
-        weights = group.weights()
-        self.values = torch.zeros(group.layout.slice_size, dtype=torch.float32, device=weights[0].device)
-        for part, weight in zip(self.parts, weights, strict=True):
-            self.values[part.at : part.at + part.stop - part.start] = weight[part.start : part.stop]
-        self.slices = [
-            SliceParameter(values, tuple(parameter.shape), group.group_rank * size + part.start)
-            for values, (_, parameter), size, part in zip(
-                self.views(self.values), group.parameters, group.layout.sizes, self.parts, strict=True
-            )
-        ]
 
     def views(self, row_slice: Tensor) -> list[Tensor]:
         """Return each parameter's entries of a row slice (slice_size,), with the parameter's number of dimensions."""
@@ -89,8 +90,12 @@ class Master:
             row_slice[part.at : part.at + part.stop - part.start].view(
                 *(1,) * (parameter.ndim - 1), part.stop - part.start
             )
-            for part, (_, parameter) in zip(self.parts, self.group.parameters, strict=True)
+            for part, (_, parameter) in zip(self.parts, self.parameters, strict=True)
         ]
+
+    def update_weights(self, applied: Tensor | None, by_values: bool = False) -> None:
+        """Update the weights from the masters, as `WeightAllGather` does. Collective."""
+        self._update(self.master, self.parts, self.weights(), applied, by_values)
 
 
 class ThreeLevelState:
@@ -98,15 +103,13 @@ class ThreeLevelState:
 
     Args:
         model: The sharded model.
-        groups: Parameter groups.
+        groups: Parameter groups; ranks with the same weights have initialized them with the same bits.
         sharding: Hooks installed on the model.
         nodes: Rank group over which gradients are summed here; None if a method of the replicate axis exchanges them.
         weight_peers: Collectives over the ranks that hold the same weights.
         keeps_bits: The weights cannot be derived from the masters, so a checkpoint contains both.
-        bf16: Convert FSDP2's weights to BF16. Masters are initialized from the weights before the conversion.
 
     Attributes:
-        groups, masters: One entry per parameter group.
         parameters: The optimizer's parameters, with the names and in the order of the model's.
     """
 
@@ -118,24 +121,15 @@ class ThreeLevelState:
         nodes: RankGroup | None,
         weight_peers: ReplicaCollectives,
         keeps_bits: bool,
-        bf16: bool,
     ) -> None:
         self.groups, self.sharding, self._nodes, self._weight_peers = groups, sharding, nodes, weight_peers
         self._keeps_bits = keeps_bits
         self._model = {name: parameter for group in groups for name, parameter in group.parameters}
-        weight_peers.broadcast_from_first([stored(parameter) for parameter in self._model.values()])
-        self.masters = [Master(group) for group in groups]
-        if bf16:
-            hold_in_bfloat16(model, scaled=False)
         by_name = {
-            name: part
-            for master in self.masters
-            for (name, _), part in zip(master.group.parameters, master.slices, strict=True)
+            name: part for group in groups for (name, _), part in zip(group.parameters, group.slices, strict=True)
         }
-        order = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        self.parameters = [
-            (name, by_name[name]) for name in sorted(by_name, key=lambda name: order[id(self._model[name])])
-        ]
+        name_of = {id(parameter): name for name, parameter in self._model.items()}
+        self.parameters = [(name := name_of[id(parameter)], by_name[name]) for parameter in model.parameters()]
         for parameter in self._model.values():
             parameter.register_post_accumulate_grad_hook(_drop)
 
@@ -144,18 +138,18 @@ class ThreeLevelState:
     @torch.no_grad()
     def before_step(self) -> None:
         """Set the gradients of the optimizer's parameters. Collective."""
-        for group, master in zip(self.groups, self.masters, strict=True):
+        for group in self.groups:
             total = group.reduce.buffer[0] if self._nodes is None else group.reduce.across_nodes(self._nodes)
-            for part, gradient in zip(master.slices, master.views(total), strict=True):
+            for part, gradient in zip(group.slices, group.views(total), strict=True):
                 part.grad = gradient
 
     @torch.no_grad()
     def after_step(self, applied: Tensor | None) -> None:
         """Update the weights, unless `applied` is false, and clear the gradients. Collective."""
-        for group, master in zip(self.groups, self.masters, strict=True):
-            group.update(master.values, master.parts, group.weights(), applied)
+        for group in self.groups:
+            group.update_weights(applied)
             group.reduce.buffer.zero_()  # Also after a skipped step: the buffer may contain its NaN.
-            for part in master.slices:
+            for part in group.slices:
                 part.grad = None
         self.sharding.version.changed()
 
@@ -169,8 +163,8 @@ class ThreeLevelState:
     def masters_loaded(self) -> None:
         """Recompute the weights from loaded masters. Collective; its bytes are not counted."""
         with self.sharding.uncounted():
-            for group, master in zip(self.groups, self.masters, strict=True):
-                group.full_update(master.values, master.parts, group.weights(), None)
+            for group in self.groups:
+                group.update_weights(None, by_values=True)
         self.sharding.version.changed()
 
     def bits(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
@@ -207,3 +201,101 @@ def holder_of(parameters: Sequence[tuple[str, nn.Parameter]]) -> nn.Module:
             owner = getattr(owner, part)
         owner.register_parameter(last, parameter)
     return root
+
+
+def build_levels(
+    model: nn.Module,
+    options: ShardingOptions,
+    layout: Layout,
+    groups: LevelGroups,
+    traffic: TrafficLedger,
+    *,
+    sums: bool,
+    bf16: bool,
+    kernels: str,
+    seed: int,
+) -> ThreeLevelState:
+    """Install three-level sharding on a model after `fully_shard` over the w ranks and initialization.
+
+    Call it before the model's first forward pass.
+
+    Args:
+        model: The sharded model.
+        options: Section [sharding], checked.
+        layout: Layout of the run.
+        groups: Process groups of the levels.
+        traffic: Byte ledger of the run.
+        sums: Sum gradients between nodes here, so that the optimizer receives row slices; else it receives node slices.
+        bf16: FSDP2 stores weights in BF16, next to the FP32 masters.
+        kernels: "triton" or "torch".
+        seed: Seed of stochastic rounding.
+
+    Raises:
+        ValueError: Rows cannot be divided evenly in BF16, or a parameter is frozen.
+    """
+    parameters, sharding = {plain_name(n): p for n, p in model.named_parameters()}, Sharding(groups, traffic, seed)
+    _check_parameters(parameters, groups.weights.size, bf16)
+    peers = ReplicaGroups(groups.weight_peers, groups.weights.process_group, options.levels.inner(layout))
+    weight_peers = collectives_of(peers)
+    weight_peers.broadcast_from_first([stored(parameter) for parameter in parameters.values()])
+    nodes, over = (groups.nodes.size, (groups.nodes, groups.pairs)) if sums else (1, (groups.pairs,))
+    slice_index = groups.pairs.group_rank * nodes + (groups.nodes.group_rank if sums else 0)
+    step_code, levels = block_code(kernels, "int8", STEP_BLOCK, torch.float32), options.levels
+    sum_code, update_code = (step_code if name == "int8" else None for name in (levels.sum_code, levels.update_code))
+    position = sharding.position if options.rounding == "stochastic" else None
+    device, hops, built = next(iter(parameters.values())).device, _hops(options, groups, kernels), []
+    for flat in param_groups_of(model):
+        row = flat.reduced
+        rows = RowLayout([s.size for s in row], [s.dims > 1 for s in row], options.cut_block, groups.pairs.size, nodes)
+        reduce = SliceReduceScatter(flat, rows, groups.weights.size, hops, sharding.ledger, device, sum_code, position)
+        update = WeightAllGather(rows, over, update_code, _DTYPES[levels.update_code], sharding.ledger)
+        own = [(s.name, parameters[s.name]) for s in row]
+        built.append(LevelGroup(rows, own, slice_index, groups.weights.group_rank, reduce, update))
+        install(flat, _gather(flat, options, groups, sharding, kernels), reduce)
+        if groups.weights.size == 1:  # FSDP2 then calls no reduce-scatter, only this hook.
+            module: Any = flat.modules[0]
+            module.set_all_reduce_hook(reduce.hook)
+    if bf16:  # The masters have been initialized from the FP32 weights.
+        hold_in_bfloat16(model, scaled=False)
+    keeps_bits = levels.update_code == "int8"
+    return ThreeLevelState(model, built, sharding, groups.nodes if sums else None, weight_peers, keeps_bits)
+
+
+def _check_parameters(parameters: dict[str, nn.Parameter], degree: int, bf16: bool) -> None:
+    """Raise ValueError if a parameter is frozen, or has rows that the degree does not divide in BF16."""
+    if frozen := [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+        raise ValueError(
+            f"[sharding.levels] weights = {degree}: {frozen[0]!r} is frozen, but only trained parameters have "
+            "masters; train it, or omit [sharding.levels]"
+        )
+    for name, parameter in parameters.items() if bf16 else ():
+        if len(parameter) % degree:
+            raise ValueError(
+                f"[sharding.levels] weights = {degree}: {name!r} has {len(parameter)} rows, which the degree does not "
+                "divide, and BF16 weights need even shards; set a degree that divides the rows, or [training] "
+                "mixed_precision_param = 'float32'"
+            )
+
+
+def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[tuple[RankGroup, BlockCode | None]]:
+    """Return the rank group and the code of each hop of the gradients within the node."""
+    codes: list[BlockCode | None] = [
+        block_code(kernels, name, GRADIENTS_BLOCK, torch.float32) for name in options.hop_codes
+    ] or [None]
+    inner, outer = groups.pair, groups.pairs
+    if min(inner.size, outer.size) > 1:
+        return [(inner, codes[0]), (outer, codes[1])] if len(codes) > 1 else [(groups.gradients, codes[0])]
+    return [(rank_group, codes[0]) for rank_group in (inner, outer) if rank_group.size > 1]
+
+
+def _gather(
+    flat: ShardedParamGroup, options: ShardingOptions, groups: LevelGroups, sharding: Sharding, kernels: str
+) -> CollectiveHook:
+    coded = options.weights_code != "dense"
+    code = block_code(kernels, options.weights_code, WEIGHTS_BLOCK, torch.float32) if coded else None
+    if options.levels.secondary:
+        rows, cache = RowCodec(flat.gathered, code), WeightsCache(sharding.version)
+        return SecondaryAllGather(flat, groups.weights, rows, groups.secondary, sharding.ledger, cache)
+    if code is None:
+        return CountedAllGather(groups.weights, sharding.ledger)
+    return QuantizedAllGather(flat, [groups.weights], RowCodec(flat.gathered, code), sharding.ledger)

@@ -1,4 +1,4 @@
-"""Encoding of one row of an FSDP2 flat buffer as a byte message, and the exchange of messages over one or two hops.
+"""Encoding of one row of an FSDP2 flat buffer as a byte message, and the exchange of messages.
 
 A message contains the block codes of all quantized slices, then their scales, then the raw slices, each part padded to
 16 bytes. A block spans neither two parameters nor two rows: in the message, every quantized slice is zero-padded to
@@ -6,14 +6,13 @@ whole blocks.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.common.alignment import padded_bytes
-from torchtitan_scape.sharding.base import ParameterSlice, add_rows, entries
+from torchtitan_scape.sharding.base import GRADIENTS, ParameterSlice, add_rows, entries
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
@@ -86,13 +85,16 @@ class RowCodec:
             sources += [coded[..., at : at + size] for _, at, size, _ in self._coded]
         torch._foreach_copy_(targets, sources)
 
+    def encoded(self, row: Tensor) -> Tensor:
+        """Return the message of a row, uint8 (bytes,)."""
+        message = torch.empty(self.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
+        self.encode(self.split(row), message)
+        return message
+
     def encode(self, parts: Parts, message: Tensor, key: Sequence[int] | None = None) -> None:
         """Encode the parts into `message`, uint8 (..., message_bytes(dtype of the raw part)).
 
-        Args:
-            parts: Quantized and raw part.
-            message: Output.
-            key: Key of stochastic rounding of every row; None rounds to nearest.
+        key: Key of stochastic rounding of every row; None rounds to nearest.
         """
         coded, raw = parts
         at = self._coded_bytes
@@ -138,79 +140,21 @@ class RowCodec:
             self.code.hadamard_(coded)
 
 
-def gather_between_nodes(message: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str) -> Tensor:
-    """All-gather the message over the outermost hop.
-
-    Returns:
-        uint8 (group size, bytes): the messages of the ranks with this rank's position in every node, or, with one hop,
-            of all ranks.
-    """
-    outermost = rank_groups[-1]
-    output = torch.empty(outermost.size, message.numel(), dtype=message.dtype, device=message.device)
-    shard_collectives.all_gather(output.view(-1), message, outermost, ledger, kind)
-    return output
-
-
-def gather_within_node(messages: Tensor, rank_groups: Sequence[RankGroup], ledger: ShardLedger, kind: str) -> Tensor:
-    """All-gather the output of `gather_between_nodes` within the node. Return the messages, uint8 (ranks, bytes)."""
-    if len(rank_groups) == 1:
-        return messages
-    intra_node = rank_groups[0]
-    output = torch.empty(intra_node.size, *messages.shape, dtype=messages.dtype, device=messages.device)
-    shard_collectives.all_gather(output.view(-1), messages.view(-1), intra_node, ledger, kind)
-    return output.transpose(0, 1).flatten(0, 1)
-
-
-def sum_over(
-    flat: Tensor,
-    rank_groups: Sequence[RankGroup],
-    rows: Sequence[RowCodec],
-    ledger: ShardLedger,
-    kind: str,
-    keys: Callable[[int, int], list[int] | None],
-) -> Parts:
-    """Reduce-scatter `flat`, FP32 (S, m), with one hop per rank group, innermost first.
-
-    In each hop a rank receives the messages addressed to it, decodes them and sums them in rank order. Codes are never
-    summed.
-
-    Args:
-        flat: One row per rank.
-        rank_groups: Rank groups of the hops.
-        rows: Codec of each hop; all have the same layout.
-        ledger: Byte ledger.
-        kind: Kind of the bytes in the ledger.
-        keys: Keys of stochastic rounding as a function of (hop, number of messages).
-
-    Returns:
-        The parts of this rank's row of the sum.
-    """
-    intra_node, *between_nodes = rank_groups
-    # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
-    by_rank = flat.view(-1, intra_node.size, flat.shape[1]).transpose(0, 1)
-    sums = hop(rows[0].split(by_rank), intra_node, rows[0], ledger, kind, partial(keys, 0))
-    for rank_group, code in zip(between_nodes, rows[1:], strict=True):
-        sums = hop((sums[0][:, None], sums[1][:, None]), rank_group, code, ledger, kind, partial(keys, 1))
-    return sums[0][0], sums[1][0]
-
-
 def hop(
     parts: Parts,
     rank_group: RankGroup,
     rows: RowCodec,
     ledger: ShardLedger,
-    kind: str,
-    keys: Callable[[int], list[int] | None],
+    keys: Callable[..., list[int]] | None = None,
 ) -> Parts:
-    """Exchange rows over one rank group and return the sums of the rows addressed to this rank.
+    """Exchange gradients over one rank group and return the sums of the rows addressed to this rank, in rank order.
 
     Args:
         parts: Parts of the rows to send, (receiving rank, index of the row, entries).
         rank_group: The rank group.
-        rows: Codec of the messages.
+        rows: Codec of the messages. Codes are never summed.
         ledger: Byte ledger.
-        kind: Kind of the bytes in the ledger.
-        keys: Keys of stochastic rounding as a function of the number of messages.
+        keys: Returns the keys of stochastic rounding of `count` messages; None rounds to nearest.
 
     Returns:
         The parts of the sums, (index of the row, entries).
@@ -218,7 +162,7 @@ def hop(
     ranks, count = parts[0].shape[:2]
     size = rows.message_bytes(torch.float32)
     messages = torch.empty(ranks, count, size, dtype=torch.uint8, device=parts[0].device)
-    rows.encode(parts, messages, keys(ranks * count))
+    rows.encode(parts, messages, None if keys is None else keys(count=ranks * count))
     received = torch.empty_like(messages)
-    shard_collectives.all_to_all(received.view(ranks, -1), messages.view(ranks, -1), rank_group, ledger, kind)
+    shard_collectives.all_to_all(received.view(ranks, -1), messages.view(ranks, -1), rank_group, ledger, GRADIENTS)
     return rows.decode_and_sum(received)

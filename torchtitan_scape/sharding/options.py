@@ -15,7 +15,7 @@ from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout
 
 CODES = {"dense": (), "int8": ("int8",), "int4": ("int4",), "int8+int4": ("int8", "int4")}
-BLOCKS = (32, 64, 128, 256, 512, 1024)
+WEIGHTS_BLOCK, GRADIENTS_BLOCK = 256, 128  # Entries that share a scale.
 
 
 @dataclass
@@ -30,9 +30,6 @@ class ShardingOptions(Options):
     """Encoding of all-gathered matrices: that of FSDP2, or an 8-bit block code (qwZ). Validation uses the quantized
     weights; checkpoints contain the FP32 shards"""
 
-    weights_block: int = 256
-    """Entries that share a scale, a power of two from 32 to 1024"""
-
     secondary: bool = False
     """Send weights between nodes once per update; every rank keeps the encoded messages until the next update (hpZ)"""
 
@@ -41,28 +38,13 @@ class ShardingOptions(Options):
     order (qgZ); "int8+int4" uses 8 bits within the node and 4 bits between nodes; "tagc" sends the largest entries and
     keeps the rest as a residual"""
 
-    gradients_block: int = 128
-    """Entries of a gradient that share a scale, a power of two from 32 to 1024"""
-
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of gradients. Stochastic rounding is unbiased, has 1.4 to 1.6 times the error, and is reproduced by a
     resumed run"""
 
-    hadamard: bool = True
-    """With 4 bits, apply a Hadamard transform to every 32 entries of a gradient before encoding"""
-
-    hops: Literal["auto", 1, 2] = "auto"
-    """2 communicates within the node and then between nodes, 1 over all ranks at once; "auto" is 2 if the shard axis
-    spans several nodes with several ranks each"""
-
     tagc: TagcShardingOptions = field(default_factory=TagcShardingOptions)
 
     levels: LevelsOptions = field(default_factory=LevelsOptions)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("weights_block", "gradients_block"):
-            self.require(getattr(self, name) in BLOCKS, name, f"it must be one of {', '.join(map(str, BLOCKS))}")
 
     @property
     def active(self) -> bool:
@@ -80,15 +62,10 @@ class ShardingOptions(Options):
         return self.gradients_code not in CODES
 
     @property
-    def applies_hadamard(self) -> bool:
-        """Whether gradients are Hadamard-transformed before encoding."""
-        return self.hadamard and "int4" in self.hop_codes
-
-    @property
     def cut_block(self) -> int:
         """Alignment, in entries, of the row slices of three-level sharding: no slice boundary divides a block."""
-        blocks = [self.gradients_block] if self.gradients_code != "dense" else []
-        return max([*blocks, STEP_BLOCK if "int8" in (self.levels.sum_code, self.levels.update_code) else 1])
+        block = GRADIENTS_BLOCK if self.gradients_code != "dense" else 1
+        return max(block, STEP_BLOCK if "int8" in (self.levels.sum_code, self.levels.update_code) else 1)
 
     def plan(self, nodes: int, sums: bool, dtype: str) -> LevelsPlan | None:
         """Return the closed form of three-level sharding, or None if it is off.
@@ -100,14 +77,14 @@ class ShardingOptions(Options):
         """
         if not self.levels.active:
             return None
-        codes = tuple(coded(int(name.removeprefix("int")), self.gradients_block) for name in self.hop_codes)
+        codes = tuple(coded(int(name.removeprefix("int")), GRADIENTS_BLOCK) for name in self.hop_codes)
         stored, update = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
         return LevelsPlan(
             self.levels.weights,
             self.levels.gradients,
             nodes,
-            gathered=stored if self.weights_code == "dense" else coded(8, self.weights_block),
-            reduced=(codes or (4.0,)) * (2 if self.hops == 2 and len(codes) < 2 else 1),
+            gathered=stored if self.weights_code == "dense" else coded(8, WEIGHTS_BLOCK),
+            reduced=codes or (4.0,),
             summed=(coded(8, STEP_BLOCK) if self.levels.sum_code == "int8" else 4.0) if sums else 0.0,
             update=update.get(self.levels.update_code, coded(8, STEP_BLOCK)),
             secondary=self.levels.secondary,
@@ -115,28 +92,12 @@ class ShardingOptions(Options):
         )
 
     def hops_over(self, layout: Layout) -> int:
-        """Return the number of hops, 1 or 2.
-
-        Raises:
-            ValueError: `hops = 2`, but the shard axis does not have several ranks on each of several nodes.
+        """Return 2, within the node and then between nodes, if there are several ranks on each of several nodes; else
+        1, over all ranks at once.
         """
         nodes = layout.by_node(layout.shard_group(0))
         even = len({len(ranks) for group in layout.shard_groups() for ranks in layout.by_node(group)}) == 1
-        two = even and len(nodes) > 1 and len(nodes[0]) > 1
-        if self.hops == 2 and not two:
-            rule = f"two hops need several ranks on each of several nodes; {_describe(nodes)}; set 1 or 'auto'"
-            more = _more_nodes(layout)
-            self.require(False, "hops", f"{rule}, or {more}" if more else rule)
-        return 1 if self.hops == 1 or not two else 2
-
-    def _two_hops(self, layout: Layout) -> str:
-        """Return the key to change if the shard axis has one hop."""
-        if self.hops == 1:
-            return "set hops = 'auto'"
-        return _more_nodes(layout) or (
-            "set parallelism.data_parallel_shard_degree to a multiple of the ranks per node, so that the shard axis "
-            "has the same number of ranks, two or more, on each of several nodes"
-        )
+        return 2 if even and len(nodes) > 1 and len(nodes[0]) > 1 else 1
 
     def check(self, layout: Layout) -> None:
         """Check the options against the parallelism degrees.
@@ -144,8 +105,12 @@ class ShardingOptions(Options):
         Raises:
             ValueError: An option has no effect with these degrees; the message names the degree to change.
         """
-        if not self.active:
-            return
+        if self.levels.active:
+            self._check_levels(layout)
+        elif self.active:
+            self._check_hops(layout)
+
+    def _check_hops(self, layout: Layout) -> None:
         nodes, ranks = layout.by_node(layout.shard_group(0)), layout.shard * layout.context
         if ranks == 1:
             raise ValueError(
@@ -153,21 +118,38 @@ class ShardingOptions(Options):
                 "rank on the shard axis: FSDP sends nothing there; raise parallelism.data_parallel_shard_degree, or "
                 "omit [sharding]"
             )
-        hops = self.hops_over(layout)
+        hops, more_nodes, described = self.hops_over(layout), _more_nodes(layout), _describe(nodes)
+        two_hops = more_nodes or (
+            "set parallelism.data_parallel_shard_degree to a multiple of the ranks per node, so that the shard axis "
+            "has the same number of ranks, two or more, on each of several nodes"
+        )
         if self.secondary:
-            if len(nodes) == 1:
-                fix = _more_nodes(layout) or "raise parallelism.data_parallel_shard_degree"
-                self.require(False, "secondary", f"it saves bytes between nodes, but {_describe(nodes)}; {fix}")
-            if hops == 1 and len(nodes[0]) > 1:
-                self.require(False, "secondary", f"it needs two hops, and {_describe(nodes)}; {self._two_hops(layout)}")
-        if len(self.hop_codes) > hops:
-            rule = f"two codes need two hops, but {_describe(nodes)}; set 'int8' or 'int4', or {self._two_hops(layout)}"
-            self.require(False, "gradients_code", rule)
+            fix = more_nodes or "raise parallelism.data_parallel_shard_degree"
+            self.require(len(nodes) > 1, "secondary", f"it saves bytes between nodes, but {described}; {fix}")
+            self.require(
+                hops == 2 or len(nodes[0]) == 1, "secondary", f"it needs two hops, and {described}; {two_hops}"
+            )
+        rule = f"two codes need two hops, but {described}; set 'int8' or 'int4', or {two_hops}"
+        self.require(len(self.hop_codes) <= hops, "gradients_code", rule)
         if self.sparse:
             rule = f"the residuals differ between replicas, so one replica is supported, not {layout.replicate}"
             fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients_code = 'dense'"
             self.require(layout.replicate == 1, "gradients_code", f"{rule}; {fix}")
             self.tagc.check_among(ranks)
+
+    def _check_levels(self, layout: Layout) -> None:
+        levels = self.levels
+        levels.check(layout)
+        rule = "with [sharding.levels] weights = 1 nothing is gathered; set it to 'dense'"
+        self.require(levels.weights > 1 or self.weights_code == "dense", "weights_code", rule)
+        rule = "weights stay within the node; set it to false, or use [sharding.levels] secondary"
+        self.require(not self.secondary, "secondary", rule)
+        rule = (
+            "two hops need pairs of several ranks and several pairs, and [sharding.levels] has weights = "
+            f"{levels.weights}, gradients = {levels.gradients}; set one code"
+        )
+        two_hops = 1 < levels.weights < levels.gradients
+        self.require(two_hops or len(self.hop_codes) < 2, "gradients_code", rule)
 
     def planned(self, layout: Layout, param_dtype: str, on_cpu: bool) -> ShardPlan:
         """Return the closed form of the shard axis for the planner.
@@ -179,10 +161,10 @@ class ShardingOptions(Options):
         """
         return ShardPlan(
             weights=self.weights_code,
-            weights_block=self.weights_block,
+            weights_block=WEIGHTS_BLOCK,
             secondary=self.secondary,
             gradients=self.hop_codes,
-            gradients_block=self.gradients_block,
+            gradients_block=GRADIENTS_BLOCK,
             hops=self.hops_over(layout) if self.active and not self.levels.active else 1,
             weight_bytes=4 if param_dtype == "float32" else 2,
             exchanged=on_cpu,

@@ -20,15 +20,8 @@ from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
-from torchtitan_scape.kernels.tagc.reference import (
-    Sketch,
-    from_nibbles,
-    select_above,
-    sum_bytes,
-    to_nibbles,
-    union_of_bitmaps,
-)
-from torchtitan_scape.sharding.base import GRADIENTS, INDEX, Allocates, ShardedParamGroup, TrainPosition, add_rows
+from torchtitan_scape.kernels.tagc.reference import Sketch, select_above, sum_bytes, union_of_bitmaps
+from torchtitan_scape.sharding.base import GRADIENTS, INDEX, CollectiveHook, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup
@@ -37,7 +30,7 @@ from torchtitan_scape.topology.shard_collectives import ShardLedger
 TURNS = 4  # Sketches used in rotation: entries that one cannot recover are recovered by the next.
 
 
-class TagcReduce(Allocates):
+class TagcReduce(CollectiveHook):
     """Sparse reduce-scatter of one parameter group. One exchange, with v the residual plus the gradients since the last
     one:
 
@@ -157,7 +150,7 @@ class TagcReduce(Allocates):
         if self._index == "offsets":
             index = (ranks - 1) * index_bytes(self._options.density, ranks * self.blocks) if entries else 0
         else:
-            index = 2 * (ranks - 1) * self.blocks * BITMAP * (4 if self._index == "nibble_sum" else 1)
+            index = 2 * (ranks - 1) * self.blocks * BITMAP
         values = self._sketches[0].rows * BLOCK if self._sketches else self.blocks * self._capacity
         whole = _padded_entries(sum(s.size for s in self._raw))
         return {INDEX: float(index), GRADIENTS: 4.0 * (ranks - 1) * (values + whole)}
@@ -231,14 +224,11 @@ class TagcReduce(Allocates):
             if fake:
                 return chosen
             return self._passes.union_of_offsets(received, ranks * self.blocks, self._options.chosen)
-        local = to_nibbles(chosen) if self._index == "nibble_sum" else chosen
-        received, gathered = torch.empty_like(local).view(ranks, -1), torch.empty_like(local)
-        shard_collectives.all_to_all(received, local.view(ranks, -1), rank_group, self._ledger, INDEX)
+        received, gathered = torch.empty_like(chosen).view(ranks, -1), torch.empty_like(chosen)
+        shard_collectives.all_to_all(received, chosen.view(ranks, -1), rank_group, self._ledger, INDEX)
         combined = (union_of_bitmaps if self._index == "bits" else sum_bytes)(received)
         shard_collectives.all_gather(gathered, combined, rank_group, self._ledger, INDEX)
-        if fake:
-            return chosen
-        return from_nibbles(gathered) if self._index == "nibble_sum" else gathered
+        return chosen if fake else gathered
 
     def _exchange_packed(self, index: Tensor, sends: Tensor, result: Tensor) -> None:
         ranks = self._rank_group.size

@@ -15,7 +15,6 @@ class SparsePlan:
     Attributes:
         density: Share of the entries that a rank selects.
         index: "offsets" are all-gathered; otherwise bitmaps are combined by the owners of their parts and all-gathered.
-        width: Bits per entry of a bitmap.
         ratio: Entries per cell of a sketch; 0 for packed values.
         each: Every micro-batch is exchanged.
         compresses: Whether a parameter is compressed, as a function of (name, dimensions, entries).
@@ -23,7 +22,6 @@ class SparsePlan:
 
     density: float
     index: str
-    width: int
     ratio: float
     each: bool
     compresses: Callable[[str, int, int], bool]
@@ -40,7 +38,7 @@ class SparsePlan:
         """Return the bytes of the index that a rank contributes to the all-gather."""
         if self.index == "offsets":
             return index_bytes(self.density, ranks * blocks)
-        return self.width * blocks * BITMAP
+        return blocks * BITMAP
 
     def exchanged(self, blocks: int, ranks: int) -> float:
         """Return the bytes of the index that a rank sends to the owners of its parts."""

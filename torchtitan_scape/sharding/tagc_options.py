@@ -31,10 +31,9 @@ class TagcShardingOptions(Options):
     ratio: float = 10.0
     """Entries per cell of a sketch, 1 or more"""
 
-    index_code: Literal["auto", "bits", "offsets", "bit_sum", "nibble_sum"] = "auto"
+    index_code: Literal["auto", "bits", "offsets", "bit_sum"] = "auto"
     """Encoding of the selections: bitmaps combined by their owners, encoded offsets that are all-gathered, or ("auto")
-    the shorter of the two; as published, sums of bytes (wrong if two ranks select the same entry) or of four bits per
-    entry"""
+    the shorter of the two; as published, sums of bytes (wrong if two ranks select the same entry)"""
 
     left_over: Literal["keep", "estimate"] = "keep"
     """Entries that peeling cannot recover from a sketch stay in the residual ("keep"), or are estimated, as
@@ -82,16 +81,15 @@ class TagcShardingOptions(Options):
         return entries_per_block(self.density, BLOCK)
 
     def index_among(self, ranks: int) -> str:
-        """Return the encoding of the index: "bits", "offsets", "bit_sum" or "nibble_sum"."""
+        """Return the encoding of the index: "bits", "offsets" or "bit_sum"."""
         if self.index_code != "auto":
             return self.index_code
         return "offsets" if self.selection == "block" and sends_offsets(self.density, ranks) else "bits"
 
     def planned(self, ranks: int) -> SparsePlan:
         """Return the closed form for the planner."""
-        index = self.index_among(ranks)
-        width, ratio = 4 if index == "nibble_sum" else 1, self.ratio if self.code == "sketch" else 0.0
-        return SparsePlan(self.density, index, width, ratio, self.micro == "each", self.compresses)
+        ratio = self.ratio if self.code == "sketch" else 0.0
+        return SparsePlan(self.density, self.index_among(ranks), ratio, self.micro == "each", self.compresses)
 
     def check_among(self, ranks: int) -> None:
         """Refuse options that lose entries with this number of ranks on the shard axis, unless `reproduce` is set.
@@ -105,8 +103,6 @@ class TagcShardingOptions(Options):
         self.require(
             self.index_code != "bit_sum", "index_code", f"the sum of bytes loses entries; set 'auto', {unless}"
         )
-        fits = self.index_code != "nibble_sum" or ranks <= 15
-        self.require(fits, "index_code", f"four bits can count 15 ranks, but there are {ranks}; set 'auto', {unless}")
         if self.code != "sketch":
             return
         self.require(

@@ -11,7 +11,10 @@ qgZ: the reduce-scatter is an all-to-all of messages, decoded and summed in rank
 nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -19,115 +22,90 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.sharding.base import (
-    GRADIENTS,
-    WEIGHTS,
-    Allocates,
-    ShardedParamGroup,
-    TrainPosition,
-    WeightsCache,
-    WeightsVersion,
-)
-from torchtitan_scape.sharding.messages import RowCodec, gather_between_nodes, gather_within_node, sum_over
+from torchtitan_scape.sharding.base import WEIGHTS, CollectiveHook, ShardedParamGroup, TrainPosition, WeightsCache
+from torchtitan_scape.sharding.messages import RowCodec, hop
+from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 
-class QuantizedAllGather(Allocates):
+@dataclass(eq=False)
+class QuantizedAllGather(CollectiveHook):
     """Quantized all-gather of one parameter group (qwZ, hpZ).
 
-    Args:
+    Attributes:
         flat: The parameter group.
         rank_groups: Rank groups of the hops, innermost first.
         rows: Codec of the rows.
         ledger: Byte ledger.
-        cache_version: Version of the weights; messages of the outermost hop are reused while it is unchanged. None
-            disables the cache.
+        cache: Stores the messages of the outermost hop while the weights are unchanged; None to gather them each time.
     """
 
-    def __init__(
-        self,
-        flat: ShardedParamGroup,
-        rank_groups: Sequence[RankGroup],
-        rows: RowCodec,
-        ledger: ShardLedger,
-        cache_version: WeightsVersion | None = None,
-    ) -> None:
-        self._flat, self._rank_groups, self._rows, self._ledger = flat, rank_groups, rows, ledger
-        self._cache = WeightsCache(cache_version) if cache_version is not None else None
+    flat: ShardedParamGroup
+    rank_groups: Sequence[RankGroup]
+    rows: RowCodec
+    ledger: ShardLedger
+    cache: WeightsCache | None = None
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        ranks = group.size()
-        self._flat.check_gather(output_tensor, input_tensor, group, _ranks(self._rank_groups))
-        messages = self._outermost_messages(input_tensor)
-        gathered = gather_within_node(messages, self._rank_groups, self._ledger, WEIGHTS)
+        self.flat.check_gather(output_tensor, input_tensor, group, prod(one.size for one in self.rank_groups))
+        messages = None if self.cache is None else self.cache.get()
+        if messages is None:  # Those of the ranks with this rank's position in every node, or, with one hop, of all.
+            messages = self._gather(self.rows.encoded(input_tensor)[None], self.rank_groups[-1])
+            if self.cache is not None:
+                self.cache.keep(messages)
+        for intra_node in self.rank_groups[:-1]:
+            messages = self._gather(messages, intra_node)
         if dist.get_backend(group) == "fake":  # The received bytes are not valid messages.
             output_tensor.zero_()
             return
-        self._rows.unpack(gathered, output_tensor.view(ranks, -1))
+        self.rows.unpack(messages, output_tensor.view(group.size(), -1))
 
-    def _outermost_messages(self, row: Tensor) -> Tensor:
-        """Return the messages received over the outermost hop, from the cache if they are still valid."""
-        if self._cache is not None and (cached := self._cache.get()) is not None:
-            return cached
-        message = torch.empty(self._rows.message_bytes(row.dtype), dtype=torch.uint8, device=row.device)
-        self._rows.encode(self._rows.split(row), message)
-        messages = gather_between_nodes(message, self._rank_groups, self._ledger, WEIGHTS)
-        if self._cache is not None:
-            self._cache.keep(messages)
-        return messages
+    def _gather(self, messages: Tensor, rank_group: RankGroup) -> Tensor:
+        """All-gather messages, uint8 (k, bytes), as (k * group size, bytes), in the order of FSDP2's ranks."""
+        output = torch.empty(rank_group.size, *messages.shape, dtype=messages.dtype, device=messages.device)
+        shard_collectives.all_gather(output.view(-1), messages.view(-1), rank_group, self.ledger, WEIGHTS)
+        return output.transpose(0, 1).flatten(0, 1)
 
 
-class QuantizedReduceScatter(Allocates):
+@dataclass(eq=False)
+class QuantizedReduceScatter(CollectiveHook):
     """Quantized reduce-scatter of one parameter group (qgZ). It works in FP32; a flat buffer of another dtype is
     converted first.
 
-    Args:
+    Attributes:
         flat: The parameter group.
         rank_groups: Rank groups of the hops, innermost first.
-        rows: Codec of each hop.
+        rows: Codec of each hop; all have the same layout.
         ledger: Byte ledger.
         position: Source of the keys of stochastic rounding; None rounds to nearest.
     """
 
-    def __init__(
-        self,
-        flat: ShardedParamGroup,
-        rank_groups: Sequence[RankGroup],
-        rows: Sequence[RowCodec],
-        ledger: ShardLedger,
-        position: TrainPosition | None = None,
-    ) -> None:
-        self._flat, self._rank_groups, self._rows, self._ledger, self._position = (
-            flat,
-            rank_groups,
-            rows,
-            ledger,
-            position,
-        )
+    flat: ShardedParamGroup
+    rank_groups: Sequence[RankGroup]
+    rows: Sequence[RowCodec]
+    ledger: ShardLedger
+    position: TrainPosition | None = None
 
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._flat.check_reduce(output_tensor, input_tensor, group, op, _ranks(self._rank_groups))
-        flat = input_tensor.float().view(group.size(), -1)
-        parts = sum_over(flat, self._rank_groups, self._rows, self._ledger, GRADIENTS, self._keys)
+        ranks = prod(one.size for one in self.rank_groups)
+        self.flat.check_reduce(output_tensor, input_tensor, group, op, ranks)
+        flat, inner = input_tensor.float().view(ranks, -1), self.rank_groups[0].size
+        # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
+        by_rank = flat.view(-1, inner, flat.shape[1]).transpose(0, 1)
+        coded, raw = hop(self.rows[0].split(by_rank), self.rank_groups[0], self.rows[0], self.ledger, self._keys(0))
+        for rank_group, rows in zip(self.rank_groups[1:], self.rows[1:], strict=True):
+            coded, raw = hop((coded[:, None], raw[:, None]), rank_group, rows, self.ledger, self._keys(1))
         if dist.get_backend(group) == "fake":
             output_tensor.zero_()
             return
-        self._rows[0].assemble(parts, output_tensor)
+        self.rows[0].assemble((coded[0], raw[0]), output_tensor)
 
-    def _keys(self, hop: int, count: int) -> list[int] | None:
-        position = self._position
-        return None if position is None else position.keys(hop, dist.get_rank(), self._flat.number, count=count)
-
-
-def _ranks(rank_groups: Sequence[RankGroup]) -> int:
-    ranks = 1
-    for rank_group in rank_groups:
-        ranks *= rank_group.size
-    return ranks
+    def _keys(self, number: int) -> Callable[..., list[int]] | None:
+        return self.position and partial(self.position.keys, number, dist.get_rank(), self.flat.number)

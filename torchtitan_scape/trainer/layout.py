@@ -6,7 +6,6 @@ from torchtitan_scape.config.checks import check_config, import_custom
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.library_checks import check_library_keys
 from torchtitan_scape.optimizers.registry import check_layout
-from torchtitan_scape.sharding.levels_build import check_levels
 from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.distributed import device_module
 from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
@@ -33,10 +32,7 @@ def checked_layout(config: JobConfig, device_type: str) -> Layout:
     check_library_keys(config, device_type, model_converters)
     layout = layout_of(config)
     check_layout(config.optimizer.name, layout, config.sharding.levels.active)
-    if config.sharding.levels.active:
-        check_levels(config.sharding, layout)
-    else:
-        config.sharding.check(layout)
+    config.sharding.check(layout)
     return layout
 
 

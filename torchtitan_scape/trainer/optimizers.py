@@ -23,8 +23,7 @@ from torchtitan_scape.planner.step import divides_matrices
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
-from torchtitan_scape.sharding.levels import holder_of
-from torchtitan_scape.sharding.levels_build import build_levels
+from torchtitan_scape.sharding.levels import build_levels, holder_of
 from torchtitan_scape.titan.components import OptimizersContainer
 from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.topology.dry_run import DryRunCollectives
