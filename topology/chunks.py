@@ -137,16 +137,6 @@ class SourceSlice:
         self._source.store(chunk, self._start + first)
 
 
-def all_reduce_chunked(
-    collectives: Any, source: Source, mean: bool, chunk_entries: int, codec: Codec | None = None
-) -> None:
-    """All-reduce all entries over the replicas, in place: their mean or sum. Quantization errors are discarded."""
-    if collectives.replicas > 1:
-        exchange_chunked(
-            collectives, source, chunk_entries, lambda buffer: collectives.all_reduce(buffer, mean, codec=codec), codec
-        )
-
-
 def exchange_chunked(
     collectives: Any, source: Source, chunk_entries: int, start: Callable[[Tensor], Handle], codec: Codec | None = None
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_scape.topology import calls, stages
-from torchtitan_scape.topology.chunks import ConcatSource, Source, all_reduce_chunked, exchange_chunked
+from torchtitan_scape.topology.chunks import ConcatSource, Source, exchange_chunked
 from torchtitan_scape.topology.codecs import Codec, entries_together, message_size
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather_scalars, size_and_rank
@@ -178,11 +178,13 @@ class ReplicaCollectives(ABC):
             codec: As in `all_reduce`.
             chunk_entries: Entries of a chunk if they are more than `chunk_limit`, unless the user has set their number.
         """
+        if self.replicas == 1:
+            return
         entries = ConcatSource(source) if isinstance(source, Sequence) else source
         limit = self.chunk_limit(entries.entries, codec)
         if not self.chunk_entries:
             limit = max(limit, chunk_entries)
-        all_reduce_chunked(self, entries, mean, limit, codec)
+        exchange_chunked(self, entries, limit, lambda buffer: self.all_reduce(buffer, mean, codec=codec), codec)
 
     def pair_mean(self, tensor: Tensor, draw: int, kind: str = "payload") -> Handle:
         """Start the mean over pairs of replicas that are drawn at random, in place.

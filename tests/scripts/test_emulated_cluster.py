@@ -16,7 +16,7 @@ from scripts.common import ROOT
 from scripts.emulated_cluster import Cluster, ClusterError, namespaces, processes_in
 from scripts.faults.fault_runs import running
 from tests.runtime.test_launch import SHORT
-from torchtitan_scape.topology.interfaces import parse_counters
+from torchtitan_scape.report.interfaces import parse_counters
 
 # Leaves a process with its own session in the node, like torchrun's workers.
 LINGER = ["sh", "-c", "setsid sleep 300 & echo started; sleep 300"]
