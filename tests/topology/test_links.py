@@ -11,7 +11,7 @@ from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.topology.codecs import Bfloat16
 from torchtitan_scape.topology.layout import Layout, plan_layout
 from torchtitan_scape.topology.links import Link, Links, stage_seconds
-from torchtitan_scape.topology.machines import Level, Machine
+from torchtitan_scape.topology.machines import Level, Machine, get_machine
 from torchtitan_scape.topology.ring_bytes import (
     LevelSize,
     MessageBytes,
@@ -81,7 +81,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     pair, node = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 2), (2, 4), (2, 6), (3, 6)]))
     levels = (Level("pair", pair, 1, 1), Level("node", node, 1, 1), Level("network", 0, 1, 1))
     nodes = draw(st.integers(1, 4))
-    machine = Machine("a test", node, levels, "")
+    machine = Machine("a test", node, levels, "", get_machine("local").device)
     return plan_layout(node * nodes, ranks_per_node=node, machine=machine, replicate=-1, shard=1)
 
 
