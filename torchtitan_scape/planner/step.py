@@ -21,9 +21,8 @@ from torchtitan_scape.sharding.cost import (
 )
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links, stage_seconds
+from torchtitan_scape.topology.links import Links, best_chunks, pipeline_seconds, stage_seconds
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
-from torchtitan_scape.topology.pipelining import best_chunks, pipeline_seconds
 from torchtitan_scape.topology.ring_bytes import Levels, all_reduce_stages, bytes_by_level, scalar_stages, spanned
 
 # Rate of matrix products in BF16, by runtime, divided by those in TF32, or FP32 where there is none, and in FP32. An

@@ -21,7 +21,7 @@ from torchtitan_scape.sharding.base import (
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
-from torchtitan_scape.sharding.unsent import ShardResiduals
+from torchtitan_scape.sharding.unsent import ResidualStore
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 from torchtitan_scape.topology.groups import ShardGroups, build_shard_groups
 from torchtitan_scape.topology.layout import Layout
@@ -76,7 +76,7 @@ def build_sharding(
         reductions.append(reduce(flat))
         install(flat, gather(flat), reductions[-1])
     if options.sparse:
-        sharding.unsent = ShardResiduals(reductions)
+        sharding.unsent = ResidualStore(reductions)
     return sharding
 
 

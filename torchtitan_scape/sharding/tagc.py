@@ -7,7 +7,7 @@ Every rank keeps a residual of all entries of the group, not only of its own row
 """
 
 import math
-from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.scape.reference import unpack_bits
-from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes
+from torchtitan_scape.kernels.tagc.formats import BLOCK, capacity
 from torchtitan_scape.kernels.tagc.reference import Sketch, select_above, sum_bytes, union_of_bitmaps
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, CollectiveHook, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
@@ -65,20 +65,15 @@ class TagcReduce(CollectiveHook):
         backend: str,
         device: torch.device,
     ) -> None:
-        self._flat, self._rank_group, self._options, self._ledger, self._position = (
-            flat,
-            rank_group,
-            options,
-            ledger,
-            position,
-        )
+        self._flat, self._rank_group, self._ledger = flat, rank_group, ledger
+        self._options, self._position = options, position
         # Whether the next exchange must be complete, and whether that of this step was.
         self.name, self._full_exchange_requested, self._full_exchange_sent = str(flat.number), False, False
         self._passes = tagc_passes(backend)
         ranks = rank_group.size
         self.compressed = [s for s in flat.reduced if options.compresses(s.name, s.dims, ranks * s.size) and s.size]
         self._raw = [s for s in flat.reduced if s not in self.compressed]
-        self.starts = _starts([-(-s.size // BLOCK) * BLOCK for s in self.compressed])
+        self.starts = list(accumulate((-(-s.size // BLOCK) * BLOCK for s in self.compressed), initial=0))
         self.blocks = self.starts.pop() // BLOCK
         self.residual = torch.zeros(ranks, self.blocks * BLOCK, dtype=torch.float32, device=device)
         self._index = options.index_among(ranks)
@@ -143,17 +138,6 @@ class TagcReduce(CollectiveHook):
             self._full_exchange_sent, self._full_exchange_requested = False, not applied
             if applied:
                 self.residual.zero_()
-
-    def bytes_sent(self) -> dict[str, float]:
-        """Return the bytes that a rank sends per exchange, by kind, computed without communication."""
-        ranks, entries = self._rank_group.size, self.blocks * BLOCK
-        if self._index == "offsets":
-            index = (ranks - 1) * index_bytes(self._options.density, ranks * self.blocks) if entries else 0
-        else:
-            index = 2 * (ranks - 1) * self.blocks * BITMAP
-        values = self._sketches[0].rows * BLOCK if self._sketches else self.blocks * self._capacity
-        whole = _padded_entries(sum(s.size for s in self._raw))
-        return {INDEX: float(index), GRADIENTS: 4.0 * (ranks - 1) * (values + whole)}
 
     # -------------------------------------------------------------------------------------------- accumulation
 
@@ -285,11 +269,3 @@ class TagcReduce(CollectiveHook):
 def _padded_entries(entries: int) -> int:
     """Return the number of FP32 entries including padding."""
     return padded_bytes(4 * entries) // 4
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return the offset of each slice, followed by the total size."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-    return offsets

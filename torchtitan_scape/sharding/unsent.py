@@ -17,7 +17,15 @@ KIND = "shard_residual"
 
 
 class ResidualStore:
-    """Residual store of hooks without residuals: FSDP2's own collectives and block codes."""
+    """Residuals of a model's parameter groups. Every rank stores a residual of all rows, (S, n) per group.
+
+    Args:
+        groups: Reduce-scatter hooks with the interface of `sharding.tagc.TagcReduce`. FSDP2's own collectives and block
+            codes have no residuals.
+    """
+
+    def __init__(self, groups: Sequence[Any] = ()) -> None:
+        self._groups = [group for group in groups if group.residual.numel()]
 
     def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
         """Return the states for a checkpoint. Collective.
@@ -27,51 +35,7 @@ class ResidualStore:
                 sum over ranks with the owner of each shard, for any degrees; "drop" saves nothing.
             shards: Shards of this rank.
         """
-        return []
-
-    def described(self, residual: str) -> dict[str, dict[str, Any]]:
-        """Return the description for a checkpoint's record; see `methods.interface.State.describe`."""
-        return {}
-
-    def sizes(self, residual: str) -> dict[str, int]:
-        """Return the bytes in a checkpoint, by kind."""
-        return {}
-
-    def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
-        """Return, before a checkpoint is loaded, tensors by parameter that receive its pending residuals.
-
-        Raises:
-            ValueError: The checkpoint contains per-rank residuals that this run cannot load.
-        """
-        refuse_exact(reader.saved["states"], "has no [sharding] option with residuals")
-        return []
-
-    def request_full_exchange(self) -> None:
-        """Make the exchange of the next step complete, so that no residual remains after it."""
-
-    def as_gradients(self, shards: Sequence[Shard]) -> None:
-        """Store the residuals as the gradients of a step without a backward pass. Collective."""
-
-    def after_optimizer_step(self, applied: Tensor) -> None:
-        """Update the residuals after a step. `applied`, bool (), is false if the step was skipped."""
-
-    def squares(self) -> Tensor | None:
-        """Return the sum of squares of this rank's residuals, FP64 (), or None without residuals."""
-        return None
-
-
-class ShardResiduals(ResidualStore):
-    """Residuals of a model's parameter groups. Every rank stores a residual of all rows, (S, n) per group.
-
-    Args:
-        groups: Reduce-scatter hooks with the interface of `sharding.tagc.TagcReduce`.
-    """
-
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = [group for group in groups if group.residual.numel()]
-
-    def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
-        if residual == "drop":
+        if residual == "drop" or not self._groups:
             return []
         if residual == "exact":
             return [self._exact()]
@@ -79,52 +43,65 @@ class ShardResiduals(ResidualStore):
         return [self._by_parameter(sums, shards)]
 
     def described(self, residual: str) -> dict[str, dict[str, Any]]:
-        if residual == "drop":
+        """Return the description for a checkpoint's record; see `methods.interface.State.describe`."""
+        if residual == "drop" or not self._groups:
             return {}
         record = {"per_replica": False, "on_migration": "gradient", "by_parameter": residual != "exact"}
         return {KIND: record | ({"row_layout": self._row_layout()} if residual == "exact" else {})}
 
     def sizes(self, residual: str) -> dict[str, int]:
-        # In total over all ranks: every rank saves all rows ("exact") or only its own row ("mean").
-        rows = {"exact": lambda group: len(group.residual) ** 2, "mean": lambda group: len(group.residual)}
-        if residual not in rows:
+        """Return the bytes in a checkpoint, by kind, in total over all ranks."""
+        if residual == "drop" or not self._groups:
             return {}
-        return {KIND: 4 * sum(rows[residual](group) * group.residual.shape[1] for group in self._groups)}
+        exponent = 2 if residual == "exact" else 1  # every rank saves all rows, or only its own row
+        return {KIND: 4 * sum(len(g.residual) ** exponent * g.residual.shape[1] for g in self._groups)}
 
     def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
+        """Return, before a checkpoint is loaded, tensors by parameter that receive its pending residuals.
+
+        Raises:
+            ValueError: The checkpoint contains per-rank residuals that this run cannot load.
+        """
         record = reader.saved["states"].get(KIND)
         for group in self._groups:
             group.residual.zero_()
         if record is not None and not record["by_parameter"]:
-            if record["row_layout"] != self._row_layout():
-                refuse_exact(reader.saved["states"], "has another shard degree, or compresses other layers")
+            if not self._groups or record["row_layout"] != self._row_layout():
+                reason = "has another shard degree, or compresses other layers"
+                raise ValueError(
+                    "the checkpoint contains per-rank residuals of the shard axis (checkpoint.residual = 'exact'), but "
+                    f"this run {reason if self._groups else 'has no [sharding] option with residuals'}; resume with "
+                    "the configuration that saved it, and save with checkpoint.residual = 'mean', which any run can "
+                    "load"
+                )
             assert reader.fill_of_this_shard([self._exact()])
             return []
         rows = {name: one for group in self._groups for name, one in group.slices().items()}
-        return [self._by_parameter(rows, shards)]
+        return [self._by_parameter(rows, shards)] if self._groups else []
 
     def request_full_exchange(self) -> None:
+        """Make the exchange of the next step complete, so that no residual remains after it."""
         for group in self._groups:
             group.request_full_exchange()
 
     def as_gradients(self, shards: Sequence[Shard]) -> None:
-        (sums,) = self.states("mean", shards)
-        for shard in shards:
-            if shard.name in sums.tensors:
-                store_gradient(shard, sums.tensors[shard.name].reshape(-1))
+        """Store the residuals as the gradients of a step without a backward pass. Collective."""
+        for sums in self.states("mean", shards):
+            for shard in shards:
+                if shard.name in sums.tensors:
+                    store_gradient(shard, sums.tensors[shard.name].reshape(-1))
         for group in self._groups:
             group.mark_full_exchange()
 
     def after_optimizer_step(self, applied: Tensor) -> None:
+        """Update the residuals after a step. `applied`, bool (), is false if the step was skipped."""
         for group in self._groups:
             group.after_optimizer_step(applied)
 
     def squares(self) -> Tensor | None:
-        total = torch.zeros((), dtype=torch.float64, device=self._groups[0].residual.device) if self._groups else None
-        for group in self._groups:
-            assert total is not None
-            total += group.residual.norm(dtype=torch.float64).square()
-        return total
+        """Return the sum of squares of this rank's residuals, FP64 (), or None without residuals."""
+        squares = [group.residual.norm(dtype=torch.float64).square() for group in self._groups]
+        return sum(squares[1:], squares[0]) if squares else None
 
     def _exact(self) -> State:
         tensors = {group.name: group.residual for group in self._groups}
@@ -138,18 +115,3 @@ class ShardResiduals(ResidualStore):
     def _row_layout(self) -> dict[str, list[Any]]:
         """Return the number of ranks and the compressed parameters in order, by group, as JSON values."""
         return {group.name: [len(group.residual), *group.slices()] for group in self._groups}
-
-
-def refuse_exact(states: dict[str, dict[str, Any]], this_run: str) -> None:
-    """Check whether this run can load the residuals of a checkpoint.
-
-    Raises:
-        ValueError: The checkpoint contains per-rank residuals of the shard axis.
-    """
-    record = states.get(KIND)
-    if record is not None and not record["by_parameter"]:
-        raise ValueError(
-            "the checkpoint contains per-rank residuals of the shard axis (checkpoint.residual = 'exact'), but this "
-            f"run {this_run}; resume with the configuration that saved it, and save with checkpoint.residual = 'mean', "
-            "which any run can load"
-        )

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from torchtitan_scape.methods.codes import encoded_size
 from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.links import Links, best_chunk_bytes
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
-from torchtitan_scape.topology.pipelining import best_chunk_bytes
 from torchtitan_scape.topology.ring_bytes import spanned
 
 
