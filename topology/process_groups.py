@@ -16,7 +16,7 @@ from torchtitan_scape.topology.comm_stream import CommStream, Handle
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather_scalars
 from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.stages import divide_, exchange_pair
+from torchtitan_scape.topology.stages import divide_, start_pair_mean
 from torchtitan_scape.topology.torch_version import all_gather_into, all_reduce_tensors, reduce_scatter_into
 from torchtitan_scape.topology.traffic import REPLICATE
 
@@ -92,8 +92,7 @@ class ProcessGroupCollectives(ReplicaCollectives):
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         if len(self.levels) > 1:
             return super()._pair_mean(tensor, draw)
-        received = exchange_pair(tensor, self._level, self.partner(draw))
-        return Handle(received.work.wait, partial(received.add_to, tensor))
+        return start_pair_mean(tensor, self._level, self.partner(draw))
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
         if len(self.levels) > 1:

@@ -1,12 +1,13 @@
 """Hierarchical collectives: reduce-scatter on the inner levels, exchange on the outermost one, then all-gather.
 
 Each byte crosses the network once per node and direction. Every rank of a node handles its own slice, so all NICs of
-the node are used. The functions block; a `CommStream` runs them in the background. Their argument `levels` contains
-this rank's group on every level, innermost first, each with a process group, or with a `SimulatedGroup`.
+the node are used. The functions block; a `CommStream` runs them in the background. `ReplicaCollectives` describes their
+tensors. Their argument `levels` contains this rank's group on every level, innermost first, each with a process group,
+or with a `SimulatedGroup`. `divisor` is the number of replicas for a mean, and 1 for a sum.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,13 +82,7 @@ def divide_(x: Tensor, divisor: float) -> None:
 
 
 def all_reduce_(x: Tensor, levels: Levels, divisor: float) -> None:
-    """All-reduce x in place: x = (sum of x over all replicas) / divisor, bitwise equal on all replicas.
-
-    Args:
-        x: FP32 (n,), contiguous; n is a multiple of the product of the sizes of all levels but the outermost.
-        levels: See the module docstring.
-        divisor: The number of replicas for the mean, 1 for the sum.
-    """
+    """All-reduce x in place: x = (sum of x over all replicas) / divisor, bitwise equal on all replicas."""
     group, outer = levels[0], levels[1:]
     if not outer:
         dist.all_reduce(x, group=group.process_group)
@@ -110,22 +105,12 @@ def all_reduce_encoded(
     """All-reduce x in place as `all_reduce_`, with encoded messages on the outermost level in both directions.
 
     The inner levels reduce in FP32. On the outermost level each rank decodes and adds the messages for its slice in
-    FP32, in rank order, so that only transmitted values are rounded. All ranks decode the same messages.
-
-    Args:
-        x: FP32 (n,); n is a multiple of the number of replicas times the block size of the codec.
-        levels: See the module docstring.
-        divisor: The number of replicas for the mean, 1 for the sum.
-        codec: Encodes what crosses the outermost level.
-        error: FP32 (n,), receives the quantization error that this replica has to feed back: summed over replicas,
-            (x before - error) is (x after + carried_error after - carried_error before) * divisor. None to discard it.
-        carried_error: FP32 (n / replicas,), of this rank's slice of the result. It is added to the slice before it is
-            encoded, and becomes the quantization error of the slice. If None, that error is added to `error`,
-            multiplied by the divisor.
+    FP32, in rank order, so that only transmitted values are rounded. All ranks decode the same messages. Summed over
+    replicas, (x before - error) is (x after + carried_error after - carried_error before) * divisor.
     """
     *inner, outermost = levels
     own, own_error = _reduce_scatter_inner(x, inner, error)
-    sent = codec.encode(own.view(outermost.size, -1), None if own_error is None else own_error.view(outermost.size, -1))
+    sent = _encode_rows(own, own_error, outermost, codec)
     count, rounding = own.numel() // outermost.size, carried_error
     if carried_error is None and own_error is not None:
         rounding = torch.empty(count, dtype=torch.float32, device=x.device)
@@ -144,18 +129,11 @@ def all_reduce_encoded(
 def pair_mean_(x: Tensor, levels: Levels, partner: int | None) -> None:
     """Average x over all replicas of two units of the outermost level, such as two nodes, in place.
 
-    The result is bitwise equal on these replicas.
-
-    Args:
-        x: FP32 (n,), contiguous; n is a multiple of the product of the sizes of all levels but the outermost.
-        levels: See the module docstring.
-        partner: Position of the other unit on the outermost level; None for the mean over this unit alone.
+    partner: Position of the other unit on the outermost level; None for the mean over this unit alone.
     """
     group, outer = levels[0], levels[1:]
     if not outer:
-        received = exchange_pair(x, group, partner)
-        received.work.wait()
-        received.add_to(x)
+        start_pair_mean(x, group, partner).wait()
         return
     own = x.view(group.size, -1)[group.group_rank]
     _reduce_scatter(x, own, group.process_group)
@@ -164,20 +142,8 @@ def pair_mean_(x: Tensor, levels: Levels, partner: int | None) -> None:
     all_gather(x, own, group)
 
 
-class PairExchange(NamedTuple):
-    """An exchange with the partner in flight. values: the partner's, FP32 (n,); () without a partner."""
-
-    work: Any
-    values: Tensor
-
-    def add_to(self, x: Tensor) -> None:
-        """Make x the mean of x and the received values; nothing happens without a partner."""
-        if self.values.numel():
-            x.add_(self.values).mul_(0.5)
-
-
-def exchange_pair(x: Tensor, group: RankGroup, partner: int | None) -> PairExchange:
-    """Start sending x, FP32 (n,), to a partner of the group and receiving its x. All ranks of the group take part.
+def start_pair_mean(x: Tensor, group: RankGroup, partner: int | None) -> Handle:
+    """Start the mean of x and of the partner's x, in place. All ranks of the group take part.
 
     It is an all-to-all in which all parts but the partner's are empty. On a GPU it contains one message in each
     direction. Point-to-point calls would need all ranks at their first use of an NCCL communicator.
@@ -185,7 +151,8 @@ def exchange_pair(x: Tensor, group: RankGroup, partner: int | None) -> PairExcha
     sizes = [x.numel() if i == partner else 0 for i in range(group.size)]
     received = x.new_empty(sum(sizes))
     sent = x if partner is not None else x[:0]
-    return PairExchange(all_to_all(received, sent, group, (sizes, sizes), async_op=True), received)
+    work = all_to_all(received, sent, group, (sizes, sizes), async_op=True)
+    return Handle(work.wait, None if partner is None else lambda: x.add_(received).mul_(0.5))
 
 
 def all_reduce_messages(
@@ -198,18 +165,7 @@ def all_reduce_messages(
     error: Tensor | None,
     adds_error: bool,
 ) -> None:
-    """All-reduce values that are already encoded, over one group.
-
-    Args:
-        sent: uint8 (ranks, message bytes), the encoded slice of every rank.
-        means: uint8 (ranks, message bytes), receives the encoded results of all slices.
-        count: FP32 entries of a slice.
-        group: The ranks.
-        divisor: The number of ranks for the mean, 1 for the sum.
-        codec: Code of the messages.
-        error: FP32 (count,), becomes the quantization error of this rank's slice of the result.
-        adds_error: Add `error` to that slice before it is encoded.
-    """
+    """All-reduce values that are already encoded, over one group."""
     message = _mean_of_slice(sent, count, group, divisor, codec, error, adds_error)
     all_gather(means.view(-1), message, group)
 
@@ -228,46 +184,35 @@ def reduce_scatter_(
 ) -> None:
     """Reduce-scatter x: slice `replica_index` of `replicas` equal slices becomes its sum / divisor.
 
-    Args as in `all_reduce_encoded`; the result is not rounded, and the other slices of x become undefined. Without a
-    codec, n is a multiple of the number of replicas.
+    With a codec, messages on the outermost level are encoded, and the result is not. The other slices of x become
+    undefined.
     """
     if codec is None:
         own, _ = _reduce_scatter_inner(x, levels, None)
-        divide_(own, divisor)
-        return
-    *inner, outermost = levels
-    own, own_error = _reduce_scatter_inner(x, inner, error)
-    rows, errors = (None if each is None else each.view(outermost.size, -1) for each in (own, own_error))
-    assert rows is not None
-    sent = codec.encode(rows, errors)
-    received, mean = torch.empty_like(sent), rows[outermost.group_rank]
-    all_to_all(received, sent, outermost)
-    codec.decode_and_sum(received, mean)
-    divide_(mean, divisor)
+    else:
+        *inner, outermost = levels
+        whole, error = _reduce_scatter_inner(x, inner, error)
+        sent, own = _encode_rows(whole, error, outermost, codec), whole.view(outermost.size, -1)[outermost.group_rank]
+        received = torch.empty_like(sent)
+        all_to_all(received, sent, outermost)
+        codec.decode_and_sum(received, own)
+    divide_(own, divisor)
+
+
+def _encode_rows(x: Tensor, error: Tensor | None, group: RankGroup, codec: Codec) -> Tensor:
+    """Encode the slices of x for all ranks of a group; `error` becomes the quantization error of x."""
+    return codec.encode(x.view(group.size, -1), None if error is None else error.view(group.size, -1))
 
 
 def send_to_owners(received: Tensor, messages: Tensor, owners: Sequence[int], group: RankGroup) -> None:
-    """Send messages, uint8 (owners, bytes), to their owners: received = those of all ranks for this rank.
-
-    Args:
-        received: uint8 (ranks, bytes); (0, bytes) of a rank that owns none.
-        messages: uint8 (owners, bytes).
-        owners: Ranks of the group, in increasing order.
-        group: The ranks.
-    """
+    """Send messages to their owners: received = those of all ranks for this rank, (0, bytes) if it owns none."""
     size = messages.shape[1]
     sizes = [size if len(received) else 0] * group.size, [size if rank in owners else 0 for rank in range(group.size)]
     all_to_all(received.view(-1), messages.view(-1), group, sizes)
 
 
 def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int], group: RankGroup) -> None:
-    """Broadcast the messages of some ranks of a group to all of them, so that all ranks send about equally much.
-
-    Args:
-        gathered: uint8 (owners, bytes), in the order of `owners`.
-        message: uint8 (bytes,), or (0,) of a rank that is none of them.
-        owners: Ranks of the group, in increasing order.
-    """
+    """Broadcast the messages of some ranks of a group to all of them, so that all ranks send about equally much."""
     ranks = dist.get_process_group_ranks(group.process_group)
     for row, owner in zip(gathered, owners, strict=True):
         if owner == group.group_rank:

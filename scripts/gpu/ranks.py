@@ -31,7 +31,6 @@ from torchtitan_scape.topology.stages import (
     all_reduce_encoded,
     all_reduce_or_,
     reduce_scatter_,
-    reduce_scatter_encoded,
 )
 
 STAGE_SECONDS = 30.0
@@ -85,7 +84,7 @@ def stages(result: Path, smoke: bool) -> None:
         "reduce": (lambda t, of: all_reduce_(t, of, 1.0), x, x),
         "reduce_coded": (lambda t, of: all_reduce_encoded(t, of, 1.0, code, torch.empty_like(t)), x, encoded(once)),
         "scatter": (lambda t, of: reduce_scatter_(t, of, 1.0), x, x),
-        "scatter_coded": (lambda t, of: reduce_scatter_encoded(t, of, 1.0, code, torch.empty_like(t)), x, once),
+        "scatter_coded": (lambda t, of: reduce_scatter_(t, of, 1.0, code, torch.empty_like(t)), x, once),
         "gather": (lambda t, of: all_gather_(t, t.clone(), of), x, x),
         "or": (all_reduce_or_, bits, bits),
     }

@@ -300,7 +300,9 @@ class SliceReduceScatter(CollectiveHook):
             target += values.reshape(target.shape)
 
     def _keys(self, number: int) -> Callable[..., list[int]] | None:
-        return self.position and partial(self.position.keys, number, dist.get_rank(), self.flat.number)
+        if self.position is None:
+            return None
+        return partial(self.position.keys, number, dist.get_rank(), self.flat.number)
 
 
 def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:

@@ -108,4 +108,6 @@ class QuantizedReduceScatter(CollectiveHook):
         self.rows[0].assemble((coded[0], raw[0]), output_tensor)
 
     def _keys(self, number: int) -> Callable[..., list[int]] | None:
-        return self.position and partial(self.position.keys, number, dist.get_rank(), self.flat.number)
+        if self.position is None:
+            return None
+        return partial(self.position.keys, number, dist.get_rank(), self.flat.number)
