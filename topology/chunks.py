@@ -3,15 +3,15 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, starmap
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.codecs import Codec, entries_together
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, chunk_limit
+from torchtitan_scape.topology.partition import chunk_limit
 
 Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 
@@ -148,7 +148,7 @@ def exchange_chunked(
             padded = collectives.padded_size(length, codec)
             own = source.view(first, length) if isinstance(source, ConcatSource) and padded == length else None
             if own is not None:
-                yield start(own), _nothing
+                yield start(own), lambda: None
                 continue
             buffer = torch.empty(padded, dtype=torch.float32, device=source.device)
             chunk = buffer[:length]
@@ -165,24 +165,19 @@ def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | Non
 
     Quantization errors are discarded.
     """
-    if collectives.replicas == 1:
-        return
     own = collectives.replica
 
-    def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED_ENTRIES):
-            for row, chunk in enumerate(buffer):
-                rows.fill(chunk, row, column)
-            handle = collectives.reduce_scatter(buffer.view(-1), codec=codec)
-            yield handle, partial(rows.store, buffer[own], own, column)
+    def start(column: int, buffer: Tensor) -> Exchange:
+        for row, chunk in enumerate(buffer):
+            rows.fill(chunk, row, column)
+        handle = collectives.reduce_scatter(buffer.view(-1), codec=codec)
+        return handle, partial(rows.store, buffer[own], own, column)
 
-    double_buffered(exchanges())
+    double_buffered(starmap(start, _buffers(collectives, rows, codec)))
 
 
 def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
     """Gather every replica's row on all replicas. With a codec, this replica's row also becomes its decoded value."""
-    if collectives.replicas == 1:
-        return
     own = collectives.replica
 
     def store(buffer: Tensor, messages: Tensor | None, column: int) -> None:
@@ -192,42 +187,35 @@ def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = 
             if codec is not None or row != own:
                 rows.store(chunk, row, column)
 
-    def exchanges() -> Iterator[Exchange]:
-        for column, buffer in _buffers(collectives, rows, codec.block_size if codec else ALIGNED_ENTRIES):
-            rows.fill(buffer[own], own, column)
-            messages = None
-            if codec is None:
-                handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
-            else:
-                handle, messages = collectives.all_gather_encoded(buffer[own], codec, kind="values")
-            yield handle, partial(store, buffer, messages, column)
+    def start(column: int, buffer: Tensor) -> Exchange:
+        rows.fill(buffer[own], own, column)
+        messages = None
+        if codec is None:
+            handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
+        else:
+            handle, messages = collectives.all_gather_encoded(buffer[own], codec, kind="values")
+        return handle, partial(store, buffer, messages, column)
 
-    double_buffered(exchanges())
+    double_buffered(starmap(start, _buffers(collectives, rows, codec)))
 
 
-def _buffers(collectives: Any, rows: RowSource, block_size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first column, FP32 (replicas, columns)) of every chunk; `columns` is a multiple of `block_size`."""
-    replicas = collectives.replicas
+def _buffers(collectives: Any, rows: RowSource, codec: Codec | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first column, FP32 (replicas, columns)) of every chunk of whole blocks; nothing for a single replica."""
+    replicas, block_size = collectives.replicas, entries_together(codec)
     limit = chunk_limit(replicas * rows.columns, replicas) // replicas
     width = -(-max(collectives.min_columns, limit) // block_size) * block_size
-    for column in range(0, rows.columns, width):
-        shape = collectives.replicas, -(-min(width, rows.columns - column) // block_size) * block_size
+    for column in range(0, rows.columns if replicas > 1 else 0, width):
+        shape = replicas, -(-min(width, rows.columns - column) // block_size) * block_size
         yield column, torch.empty(shape, dtype=torch.float32, device=rows.device)
-
-
-def _nothing() -> None:
-    """Store nothing: the chunk was exchanged in place."""
 
 
 def double_buffered(exchanges: Iterable[Exchange]) -> None:
     """Finish each exchange after the next one has been started, so that two are in flight at once."""
     previous: Exchange | None = None
-    for exchange in exchanges:
+    for exchange in chain(exchanges, (None,)):
         if previous is not None:
             _finish(*previous)
         previous = exchange
-    if previous is not None:
-        _finish(*previous)
 
 
 def _finish(handle: Handle, store: Callable[[], None]) -> None:

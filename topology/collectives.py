@@ -431,16 +431,30 @@ class ReplicaCollectives(ABC):
 
     # ----------------------------------------------------------------------- scalars, over all axes; counted
 
-    @abstractmethod
     def minimum_over_all(self, values: Tensor) -> Tensor:
         """Return the smallest of each entry over every rank of every replica, FP32 of the shape of `values`."""
+        smallest = self._minimum(values)
+        for axis, ranks in ((SHARD, self.model_ranks), (REPLICATE, self.replicas)):
+            self._count_scalar(axis, "flag", smallest.nbytes, 2.0 * (ranks - 1) / ranks)
+        return smallest
 
     @abstractmethod
+    def _minimum(self, values: Tensor) -> Tensor: ...
+
     def sum_over_owners(self, value: Tensor) -> Tensor:
         """Return the sum of an FP32 () value over all ranks of all replicas, bitwise equal on all of them.
 
         The ranks of a replica are added in rank order, then the replicas in FP64.
         """
+        own = self.sum_over_model(value)
+        if self.replicas == 1:
+            return own
+        self._count_scalar(REPLICATE, "norm", own.nbytes, float(self.replicas - 1))
+        return self._gather_scalar(own).double().sum().to(own.dtype)
+
+    @abstractmethod
+    def _gather_scalar(self, value: Tensor) -> Tensor:
+        """Gather a () value of all replicas as (replicas,)."""
 
     def sum_over_model(self, value: Tensor) -> Tensor:
         """Return the sum of an FP32 () value over the ranks of this replica.
@@ -452,7 +466,7 @@ class ReplicaCollectives(ABC):
         if group is None:
             return value
         values = gather_scalars(value, group)
-        self._count_scalar(SHARD, group, "norm", value.nbytes, float(group.size() - 1))
+        self._count_scalar(SHARD, "norm", value.nbytes, float(self.model_ranks - 1))
         total = values[0]
         for i in range(1, group.size()):
             total = total + values[i]
@@ -481,15 +495,18 @@ class ReplicaCollectives(ABC):
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self.groups.model)
         return value
 
-    def _count_flag(self, value: Tensor) -> None:
-        """Count the all-reduce of `_minimum_over_model`."""
-        group = self.groups.model
-        if group is not None:
-            self._count_scalar(SHARD, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
-
-    def _count(self, kind: str, stages: Iterable[Stage]) -> None:
-        for stage in stages:
+    def _count(self, kind: str, counted: Iterable[Stage]) -> None:
+        for stage in counted:
             self.ledger.add(REPLICATE, stage.level, kind, stage.input_bytes, stage.sent)
 
-    def _count_scalar(self, axis: str, group: ProcessGroup, kind: str, input_bytes: int, factor: float) -> None:
-        self.ledger.add(axis, self.groups.successor_level(group), kind, input_bytes, factor * input_bytes)
+    def _count_scalar(self, axis: str, kind: str, input_bytes: int, factor: float) -> None:
+        group = self.groups.model if axis == SHARD else self._scalars
+        if group is not None:
+            self.ledger.add(axis, self.groups.successor_level(group), kind, input_bytes, factor * input_bytes)
+        elif axis == REPLICATE and self.replicas > 1:
+            self.ledger.add(axis, self.levels[-1].level, kind, input_bytes, factor * input_bytes)
+
+    @property
+    def _scalars(self) -> ProcessGroup | None:
+        """Group of flags and norms; None without other replicas in other processes."""
+        return self.groups.scalars or self.groups.replicate

@@ -16,7 +16,6 @@ from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists
 from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.traffic import REPLICATE
 
 
 class DryRunCollectives(ReplicaCollectives):
@@ -98,13 +97,15 @@ class DryRunCollectives(ReplicaCollectives):
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return [item] * self.replicas
 
-    def minimum_over_all(self, values: Tensor) -> Tensor:
-        value = self._minimum_over_model(values)
-        self._count_flag(value)
-        if self.replicas > 1:
-            sent = 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
-            self.ledger.add(REPLICATE, self.levels[-1].level, "flag", value.nbytes, sent)
-        return value
+    @property
+    def _scalars(self) -> None:
+        return None
+
+    def _minimum(self, values: Tensor) -> Tensor:
+        return self._minimum_over_model(values)
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
         return self.sum_over_model(value)
+
+    def _gather_scalar(self, value: Tensor) -> Tensor:
+        return value.expand(self.replicas)

@@ -1,9 +1,9 @@
 """`ReplicaCollectives` of simulated replicas, which all run in one process. For simulations and tests.
 
 Every replica runs the code of a rank in its own thread, one replica at a time: it runs until it reaches a collective,
-then the next replica continues. The order is deterministic, temporaries exist only once, and shared state needs no
-lock. Values are added in replica order. The ledger counts what one rank of a real run sends, with one replica per node
-and one group over the network.
+then the next replica continues. The order is deterministic, temporaries of a pass exist only once, and shared state
+needs no lock. Values are added in replica order. The ledger counts what one rank of a real run sends, with one replica
+per node and one group over the network.
 """
 
 import threading
@@ -24,7 +24,6 @@ from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.stages import SimulatedGroup, divide_
-from torchtitan_scape.topology.traffic import REPLICATE
 
 T = TypeVar("T")
 
@@ -113,18 +112,11 @@ class InProcessCollectives(ReplicaCollectives):
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return list(self._exchange(item, list))
 
-    def minimum_over_all(self, values: Tensor) -> Tensor:
-        value = self._exchange(values.float(), lambda each: self._minimum_over_model(torch.stack(each).amin(0)))
-        self._count_flag(value)
-        self.ledger.add(
-            REPLICATE, "network", "flag", value.nbytes, 2.0 * (self.replicas - 1) / self.replicas * value.nbytes
-        )
-        return value
+    def _minimum(self, values: Tensor) -> Tensor:
+        return self._exchange(values.float(), lambda each: self._minimum_over_model(torch.stack(each).amin(0)))
 
-    def sum_over_owners(self, value: Tensor) -> Tensor:
-        own = self.sum_over_model(value)
-        self.ledger.add(REPLICATE, "network", "norm", own.nbytes, (self.replicas - 1) * own.nbytes)
-        return self._exchange(own, lambda values: torch.stack(values).double().sum().to(own.dtype))
+    def _gather_scalar(self, value: Tensor) -> Tensor:
+        return self._exchange(value, torch.stack)
 
 
 class OneReplica:

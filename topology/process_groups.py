@@ -18,7 +18,6 @@ from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.stages import divide_, start_pair_mean
 from torchtitan_scape.topology.torch_version import all_gather_into, all_reduce_tensors, reduce_scatter_into
-from torchtitan_scape.topology.traffic import REPLICATE
 
 
 class ProcessGroupCollectives(ReplicaCollectives):
@@ -41,13 +40,10 @@ class ProcessGroupCollectives(ReplicaCollectives):
         self._comm_streams = [CommStream() for _ in replicas.comm_streams]
         self._next_stream = 0
 
-    @property
-    def _scalars(self) -> ProcessGroup | None:
-        return self.groups.scalars or self.groups.replicate
-
     def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
         """Run `exchange(levels)` on the next stream, or in the calling thread if there are no streams."""
         if not self._comm_streams:
+            assert self.groups.replicate is not None
             exchange((self._level,))
             return Handle()
         stream, levels = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
@@ -58,7 +54,6 @@ class ProcessGroupCollectives(ReplicaCollectives):
     def _level(self) -> RankGroup:
         """The only level, on the group of the replicas."""
         (level,) = self.levels
-        assert self.groups.replicate is not None
         return replace(level, process_group=self.groups.replicate)
 
     # On one level, FP32 exchanges are single collectives, which need no stream.
@@ -134,20 +129,15 @@ class ProcessGroupCollectives(ReplicaCollectives):
     def gather_from_replicas(self, item: Any) -> list[Any]:
         return gather_lists(self.groups.replicate, [item])
 
-    def minimum_over_all(self, values: Tensor) -> Tensor:
-        value, group = self._minimum_over_model(values), self._scalars
-        self._count_flag(value)
-        if group is not None:
-            dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
-            self._count_scalar(REPLICATE, group, "flag", value.nbytes, 2.0 * (group.size() - 1) / group.size())
-        return value
+    def _minimum(self, values: Tensor) -> Tensor:
+        smallest = self._minimum_over_model(values)
+        if self._scalars is not None:
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._scalars)
+        return smallest
 
-    def sum_over_owners(self, value: Tensor) -> Tensor:
-        own, group = self.sum_over_model(value), self._scalars
-        if group is None:
-            return own
-        self._count_scalar(REPLICATE, group, "norm", own.nbytes, float(group.size() - 1))
-        return gather_scalars(own, group).double().sum().to(own.dtype)
+    def _gather_scalar(self, value: Tensor) -> Tensor:
+        assert self._scalars is not None
+        return gather_scalars(value, self._scalars)
 
 
 def collectives_of(
