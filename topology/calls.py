@@ -9,7 +9,6 @@ from torchtitan_scape.topology.pairs import paired_share
 from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
 from torchtitan_scape.topology.ring_bytes import (
     Levels,
-    LevelSize,
     Stage,
     all_gather_stages,
     all_reduce_stages,
@@ -99,11 +98,6 @@ class ChunkedMessages:
     def __call__(self, count: int) -> int:
         total = sum(size * times for size, times in self.chunks)
         return sum(times * self.message_bytes(size * count // total) for size, times in self.chunks)
-
-
-def level_sizes(levels: Levels) -> list[LevelSize]:
-    """Return level and size of each level, in the same order."""
-    return [LevelSize(one.level, one.size) for one in levels]
 
 
 def replicas_of(levels: Levels) -> int:

@@ -7,9 +7,8 @@ per node and one group over the network.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -164,12 +163,16 @@ class SimulatedReplicas:
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Run `work(replica)` for all replicas and return the results. Raises the first error of any replica."""
         results: dict[int, T] = {}
+        # Device, stream and grad mode of the caller, which are thread-local. On one common stream the replicas need no
+        # further synchronization of the device.
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         grad = torch.is_grad_enabled()
 
         def run_replica(replica: int) -> None:
             def run() -> None:
-                with _settings(stream, grad):
+                if stream is not None:
+                    torch.cuda.set_stream(stream)  # also sets the device
+                with torch.set_grad_enabled(grad):
                     results[replica] = work(replica)
 
             self._rendezvous.run(replica, run)
@@ -180,18 +183,6 @@ class SimulatedReplicas:
         wait(others)
         self._rendezvous.close()
         return [results[replica] for replica in range(len(self.endpoints))]
-
-
-@contextmanager
-def _settings(stream: "torch.cuda.Stream | None", grad: bool) -> Iterator[None]:
-    """Use the CUDA device, stream and grad mode of the caller of `SimulatedReplicas.run`, which are thread-local.
-
-    On one common stream the replicas need no further synchronization of the device.
-    """
-    if stream is not None:
-        torch.cuda.set_stream(stream)  # also sets the device
-    with torch.set_grad_enabled(grad):
-        yield
 
 
 class _Rendezvous:

@@ -18,8 +18,7 @@ class TrafficLedger:
     Attributes:
         calls: Number of collectives.
         input_bytes: Size of the tensors that were passed to collectives.
-        sent: Bytes that this rank sends: 2 * (N-1)/N of the input of an all-reduce, (N-1) times the input of an
-            all-gather. Every known ring or tree algorithm of optimal volume sends this number of bytes.
+        sent: Bytes that this rank sends, as in `topology.ring_bytes`.
     """
 
     calls: dict[Entry, int] = field(default_factory=lambda: defaultdict(int))

@@ -27,8 +27,9 @@ from torchtitan_scape.kernels.backends import choose_backend, norms, scaling
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.methods.update import OptimizerStep
 from torchtitan_scape.optimizers.muon import hidden_names
-from torchtitan_scape.topology.calls import CollectiveCall, level_sizes
+from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.ring_bytes import spanned
 
 logger = logging.getLogger(__name__)
 
@@ -386,13 +387,13 @@ class Method(ABC):
 
     def collective_calls(self) -> list[CollectiveCall]:
         """Return `options.cost().collective_calls(...)` for this rank."""
-        levels, chunk_entries = level_sizes(self.collectives.levels), self.collectives.chunk_entries
+        levels, chunk_entries = spanned(self.collectives.levels), self.collectives.chunk_entries
         calls: list[CollectiveCall] = self.options.cost().collective_calls(self.local_model(), levels, chunk_entries)
         return calls
 
     def planned_bytes(self) -> float:
         """Return the bytes that this rank sends per step after warm-up, averaged over steps."""
-        levels = level_sizes(self.collectives.levels)
+        levels = spanned(self.collectives.levels)
         return sum(stage.sent for call in self.collective_calls() for stage in call.stages(levels))
 
     def payload_chunks(self) -> int:
