@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 # FP32 entries in 16 bytes, NCCL's transfer size if buffers begin and end at multiples of it.
 ALIGNED_ENTRIES = 4
-# 16 MiB of FP32: large enough for full bandwidth on every link in machines.py, small compared to any model.
+# 16 MiB of FP32: large enough for full bandwidth on every link in machines.toml, small compared to any model.
 CHUNK_ENTRIES = 1 << 22
 # With more replicas a chunk grows, so that each pair of ranks exchanges this many encoded bytes of it. The latency of a
-# message is then 8 % of its transfer time on the fastest network in machines.py, 50 GB/s with 5 us.
+# message is then 8 % of its transfer time on the fastest network in machines.toml, 50 GB/s with 5 us.
 PAIR_BYTES = 3 << 20
 # Kernels that encode tensors in place need no FP32 buffers: a chunk of so many times as many entries has about the same
 # memory, see `methods.quantized.options.QuantizedCost.chunk_memory`, and a step has fewer launches and collectives.

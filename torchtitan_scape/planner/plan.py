@@ -315,7 +315,7 @@ def _as_dict(case: PlanRequest, candidate: Candidate) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m torchtitan_scape.planner.plan", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--machine", default="vista", help="a preset of topology/machines.py")
+    add("--machine", default="vista", help="a preset of topology/machines.toml")
     add("--nodes", type=int, default=1)
     names = ", ".join(WORKLOADS)
     add("--model", help=f"{names}, or a recipe: a.toml, or a.toml,b.toml; {DEFAULT} by default")
