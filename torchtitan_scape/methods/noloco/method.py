@@ -54,18 +54,19 @@ class Noloco(LocalMethod):
 
     def exchange(self, info: StepInfo) -> None:
         full = self.take_full_exchange_request()
-        if not (full or info.number % self.options.inner_steps == 0) or not info.applied.item():
+        round_number, left = divmod(info.number, self.options.inner_steps)
+        if (left and not full) or not info.applied.item():
             return
         if full:
             self._exchange_with_all()
         else:
-            self._exchange_with_partner(info.number // self.options.inner_steps)
+            self._exchange_with_partner(round_number)
 
     def states(self) -> list[State]:
-        found = [State("slow_weights", self._slow, per_replica=True, on_migration="model")]
+        states = [State("slow_weights", self._slow, per_replica=True, on_migration="model")]
         if self._momenta:
-            found.append(State("slow_momentum", self._momenta, per_replica=True, on_migration="copy"))
-        return found
+            states.append(State("slow_momentum", self._momenta, per_replica=True, on_migration="copy"))
+        return states
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
@@ -83,10 +84,10 @@ class Noloco(LocalMethod):
         last exchange. It is estimated from the pairs, without communication apart from a scalar, and is exact with two
         replicas.
         """
-        found = super().metrics(local)
+        figures = super().metrics(local)
         if self._spread_squares is not None:
-            found["replica_spread"] = self.root_mean_square(self._spread_squares, local)
-        return found
+            figures["replica_spread"] = self.root_mean_square(self._spread_squares, local)
+        return figures
 
     def _flat(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         return [tensors[shard.name].view(-1) for shard in self.context.shards] if tensors else []

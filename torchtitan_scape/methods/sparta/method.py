@@ -120,27 +120,19 @@ class Sparta(LocalMethod):
             self._round.count_step(info.applied)
             if flush:  # it contains steps of earlier rounds, whose learning rates are not known
                 self._round.reset(info.applied)
-            elif self._ends_round(numbers):
-                self._round.finish_round(info.applied)
+            elif (numbers.stop - 1) // self.options.interval > (numbers.start - 1) // self.options.interval:
+                self._round.finish_round(info.applied)  # they contain a multiple of `interval`
 
     def finish_previous_step(self, applied: bool) -> None:
         if applied:
             self._loaded_groups -= self._sent_groups
         self._sent_groups = set()
 
-    def _ends_round(self, groups: range) -> bool:
-        """Return whether the groups contain the last one of a round, whose number is a multiple of `interval`."""
-        interval = self.options.interval
-        return (groups.stop - 1) // interval > (groups.start - 1) // interval
-
     def states(self) -> list[State]:
-        owner_error = (
-            [State("owner_error", self._owner_error, per_replica=True, on_migration="displacement")]
-            if self._owner_error
-            else []
-        )
-        round_states = self._round.states() if self._round else []
-        return [State("anchor", self._anchors, per_replica=False, on_migration="model"), *owner_error, *round_states]
+        states = [State("anchor", self._anchors, per_replica=False, on_migration="model")]
+        if self._owner_error:
+            states.append(State("owner_error", self._owner_error, per_replica=True, on_migration="displacement"))
+        return states + (self._round.states() if self._round else [])
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()

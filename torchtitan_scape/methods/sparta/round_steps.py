@@ -38,16 +38,8 @@ class RoundSteps:
 
     def states(self) -> list[State]:
         """Return the states. They are dropped if the layout changes: then the present round counts from there."""
-        return [
-            State("round_step", self.steps, per_replica=False, on_migration="rebuild", by_parameter=False),
-            State(
-                "round_learning_rate",
-                {"all": self._learning_rates},
-                per_replica=False,
-                on_migration="rebuild",
-                by_parameter=False,
-            ),
-        ]
+        kinds = {"round_step": self.steps, "round_learning_rate": {"all": self._learning_rates}}
+        return [State(kind, tensors, False, "rebuild", by_parameter=False) for kind, tensors in kinds.items()]
 
     def reset(self, applied: Tensor) -> None:
         """Begin a round if `applied`, bool ()."""
