@@ -12,11 +12,11 @@ from tests.methods.test_quantized_update import NAMED, make, run_replicas, start
 from tests.methods.test_whitening import gradients
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import get_workload
+from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
-from torchtitan_scape.methods.update import scaled_for_steps
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun

@@ -25,7 +25,6 @@ from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.backends import choose_backend, norms, scaling
 from torchtitan_scape.kernels.scape.reference import unpack_bits
-from torchtitan_scape.methods.update import OptimizerStep
 from torchtitan_scape.optimizers.muon import hidden_names
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -180,7 +179,7 @@ class Method(ABC):
     Attributes:
         norms: Returns the norms of tensors, FP64 (n,).
         multiply_gradients: Multiplies tensors, in place, by a factor on their device; see `kernels.backends.scaling`.
-        optimizer_step: Takes the optimizer's step.
+        backend: Of passes over the parameters, "triton" or "torch".
 
     Class attributes:
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
@@ -211,9 +210,8 @@ class Method(ABC):
         self.is_observed = False  # whether a replica has an observer; equal on all replicas
         self._full_exchange_requested = False
         dtypes = {shard.parameter.dtype for shard in context.shards}
-        backend = choose_backend(context.kernels, context.shards[0].device, dtypes)
-        self.norms, self.multiply_gradients = norms(backend), scaling(backend)
-        self.optimizer_step = OptimizerStep(context.optimizer, backend, self.multiply_gradients)
+        self.backend = choose_backend(context.kernels, context.shards[0].device, dtypes)
+        self.norms, self.multiply_gradients = norms(self.backend), scaling(self.backend)
 
     @classmethod
     def prepare_model(cls, model: nn.Module, options: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.core.tensors import flat
-from torchtitan_scape.kernels.backends import TRITON_DTYPES, choose_backend, outer_step
+from torchtitan_scape.kernels.backends import TRITON_DTYPES, outer_step
 from torchtitan_scape.kernels.common.host_memory import host_tensors
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
@@ -93,7 +93,6 @@ class LocalUpdates(LocalMethod):
     def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
         self.schedule, averaging = options.schedule(), options.averaging()
-        backend = choose_backend(context.kernels, context.shards[0].device) if context.shards else "torch"
         self._anchors = self._zeros(options.host)
         for shard in context.shards:
             self._anchors[shard.name].copy_(stored(shard.parameter).detach())
@@ -104,7 +103,7 @@ class LocalUpdates(LocalMethod):
             if shards:  # a model may have fewer layers
                 averaged = implementation_of(averaging)(replace(context, shards=shards, gradient_scale=1.0), averaging)
                 assert isinstance(averaged, GradientMethod)
-                kernel = outer_step(backend) if self.has_outer_kernel and not options.host else None
+                kernel = outer_step(self.backend) if self.has_outer_kernel and not options.host else None
                 self._fragments.append(_Fragment(number, shards, averaged, kernel))
         self._in_flight: list[_FragmentInFlight] = []
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchtitan_scape.core.parameters import Shard, local, placed_like
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.update import scaled_for_steps
 from torchtitan_scape.optimizers.initial_state import create_state, initial_value
 from torchtitan_scape.optimizers.parts import optimizer_of_parts
 from torchtitan_scape.topology.collectives import ReplicaCollectives

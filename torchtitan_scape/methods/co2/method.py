@@ -20,8 +20,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from torchtitan_scape.methods.base import norm_over_model
 from torchtitan_scape.methods.local_updates import LocalUpdates
-from torchtitan_scape.methods.update import norm_over_model
 
 
 def staleness_gap(last_step: Tensor, displacement: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.tensors import flat
-from torchtitan_scape.kernels.backends import choose_backend, cosine_passes
+from torchtitan_scape.kernels.backends import cosine_passes
 from torchtitan_scape.kernels.topk.layout import MessageLayout
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.demo.options import DemoOptions
@@ -37,8 +37,8 @@ class Demo(GradientMethod):
         selected = [min(options.k, grid.size) for grid in self._grids]
         self._device = context.shards[0].device
         layout = MessageLayout(self._grids, selected, options.message_code)
-        backend = choose_backend(context.kernels, self._device)
-        self._passes, self._messages = cosine_passes(backend, layout, self._device), TopkMessages(layout, backend)
+        self._passes = cosine_passes(self.backend, layout, self._device)
+        self._messages = TopkMessages(layout, self.backend)
         self._pending = ErrorFeedback.of(context.shards)
         self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._non_empty]
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
-from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
+from torchtitan_scape.kernels.backends import elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.methods.base import clip_factor, norm_over_model
 from torchtitan_scape.methods.chunked import SentValues
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
-from torchtitan_scape.methods.update import clip_factor, norm_over_model
 from torchtitan_scape.topology.comm_stream import Handle
 
 
@@ -53,8 +53,7 @@ class OnebitAdam(Quantized):
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
         super().__init__(context, options.exchange())
         self.options = options
-        backend = choose_backend(context.kernels, context.shards[0].device, {s.parameter.dtype for s in context.shards})
-        self._adam = elementwise_update(backend, "frozen")
+        self._adam = elementwise_update(self.backend, "frozen")
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step
         self._keeps_errors = False  # in this step: pending errors wait for a step that sends the momentum

@@ -18,7 +18,8 @@ from torch import Tensor
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, stored
 from torchtitan_scape.core.tensors import flat, masked_copy_
-from torchtitan_scape.kernels.backends import block_code, choose_backend
+from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.methods.base import OptimizerStep, clip_factor
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.methods.owned import OwnedParts
@@ -26,7 +27,6 @@ from torchtitan_scape.methods.quantized.whitening import WhiteningBases
 from torchtitan_scape.methods.quantized_update.columns import SentGradients, columns_of, has_kernels
 from torchtitan_scape.methods.quantized_update.layout import Column, ExchangeGroup, divide, slices_with_owners
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
-from torchtitan_scape.methods.update import OptimizerStep, clip_factor
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.algorithms import has_step_of
 from torchtitan_scape.optimizers.muon import Muon
@@ -62,6 +62,7 @@ class QuantizedUpdate(Method, EarlyExchange):
 
     divides_optimizer_state = sends_weights = supports_overlap = True
     owned: OwnedParts
+    optimizer_step: OptimizerStep  # of a replica that owns something
 
     def __init__(self, context: MethodContext, options: QuantizedUpdateOptions) -> None:
         super().__init__(context, options)
@@ -70,13 +71,12 @@ class QuantizedUpdate(Method, EarlyExchange):
         _check(context.optimizer, shards, options)
         if replica == 0 and replicas > 1 and not isinstance(context.optimizer, Muon):
             _warn_without_muon(shards, options)
-        backend = choose_backend(context.kernels, shards[0].device)
-        self._code = block_code(backend, options.code, options.block)
-        self._update_code = block_code(backend, options.update_code, options.block)
+        self._code = block_code(self.backend, options.code, options.block)
+        self._update_code = block_code(self.backend, options.update_code, options.block)
         shorter = min(self._code, self._update_code, key=lambda code: code.block_bytes)
         sizes = [shard.size for shard in shards]
         whole = [i for i, shard in enumerate(shards) if shard.entries and _is_whole(shard, context.optimizer)]
-        in_place = has_kernels(backend, self.collectives)
+        in_place = has_kernels(self.backend, self.collectives)
         self._groups = divide(
             sizes,
             [shard.entries if i in whole else 0 for i, shard in enumerate(shards)],
@@ -93,9 +93,9 @@ class QuantizedUpdate(Method, EarlyExchange):
         self.owned = OwnedParts(shards, owned, whole, context.optimizer, self.collectives)
         self._residual = ErrorFeedback.of(shards, RESIDUAL_DTYPE)
         residuals = list(self._residual.tensors.values())
-        self._columns = columns_of(backend, shards, self.collectives, options.block, residuals, self.owned.parts)
+        self._columns = columns_of(self.backend, shards, self.collectives, options.block, residuals, self.owned.parts)
         if self.owned.optimizer is not None:
-            self.optimizer_step = OptimizerStep(self.owned.optimizer, backend, self.multiply_gradients)
+            self.optimizer_step = OptimizerStep(self.owned.optimizer, self.backend, self.multiply_gradients)
         # By group: the squared norm of the gradient of its last exchange, and the steps that were applied since then.
         # The host reads only later whether a step was applied. Until then it keeps the numbers of the exchanged groups.
         self._squares = torch.zeros(options.interval, dtype=torch.float32, device=shards[0].device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local, split
 from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits
-from torchtitan_scape.kernels.backends import choose_backend, masked_payload
+from torchtitan_scape.kernels.backends import masked_payload
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
 from torchtitan_scape.methods.base import GradientMethod
@@ -60,7 +60,7 @@ class Radius(GradientMethod):
         sizes = [shard.size for shard in self._shards]
         self._selected = mask_counts(sizes, options.density, options.selection)
         self._mask_counts: list[int] | None = None  # None: to be read from the device
-        self._kernels = masked_payload(choose_backend(context.kernels, context.shards[0].device))
+        self._kernels = masked_payload(self.backend)
         self._masked: Any = None  # the masks as the kernels read them, at `_versions` of the masks
         self._versions: list[int] = []
         self._start = options.start if options.start >= 0 else context.part_of_run(5, "start")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import StoredTensors, stored
-from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
+from torchtitan_scape.kernels.backends import block_code, exchange_passes
 from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, STEP, BlockSlice
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
@@ -55,12 +55,12 @@ class Sparta(LocalMethod):
         shards, replicas = context.shards, self.collectives.replicas
         self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in shards}
         self._owner_error: dict[str, Tensor] = {}
-        code, backend = None, choose_backend(context.kernels, shards[0].device)
+        code = None
         if options.code != "float32" and replicas > 1:
-            code = block_code(backend, options.encoding(replicas), BLOCK)
+            code = block_code(self.backend, options.encoding(replicas), BLOCK)
             if options.keeps_owner_error(replicas):
                 self._owner_error = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
-        passes = exchange_passes(backend, (stored(s.parameter).dtype for s in shards))
+        passes = exchange_passes(self.backend, (stored(s.parameter).dtype for s in shards))
         of_tensors = shards[0].device, len(shards)
         self._exchange = CodedExchange(self.collectives, code, BLOCK, *of_tensors, passes, repeats=True, subtracts=True)
         self._round: RoundSteps | None = None

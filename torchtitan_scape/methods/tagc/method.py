@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import flat
-from torchtitan_scape.kernels.backends import choose_backend, tagc_passes
+from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
 from torchtitan_scape.methods.base import GradientMethod
@@ -40,7 +40,7 @@ class Tagc(GradientMethod):
         self._blocks = [-(-shards[i].size // BLOCK) for i in self._sparse]
         self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shards[i].name].view(-1) for i in self._sparse]
-        self._passes = tagc_passes(choose_backend(context.kernels, shards[0].device))
+        self._passes = tagc_passes(self.backend)
         self._selected = entries_per_block(options.density, BLOCK)
         self._capacity = capacity(options.density, self.collectives.replicas)
         self._sends_offsets = sends_offsets(options.density, self.collectives.replicas)

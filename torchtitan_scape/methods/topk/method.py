@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import flat
-from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.kernels.common.launching import LatestResult
 from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.kernels.topk.layout import MessageLayout
@@ -47,7 +46,6 @@ class Topk(GradientMethod):
         self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
         self._residuals = [self._pending.tensors[shards[i].name] for i in self._sparse]
         self._device = shards[0].device
-        self._backend = choose_backend(context.kernels, self._device)
         self._messages = LatestResult[TopkMessages]()
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
@@ -102,4 +100,4 @@ class Topk(GradientMethod):
 
     def _messages_at(self, density: float) -> TopkMessages:
         """Return the messages of a density, which are built again when it changes."""
-        return self._messages.get(density, lambda: TopkMessages(self._layout_at(density), self._backend))
+        return self._messages.get(density, lambda: TopkMessages(self._layout_at(density), self.backend))
