@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.methods.owned import optimizer_of_parts
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.initial_state import create_state
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.parts import optimizer_of_parts
 from torchtitan_scape.optimizers.signsgd import SignSGD
 
 KINDS: dict[str, Any] = {

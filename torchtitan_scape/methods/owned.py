@@ -1,5 +1,6 @@
 """The parts of the parameters that one replica alone updates, and an optimizer with the state of these parts only."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchtitan_scape.core.parameters import Shard, local, placed_like
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.optimizers.initial_state import create_state, initial_value
-from torchtitan_scape.optimizers.parts import optimizer_of_parts
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.algorithms import has_step_of
+from torchtitan_scape.optimizers.initial_state import STEP_HOOKS, create_state, initial_value
+from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import Slice
 
@@ -72,7 +77,7 @@ class OwnedParts:
         shards: Sequence[Shard],
         slices: Mapping[int, Slice],
         whole: Sequence[int],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         collectives: ReplicaCollectives,
     ) -> None:
         self.shards, self._rates = list(shards), optimizer
@@ -164,6 +169,42 @@ class OwnedParts:
         starts = self.starts()
         moments = [State(kind, each, False, "copy", starts=starts) for kind, each in self.moments.items()]
         return moments + [State(f"{OTHER_SHAPES}{k}", each, False, "rebuild", False) for k, each in self.others.items()]
+
+
+def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Mapping[str, Tensor]) -> Optimizer | None:
+    """Return an optimizer as another one, for parts of its parameters, without their state; None if there are no parts.
+
+    Args:
+        optimizer: Supplies class, rates and hooks. It is not changed.
+        parts: Have the indices of its param groups.
+        wholes: Its parameters, by the names of the parts.
+
+    Raises:
+        ValueError: It is a subclass of an optimizer of this project with a step of its own.
+    """
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        own = [part for part in parts if part.group == index]
+        of_group = {"params": [part.parameter for part in own], "param_names": [part.name for part in own]}
+        groups.append({**group, **of_group})
+    if not parts:
+        return None
+    made: Optimizer
+    if isinstance(optimizer, Muon | AdamS | SignSGD):
+        if not has_step_of(optimizer, Muon, AdamS, SignSGD):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a step of its own, which would be lost: its updates are divided among "
+                "replicas; pass an optimizer that is no subclass of Muon, AdamS or SignSGD"
+            )
+        made = optimizer.for_parts(groups, wholes) if isinstance(optimizer, Muon) else optimizer.for_parts(groups)
+        for hooks in STEP_HOOKS:
+            setattr(made, hooks, getattr(optimizer, hooks))
+        return made
+    made = object.__new__(type(optimizer))
+    # A learning-rate scheduler replaces the step of an object, by one that is bound to it.
+    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    made.param_groups, made.state = groups, defaultdict(dict)
+    return made
 
 
 def _of_part(value: Any, part: Part, shard: Shard) -> Any:

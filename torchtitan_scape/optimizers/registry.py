@@ -94,3 +94,11 @@ def check_layout(name: str, layout: Layout, levels: bool) -> None:
             "by rows; use FSDP's own shards (parallelism.data_parallel_shard_degree) instead, or [optimizer] name = "
             "'AdamW'"
         )
+
+
+def release_state(optimizer: Optimizer) -> None:
+    """Drop the state of all parameters: it is stored elsewhere from now on."""
+    if isinstance(optimizer, AdamS):
+        optimizer.release_state()
+    else:
+        optimizer.state.clear()

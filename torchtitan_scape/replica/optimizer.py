@@ -19,7 +19,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.parts import release_state
+from torchtitan_scape.optimizers.registry import release_state
 from torchtitan_scape.replica import checks, modes, pending, rank_state, reports, setup_checks, simulation
 from torchtitan_scape.replica.forward_overlap import ForwardOverlap
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
