@@ -21,7 +21,7 @@ ORDER = (
         ("runtime",),
         ("evaluation",),
         ("trainer",),
-        ("train", "evaluate", "export", "doctor"),
+        ("train", "evaluate", "export", "doctor", "api"),
         ("start",),
         ("__main__",),
         ("scripts",),

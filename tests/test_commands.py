@@ -18,7 +18,7 @@ from torchtitan_scape.core.extras import EXTRAS, PROJECT, import_advice, install
 from torchtitan_scape.core.files import packaged
 
 LIBRARY = {"torch", "triton", "numpy"}
-PUBLIC = {f"torchtitan_scape.{module}" for module in torchtitan_scape._MODULES.values()}
+PUBLIC = graph(lambda imports: imports.at_once)["torchtitan_scape.api"]
 
 
 def third_party(modules: set[str]) -> set[str]:
