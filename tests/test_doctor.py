@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.pool import Pool
 from tests.server import ROOT
 from torchtitan_scape import doctor
-from torchtitan_scape.checkpoint import shared_folder
+from torchtitan_scape.checkpoint import storage
 from torchtitan_scape.planner import node_checks
 from torchtitan_scape.planner.node_checks import MAX_ROUNDS, rounds_of
 from torchtitan_scape.planner.preflight import residual_advice
@@ -56,7 +56,7 @@ def run(folder: str, fault: str = "", check: str = "", *options: str) -> tuple[i
         patch.object(node_checks.torch, "mm", slow_product),
         patch.object(doctor, "code_versions", lambda: versions),
         patch.object(doctor.Doctor, "rows", keep),
-        patch.object(shared_folder, "SHARED_SECONDS", 0.5),
+        patch.object(storage, "SHARED_SECONDS", 0.5),
         patch.object(node_checks, "REPEATS", 4),
         patch.dict(os.environ, LOCAL_RANK="0"),
     ):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_scape.checkpoint.shared_folder import describe, hosts_without
+from torchtitan_scape.checkpoint.storage import hosts_without, not_shared_text
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.extras import import_advice
@@ -147,7 +147,7 @@ class Doctor:
 
     def folder(self) -> Finding:
         hosts = hosts_without(self.options.dump_folder)
-        advice = (describe(self.options.dump_folder, hosts),) if hosts else ()
+        advice = (not_shared_text(self.options.dump_folder, hosts),) if hosts else ()
         seen = "not shared" if hosts else "seen and writable on all nodes"
         return Finding("folder", f"{Path(self.options.dump_folder).absolute()}: {seen}", advice, failed=bool(hosts))
 

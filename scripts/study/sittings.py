@@ -15,8 +15,7 @@ from pathlib import Path
 
 from scripts.common import read, write
 from scripts.study.grid import RunSpec
-from torchtitan_scape.checkpoint.folder import steps_in
-from torchtitan_scape.checkpoint.storage import is_complete, remove
+from torchtitan_scape.checkpoint.storage import is_complete, remove, steps_in
 from torchtitan_scape.runtime.folder_lock import FolderLock
 from torchtitan_scape.runtime.liveness import STOPPED
 

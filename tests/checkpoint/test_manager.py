@@ -13,7 +13,7 @@ from tests.logs import logged
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.training import EMBEDDED, METHODS, RECIPE, train
-from torchtitan_scape.checkpoint import failed_steps
+from torchtitan_scape.checkpoint.storage import note_failed_step
 
 SAVING = [
     *METHODS["scape"],
@@ -68,7 +68,7 @@ def half_written(step: Path) -> None:
 def fails_twice(step: Path) -> None:
     """Its state has damage that only later steps show."""
     for _ in range(2):
-        failed_steps.note(str(step.parent), 7)
+        note_failed_step(str(step.parent), 7)
 
 
 def refused(pool: Pool, folder: Path, *cases: tuple[list[str], str]) -> None:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_scape.checkpoint.metadata import RunMetadata
-from torchtitan_scape.checkpoint.record_format import ALIASES, FORMAT, stored_kind, to_present_format
+from torchtitan_scape.checkpoint.metadata import ALIASES, FORMAT, RunMetadata, stored_kind, to_present_format
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedules
 
 from tests.marks import slow
 from tests.pool import Pool
-from torchtitan_scape.checkpoint.param_groups import group_values, restore_groups
+from torchtitan_scape.checkpoint.state import group_values, restore_groups
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS

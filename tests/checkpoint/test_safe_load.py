@@ -23,11 +23,9 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.config import LRScheduler
 
 from torchtitan_scape import AdamS, checkpoint_states, load_checkpoint, replicate
-from torchtitan_scape.checkpoint.failures import failure_text
-from torchtitan_scape.checkpoint.folder import read_record
-from torchtitan_scape.checkpoint.reader import load_into
-from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner, _Unpickler
-from torchtitan_scape.checkpoint.storage import CheckedWriter
+from torchtitan_scape.checkpoint.metadata import read_record
+from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner, _Unpickler, load_into
+from torchtitan_scape.checkpoint.storage import CheckedWriter, failure_text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import train
-from torchtitan_scape.checkpoint import shared_folder
+from torchtitan_scape.checkpoint import storage
 
 
 def on_hosts(folder: str, own_folders: bool, work: Any, *args: Any) -> Any:
@@ -23,7 +23,7 @@ def on_hosts(folder: str, own_folders: bool, work: Any, *args: Any) -> Any:
         os.chdir(f"{folder}/host{rank}")
     with (
         patch.object(socket, "gethostname", lambda: f"host{rank}"),
-        patch.object(shared_folder, "SHARED_SECONDS", 0.5),
+        patch.object(storage, "SHARED_SECONDS", 0.5),
         patch.dict(os.environ, LOCAL_RANK="0"),
     ):
         return work(*args)
@@ -36,7 +36,7 @@ def check(folder: str, delay: float = 0.0) -> None:
         return time.monotonic() > begin + delay and exists(self, **kwargs)
 
     with patch.object(Path, "exists", late):
-        shared_folder.check_shared(folder)
+        storage.check_shared(folder)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3])
@@ -65,5 +65,5 @@ def test_the_trainer_checks_before_it_builds_the_model(pool2: Pool, tmp_path: Pa
 
 
 def test_many_hosts_are_counted() -> None:
-    text = shared_folder.describe("/scratch/run", [f"node{i:02}" for i in range(20)])
+    text = storage.not_shared_text("/scratch/run", [f"node{i:02}" for i in range(20)])
     assert "node07 and 12 more;" in text and "node08" not in text

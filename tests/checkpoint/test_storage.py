@@ -24,9 +24,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.checkpoint.small_states import same, save, small, zeros
 from tests.pool import Pool
 from torchtitan_scape.checkpoint import storage
-from torchtitan_scape.checkpoint.failures import failure_text
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
-from torchtitan_scape.checkpoint.storage import CheckedWriter, find_damage, is_complete, read_manifest, remove
+from torchtitan_scape.checkpoint.storage import (
+    CheckedWriter,
+    failure_text,
+    find_damage,
+    is_complete,
+    read_manifest,
+    remove,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

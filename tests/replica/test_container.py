@@ -58,7 +58,7 @@ def test_a_skipped_full_exchange_is_repeated(name: str, pool2: Pool) -> None:
 @pytest.mark.parametrize("summed_over", ["", "all ranks"])
 def test_a_non_finite_sum_is_not_attributed_to_one_rank(summed_over: str) -> None:
     """A rank sees only its shard of a sum over ranks, so that any of them may have caused the NaN."""
-    everywhere = [(0, []), (1, ["w"])]
+    everywhere = [(0, []), (1, ["parameter 'w'"])]
     guard = FiniteGuard(["w"], finite_check("torch"), lambda flags: flags, lambda _: everywhere, 0, max_skipped_steps=1)
     guard.summed_over = summed_over
     guard.check([torch.tensor([torch.nan])])

@@ -1,6 +1,7 @@
 """A gradient far above a replica's usual norm, a norm that is not finite, and rates that differ."""
 
 import math
+import os
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,9 @@ from tests.logs import logged
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
 from torchtitan_scape import AdamS, Muon, ReplicaOptimizer, checkpoint_states, load_checkpoint, replicate
-from torchtitan_scape.checkpoint import failed_steps
+from torchtitan_scape.checkpoint.state import check_states
+from torchtitan_scape.checkpoint.storage import MANIFEST, newest_to_leave_out, note_failed_step
 from torchtitan_scape.core.plausibility import DamagedParametersError
-from torchtitan_scape.replica.checks import check_states
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 REPLICAS, SPIKE_AT = 4, 16
@@ -154,7 +155,7 @@ def test_a_damaged_residual_is_sent_away_or_ends_the_run(name: str, value: float
         assert norms[0] > 1e4 * usual
         if name == "powersgd":  # M - P Q^T keeps what replicas do not have in common, which a save finds
             with pytest.raises(DamagedParametersError, match="residual of"):
-                check_states(optimizer, optimizer.methods[1].states(), {}, 40)
+                check_states(optimizer, optimizer.methods[1].states(), {})
         else:
             assert norms[-1] < 1.5 * usual
     except DamagedParametersError as error:
@@ -202,14 +203,18 @@ def test_a_change_of_the_norm_that_lasts_is_followed(factor: float) -> None:
 
 
 def test_a_run_that_fails_twice_at_a_step_goes_back_one_checkpoint(tmp_path: Path) -> None:
-    folder, steps = str(tmp_path), [20, 40, 60]
-    found = []
+    folder, steps, newest = str(tmp_path), [20, 40, 60], tmp_path / "step-60" / MANIFEST
+    newest.parent.mkdir()
+    newest.touch()
+    os.utime(newest, (0, 0))
+    left_out = []
     for failed in (70, 70, 70, 70, 71, 71):
-        failed_steps.note(folder, failed)
-        found.append(failed_steps.newest_to_leave_out(folder, steps, lambda step: 0.0))
-    assert found == [(0, 70), (1, 70), (2, 70), (2, 70), (0, 71), (1, 71)]
-    assert failed_steps.newest_to_leave_out(folder, [*steps, 80], lambda step: 0.0) == (0, 0), "it was overcome"
-    assert failed_steps.newest_to_leave_out(folder, steps, lambda step: 1e12) == (0, 0), "the newest is another one"
+        note_failed_step(folder, failed)
+        left_out.append(newest_to_leave_out(folder, steps))
+    assert left_out == [(0, 70), (1, 70), (2, 70), (2, 70), (0, 71), (1, 71)]
+    assert newest_to_leave_out(folder, [*steps, 80]) == (0, 0), "it was overcome"
+    os.utime(newest, (1e12, 1e12))
+    assert newest_to_leave_out(folder, steps) == (0, 0), "the newest is another one"
 
 
 # ----------------------------------------------------------------------------------------------------- rates

@@ -13,7 +13,6 @@ from torchtitan_scape.methods.registry import METHODS
 
 def versions() -> None:
     from torchtitan_scape.optimizers.adams import AdamS
-    from torchtitan_scape.replica import checks
     from torchtitan_scape.replica import optimizer as container
     from torchtitan_scape.topology.in_process import OneReplica
     from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
@@ -45,7 +44,7 @@ def versions() -> None:
     assert version.now() == before + 1
     optimizers.check_consistency(3)
     assert version.now() == before + 1
-    with patch.object(checks, "check_replicas_equal", lambda *_: False):  # A repair took place.
+    with patch.object(container, "check_replicas_equal", lambda *_: False):  # A repair took place.
         optimizers.check_consistency(4)
     assert version.now() == before + 2
     # Steps without a read of the version in between.

@@ -20,8 +20,8 @@ def read(folder: Path) -> dict[str, Any]:
         ValueError: There is no such file, or it cannot be read.
     """
     try:
-        found: dict[str, Any] = parse_json((folder / FILE).read_bytes())
-        return {"checkpoint_step": found["checkpoint_step"], "losses": found["losses"]}
+        content: dict[str, Any] = parse_json((folder / FILE).read_bytes())
+        return {"checkpoint_step": content["checkpoint_step"], "losses": content["losses"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise ValueError(f"{folder / FILE} is missing or cannot be read: it has no validation losses") from None
 
@@ -46,9 +46,9 @@ class BestCheckpoint:
 
     def _read(self) -> list[list[Any]]:
         try:
-            found = parse_json(self.path.read_bytes())
-            losses = [[int(step), float(loss), bool(saved)] for step, loss, saved in found["losses"]]
-            return losses if found["validation"] == self.validation else []
+            content = parse_json(self.path.read_bytes())
+            losses = [[int(step), float(loss), bool(saved)] for step, loss, saved in content["losses"]]
+            return losses if content["validation"] == self.validation else []
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError):
@@ -84,7 +84,7 @@ class BestCheckpoint:
             return
         best_step, best_loss, _ = min(self._losses, key=lambda row: row[1])
         kept = self.checkpoint_step()
-        found = {
+        content = {
             "step": best_step,
             "validation_loss": best_loss,
             "checkpoint_step": kept,
@@ -94,6 +94,6 @@ class BestCheckpoint:
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(found, indent=1) + "\n")
+            write_whole(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:  # training can continue without the file
             logger.warning(f"{self.path} cannot be written ({error.strerror})")

@@ -1,17 +1,128 @@
-"""Local tensors of a rank as parts of global ones, in the form that DCP saves and loads."""
+"""Local tensors of a rank as parts of global ones, in the form that DCP saves and loads.
+
+A DTensor describes whole rows of a tensor on a rank, but not its entries 1,000 to 5,000. Such a slice is stored as a
+few boxes: the end of a row, whole rows, the beginning of a row. A checkpoint then has the whole tensor, however many
+ranks have written it.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from torchtitan_scape.checkpoint.slices import FlatSlices, flat_boxes
+from torchtitan_scape.core.parameters import Shard as LocalShard
 from torchtitan_scape.core.parameters import is_slice, local
+
+_aten = torch.ops.aten
+# Operations that asynchronous saves apply to a tensor, and the conversion of an export. Each box gets them.
+_BY_BOX = {getattr(_aten, name).default for name in ("detach", "clone", "_to_copy", "empty_like", "zeros_like")}
+
+
+class FlatSlices(Tensor):
+    """Boxes of a tensor of `shape`, with the methods that DCP calls on tensors which are distributed over ranks.
+
+    It is a tensor because DCP's planners accept parts at an offset, and its stagers copies, of tensors alone. It
+    supports no arithmetic.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: of the boxes.
+        boxes: values by their offset in the whole tensor, with as many dimensions; see `flat_boxes`. Read and written
+            in place.
+    """
+
+    boxes: dict[tuple[int, ...], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls: type["FlatSlices"], shape: Sequence[int], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor]
+    ) -> "FlatSlices":
+        device = next((values.device for values in boxes.values()), torch.device("cpu"))
+        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        made.boxes = dict(boxes)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, slices = kwargs or {}, args[0]
+        if func in _BY_BOX:
+            boxes = {offsets: func(values, *args[1:], **kwargs) for offsets, values in slices.boxes.items()}
+            return FlatSlices(slices.shape, kwargs.get("dtype") or slices.dtype, boxes)
+        if func is _aten.new_empty.default:  # The stager of threads fills it with copies of the attributes.
+            return FlatSlices(args[1], kwargs.get("dtype") or slices.dtype, {})
+        if (
+            func is _aten.copy_.default
+            and isinstance(args[1], FlatSlices)
+            and args[1].boxes.keys() == slices.boxes.keys()
+        ):
+            for offsets, values in slices.boxes.items():
+                values.copy_(args[1].boxes[offsets], *args[2:], **kwargs)
+            return slices
+        raise NotImplementedError(f"{func} of FlatSlices, which are for checkpoints only; use their boxes")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FlatSlices, (tuple(self.shape), self.dtype, self.boxes)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FlatSlices(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={self.boxes})"
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), values.shape) for offsets, values in self.boxes.items()]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties, shard = TensorProperties(dtype=self.dtype), WriteItemType.SHARD
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), shard, tensor_data=TensorWriteData(chunk, properties, self.shape)
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.boxes[tuple(index.offset)]
+
+
+def flat_boxes(
+    shape: Sequence[int], start: int, values: Tensor, origin: Sequence[int] | None = None
+) -> dict[tuple[int, ...], Tensor]:
+    """Return entries [start, start + n) of a tensor of `shape` as boxes by offset, which are views of `values`.
+
+    Args:
+        values: (n,) entries, contiguous and of any shape.
+        origin: added to all offsets: where a larger tensor has this one.
+    """
+    flat, done, boxes = values.detach().view(values.numel()), 0, {}
+    for offsets, sizes in boxes_of(shape, start, start + flat.numel()):
+        count = math.prod(sizes)
+        if origin is not None:
+            offsets = tuple(at + first for at, first in zip(offsets, origin, strict=True))
+        boxes[offsets] = flat[done : done + count].view(sizes)
+        done += count
+    return boxes
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, sizes) of the boxes that entries [start, stop) of a tensor of `shape` are, in their order."""
+    inner = math.prod(shape[1:])
+    while start < stop:
+        row, first = divmod(start, inner)
+        whole_rows = 0 if first else (stop - start) // inner
+        if whole_rows:
+            yield (row, *(0 for _ in shape[1:])), (whole_rows, *shape[1:])
+            start += whole_rows * inner
+            continue
+        end = min(stop, (row + 1) * inner)
+        for offsets, sizes in boxes_of(shape[1:], first, end - row * inner):
+            yield (row, *offsets), (1, *sizes)
+        start = end
 
 
 class GlobalLayout:
@@ -40,8 +151,7 @@ class GlobalLayout:
     def whole(self, parameter: Tensor, values: Tensor) -> Any:
         """Return `values` (local shape) as a tensor for DCP that is sharded like the parameter."""
         if is_slice(parameter):
-            boxes = flat_boxes(parameter.whole, parameter.start, values)
-            return FlatSlices(parameter.whole, values.dtype, boxes)
+            return FlatSlices(parameter.whole, values.dtype, flat_boxes(parameter.whole, parameter.start, values))
         if not isinstance(parameter, DTensor):
             return values
         return _dtensor(values, parameter.device_mesh, parameter.placements, parameter.shape)
@@ -95,19 +205,15 @@ class GlobalLayout:
         # A mesh without names (`fully_shard(model)`) has all dimensions but the replicas'.
         return parameter.device_mesh.mesh_dim_names or self._mesh.mesh_dim_names[1:]
 
-    def of_optimizer(self, found: dict[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    def of_optimizer(self, state: dict[str, Any], shards: Sequence[LocalShard]) -> dict[str, Any]:
         """Return an optimizer's state (flat, "state.NAME.KIND") with slices as in `whole`. Memory is shared."""
-        loaded = dict(found)
-        for key, values in found.items():
-            parameter = parameters.get(parameter_of(key))
-            if (
-                is_slice(parameter)
-                and isinstance(values, Tensor)
-                and values.ndim
-                and not isinstance(values, FlatSlices)
-            ):
-                loaded[key] = self.whole(parameter, own_storage(values))
-        return loaded
+        slices = {shard.name: shard.parameter for shard in shards if is_slice(shard.parameter)}
+        wrapped = dict(state)
+        for key, values in state.items() if slices else ():
+            parameter = slices.get(key.removeprefix("state.").rpartition(".")[0])
+            if parameter is not None and isinstance(values, Tensor) and values.ndim and type(values) is not FlatSlices:
+                wrapped[key] = self.whole(parameter, own_storage(values))
+        return wrapped
 
     def share(self, count: int) -> int:
         """Return how many of `count` rows this rank reads: its own if replica counts are equal, else its part."""
@@ -117,11 +223,6 @@ class GlobalLayout:
     def share_at_most(self, count: int) -> int:
         """Return the largest `share` of all ranks."""
         return count if self.simulated > 1 else -(-count // self.replicas)
-
-
-def parameter_of(key: str) -> str:
-    """Return the name of the parameter in a key of an optimizer's state, "state.NAME.KIND"."""
-    return key.removeprefix("state.").rpartition(".")[0]
 
 
 def _after_rows(placement: Any) -> Any:

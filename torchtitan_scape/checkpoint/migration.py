@@ -1,5 +1,9 @@
 """Loading a checkpoint's optimizer state into a run of any method and layout.
 
+A load has three stations. `metadata.read_record` reads the record of the run that saved. `StateReader` reads the
+tensors of each parameter, which `import_state` of the saving method maps to an `ImportedState`. The receiver of each
+replica takes it: a `_Receiver`, or for a method that stores the moments the result of `Method.begin_import`.
+
 The rule:
 
 - Pending updates, which some replica has not applied yet, are never lost. With as many replicas as in the run that
@@ -12,19 +16,26 @@ The rule:
   the next exchange is complete.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.checkpoint.migration_summary import MigrationSummary
-from torchtitan_scape.checkpoint.param_groups import PREFIX
-from torchtitan_scape.checkpoint.record_format import damaged
-from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, stores, usual_norms
+from torchtitan_scape.checkpoint.metadata import damaged
+from torchtitan_scape.checkpoint.reader import StateReader
+from torchtitan_scape.checkpoint.state import (
+    PREFIX,
+    dense_state,
+    has_dense_state,
+    load_dense_state,
+    stores,
+    usual_norms,
+)
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.parameters import Shard, stored
-from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues, for_moment
+from torchtitan_scape.core.tensors import sum_of_squares
+from torchtitan_scape.methods.imported import ImportedState, SavedValues, for_moment
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.owned import OTHER_SHAPES
 from torchtitan_scape.methods.registry import METHODS
@@ -32,168 +43,173 @@ from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import ReplicaWeights, rows_of
 
-# By parameter, a function that returns its pending gradients in the model's own coordinates.
-Decoders = dict[str, Callable[[Tensor], Tensor]]
-
 
 @torch.no_grad()
-def migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool, step: int) -> MigrationSummary:
+def migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool, step: int) -> str:
     """Load a checkpoint of any method and layout. Collective; load the model first.
 
     Args:
         same_layout: method, optimizer and layout are those of the run that saved.
         step: of the checkpoint.
 
+    Returns:
+        A line about the loaded state, for the log.
+
     Raises:
         ValueError: a value of the checkpoint's record has another type.
     """
     try:
-        return _migrate(optimizer, reader, same_layout, step)
+        summary = _migrate(optimizer, reader, same_layout, step)
     except (TypeError, AttributeError, LookupError, AssertionError) as error:
-        raise damaged(
-            reader.path, f"loading its states fails with {type(error).__name__}: {one_line(error):.200}"
-        ) from error
+        reason = f"loading its states fails with {type(error).__name__}: {one_line(error):.200}"
+        raise damaged(reader.path, reason) from error
+    return summary.text()
 
 
-def _migrate(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool, step: int) -> MigrationSummary:
+def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool, step: int) -> "_Summary":
     optimizer.prepare_to_load()
     shard_residuals = optimizer.sharding.unsent.loading(reader, optimizer.shards())
     # Format 1 stored the counter among the values of a method that performs the update itself.
     records = [reader.saved, *(value for value in reader.saved.values() if isinstance(value, dict))]
-    counted = [record["attempted_steps"] for record in records if "attempted_steps" in record]
-    optimizer.attempted_steps = counted[0] if counted else step
-    exact = same_layout and reader.saved["residual"] == "exact"
-    summary = MigrationSummary(reader, exact, optimizer)
+    optimizer.attempted_steps = next((r["attempted_steps"] for r in records if "attempted_steps" in r), step)
+    summary = _Summary(reader, optimizer, exact=same_layout and reader.saved["residual"] == "exact")
     if same_layout:
         reader.fill_of_this_shard(usual_norms(optimizer))
-    saved = reader.saved["states"].values()
-    decoders = None
-    if not same_layout and any(state["on_migration"] == "pending" for state in saved):
-        decoders = METHODS[reader.saved["method"]].saved_decoders(reader, optimizer.shards())
-        summary.unreadable = decoders is None
-    if optimizer.methods[0].holds_optimizer_state:
-        summary.copied = not same_layout
-        imports = [method.begin_import(reader, same_layout, optimizer.attempted_steps) for method in optimizer.methods]
-        for shard, imported in _parameters(optimizer, reader, decoders):
-            summary.count(shard, imported)
-            if imported.weights is None and imported.displacements:
-                imported.weights = SavedValues(reader, None, stored(shard.parameter).detach().view(-1).clone())
-            for row, one in enumerate(imports):
-                summary.flushed |= one.parameter(shard, imported, row)
-        for one in imports:
-            one.finish()
-        summary.complete_exchange = not same_layout
-        return summary
-    receiver = _Receiver(optimizer, reader, shard_residuals, summary, same_layout, decoders)
-    receiver.load()
-    for method in optimizer.methods:
-        method.check_second_moments(receiver.second_moments_continue, optimizer.attempted_steps)
-    summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
-    if summary.complete_exchange:
-        optimizer.request_full_exchange()
+    keeps_moments, receivers = optimizer.methods[0].holds_optimizer_state, list[Any]()
+    if keeps_moments:
+        summary.copied = summary.complete_exchange = not same_layout
+        for method in optimizer.methods:
+            receivers.append(method.begin_import(reader, same_layout, optimizer.attempted_steps))
+    else:
+        as_saved = _load_dense_state(optimizer, reader)
+        summary.copied = not as_saved
+        for row in range(len(optimizer.methods)):
+            residuals = () if row else shard_residuals
+            receivers.append(_Receiver(optimizer, reader, summary, row, residuals, same_layout, as_saved))
+    for shard, imported in _imported_states(optimizer, reader, same_layout, summary):
+        for row, receiver in enumerate(receivers):
+            summary.flushed |= receiver.parameter(shard, imported, row)
+    for receiver in receivers:
+        receiver.finish()
+    if not keeps_moments:
+        for method in optimizer.methods:
+            method.check_second_moments(summary.second_moments_continue, optimizer.attempted_steps)
+        summary.complete_exchange = _load_layout_states(optimizer, reader, same_layout)
+        if summary.complete_exchange:
+            optimizer.request_full_exchange()
     return summary
 
 
-def _parameters(
-    optimizer: ReplicaOptimizer, reader: CheckpointReader, decoders: Decoders | None
+def _imported_states(
+    optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool, summary: "_Summary"
 ) -> Iterator[tuple[Shard, ImportedState]]:
-    import_state = METHODS[reader.saved["method"]].import_state
-    for _, shard, kinds in reader:
+    """Yield each parameter with its saved state, as the method that saved it interprets it."""
+    entry, decoders = METHODS[reader.saved["method"]], None
+    if not same_layout and any(state["on_migration"] == "pending" for state in reader.saved["states"].values()):
+        decoders = entry.saved_decoders(reader, optimizer.shards())
+        summary.unreadable = decoders is None
+    for shard, kinds in reader:
         decode = None if decoders is None else decoders.get(shard.name, lambda values: values)
-        yield shard, import_state(kinds, reader, optimizer.grad_norm.device, decode)
+        imported: ImportedState = entry.import_state(kinds, reader, optimizer.grad_norm.device, decode)
+        summary.count(shard, imported)
+        if optimizer.methods[0].holds_optimizer_state and imported.weights is None and imported.displacements:
+            imported.weights = SavedValues(reader, None, stored(shard.parameter).detach().view(-1).clone())
+        yield shard, imported
+
+
+def _load_dense_state(optimizer: ReplicaOptimizer, reader: StateReader) -> bool:
+    """Load the optimizer's state as it is, if both runs have it in PyTorch's form and of one class; return whether."""
+    if not has_dense_state(optimizer):
+        return False
+    state = dense_state(optimizer)  # creates the optimizer's state if there is none
+    if not (reader.has_dense_state and reader.same_class):
+        return False
+    moments = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
+    reader.fill(moments)
+    load_dense_state(optimizer, state | moments)
+    return True
 
 
 class _Receiver:
-    """Loads the state of parameters into a run whose optimizer holds the moments.
+    """Loads parameters into one replica of a run whose optimizer has the moments.
+
+    Args:
+        row: of the replica, among those of this process.
+        further: states besides those of the method.
+        as_saved: the optimizer's state was saved by the same optimizer, and is loaded.
 
     Attributes:
-        stores: weights and moments: one of each replica of this process if they differ, else a single one.
-        same_class: the optimizer that saved is of the same class.
-        same_optimizer: the optimizer's state was saved by the same optimizer, and loaded as it was.
-        second_moments_continue: there were second moments of all parameters.
+        store: the replica's own weights and moments, or those of all replicas for the first; None for the others.
     """
 
     def __init__(
         self,
         optimizer: ReplicaOptimizer,
-        reader: CheckpointReader,
-        shard_residuals: list[State],
-        summary: MigrationSummary,
+        reader: StateReader,
+        summary: "_Summary",
+        row: int,
+        further: Sequence[State],
         same_layout: bool,
-        decoders: Decoders | None,
+        as_saved: bool,
     ) -> None:
-        self.optimizer, self.reader, self.summary, self.decoders = optimizer, reader, summary, decoders
-        self.shard_residuals, self.same_layout = shard_residuals, same_layout
-        self.same_class = reader.saved["optimizer"] == type(optimizer.inner).__name__
-        self.same_optimizer = has_dense_state(optimizer) and reader.has_dense_state and self.same_class
-        if has_dense_state(optimizer):
-            state = dense_state(optimizer)  # creates the optimizer's state if there is none
-            if self.same_optimizer:
-                moments = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
-                reader.fill(moments)
-                load_dense_state(optimizer, state | moments)
-        summary.copied = not self.same_optimizer
-        self.second_moments_continue = True
-        self.stores = stores(optimizer) or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
+        self.method, self.reader, self.summary, self.further = optimizer.methods[row], reader, summary, further
+        self.same_layout, self.as_saved, self.per_replica = same_layout, as_saved, bool(optimizer.weights)
+        each = stores(optimizer) or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
+        self.store = each[row] if row < len(each) else None
+        self.weights = {shard.name: shard.parameter for shard in self.store.shards} if self.store is not None else {}
 
-    def load(self) -> None:
-        for index, (shard, imported) in enumerate(_parameters(self.optimizer, self.reader, self.decoders)):
-            self.summary.count(shard, imported)
-            self.second_moments_continue &= self.same_optimizer or imported.exp_avg_sq is not None
-            for row, states in enumerate(self._states(shard, imported)):
-                if row < len(self.stores):
-                    self._put_weights(self.stores[row], index, imported, row, states)
-                if imported.weights is None:
-                    self._put_shared_displacements(index, imported, row, states)
-                keeps_pending = self._put_pending(shard, imported, row, states)
-                if row < len(self.stores) and not (self.same_optimizer and (keeps_pending or imported.pending is None)):
-                    self._put_moments(self.stores[row], shard, imported, row, flush=not keeps_pending)
-                self._copy(states, shard, imported, row)
-        if not self.same_optimizer:
-            if not self.same_layout or self.reader.has_dense_state:
-                self._load_other_shapes()
-            # Bias corrections of moments that begin at zero begin anew as well.
-            applied = self.reader.applied_steps() if self.same_class or self.summary.moments_continue else 0.0
-            for steps in (steps for store in self.stores for steps in store.steps()):
-                steps.fill_(applied)
+    def parameter(self, shard: Shard, imported: ImportedState, row: int) -> bool:
+        """Load one parameter into the replica. Collective. Return whether its first moment has pending gradients."""
+        for kind in imported.kinds:
+            self.method.allocate(kind, shard.name)
+        states = [state for state in (*self.method.states(), *self.further) if state.by_parameter]
+        self.summary.second_moments_continue &= self.as_saved or imported.exp_avg_sq is not None
+        if imported.weights is None:
+            self._put_shared_displacements(shard.name, imported, row, states)
+        elif self.store is not None:
+            self._put_weights(shard.name, imported, row, states)
+        keeps_pending = self._put_pending(shard.name, imported, row, states)
+        flushes = imported.pending is not None and not keeps_pending
+        if self.store is not None and (flushes or not self.as_saved):
+            self._put_moments(shard, imported, row, flushes)
+        self._copy(states, shard.name, imported, row)
+        return flushes and self.store is not None
+
+    def finish(self) -> None:
+        """Load the optimizer's state that is not by parameter. Collective."""
+        if self.as_saved:
+            return
+        if not self.same_layout or self.reader.has_dense_state:
+            self._load_other_shapes()
+        # Bias corrections of moments that begin at zero begin anew as well.
+        continues = self.reader.same_class or self.summary.moments_continue
+        applied = self.reader.applied_steps() if continues else 0.0
+        for steps in self.store.steps() if self.store is not None else ():
+            steps.fill_(applied)
 
     def _load_other_shapes(self) -> None:
         """Load the optimizer's state of other shapes than the parameters', if neither run shards these."""
-        found = dict[str, Tensor]()
-        is_whole = self.same_class and self.reader.saved["shard"] == self.reader.model_ranks == 1
-        for store in self.stores:
-            for kind, tensors in store.others.items():
-                for name, values in tensors.items():
-                    saved = [f"state.{name}.{kind}", f"{OTHER_SHAPES}{kind}.{name}.0"] if is_whole else []
-                    keys = [key for key in saved if self.reader.shape(key) == values.shape]
-                    found |= dict.fromkeys(keys, values)
-                    self.summary.further_continue |= bool(keys)
-                    self.summary.restarts |= not keys
-        self.reader.fill(found)
+        targets, reader = dict[str, Tensor](), self.reader
+        is_whole = reader.same_class and reader.saved["shard"] == reader.model_ranks == 1
+        for kind, tensors in self.store.others.items() if self.store is not None else ():
+            for name, values in tensors.items():
+                saved = [f"state.{name}.{kind}", f"{OTHER_SHAPES}{kind}.{name}.0"] if is_whole else []
+                keys = [key for key in saved if reader.shape(key) == values.shape]
+                targets |= dict.fromkeys(keys, values)
+                self.summary.further_continue |= bool(keys)
+                self.summary.restarts |= not keys
+        reader.fill(targets)
 
-    def _states(self, shard: Shard, imported: ImportedState) -> list[list[State]]:
-        """Return the states of this parameter by replica; the first replica's include those of the shard axis."""
-        methods = self.optimizer.methods
-        for method in methods:
-            for kind in imported.kinds:
-                method.allocate(kind, shard.name)
-        each = [method.states() for method in methods]
-        each[0] = [*each[0], *self.shard_residuals]
-        return [[state for state in states if state.by_parameter] for states in each]
-
-    def _put_weights(
-        self, store: ReplicaWeights, index: int, imported: ImportedState, row: int, states: list[State]
-    ) -> None:
-        if imported.weights is None:
-            return
-        weight = stored(store.shards[index].parameter)
-        if not self.optimizer.weights:
+    def _put_weights(self, name: str, imported: ImportedState, row: int, states: list[State]) -> None:
+        """Load weights of replicas that differed, or their mean."""
+        weight = stored(self.weights[name])
+        assert imported.weights is not None
+        if not self.per_replica:
             mean = imported.mean_weights()
             assert mean is not None
             weight.copy_(mean.view(weight.shape))
             return
         start = imported.weights.of_replica(row)
-        name = store.shards[index].name
         displacements = {
             s.kind: s.tensors[name] for s in states if s.on_migration == "displacement" and name in s.tensors
         }
@@ -204,60 +220,57 @@ class _Receiver:
                 start = start - values.of_replica(row)
         weight.copy_(start.view(weight.shape))
 
-    def _put_shared_displacements(self, index: int, imported: ImportedState, row: int, states: list[State]) -> None:
+    def _put_shared_displacements(self, name: str, imported: ImportedState, row: int, states: list[State]) -> None:
         """Load changes that all replicas have in common: into the state of their kind, else into the weights."""
-        name = self.optimizer.shards()[index].name
         for kind, values in imported.displacements.items():
             kept = [s for s in states if s.kind == kind and s.on_migration == "displacement"]
             if kept and (kept[0].starts is not None or name in kept[0].tensors):
                 if name in kept[0].tensors:  # else another replica keeps it
                     kept[0].load_entries(name, values.of_replica(row))
-            elif row < len(self.stores) and (row == 0 or self.optimizer.weights):
-                weight = stored(self.stores[row].shards[index].parameter)
+            elif self.store is not None and (row == 0 or self.per_replica):
+                weight = stored(self.weights[name])
                 weight.sub_(values.of_replica(row).view(weight.shape))
 
-    def _put_pending(self, shard: Shard, imported: ImportedState, row: int, states: list[State]) -> bool:
+    def _put_pending(self, name: str, imported: ImportedState, row: int, states: list[State]) -> bool:
         """Load pending gradients; return whether this method keeps any of this parameter."""
-        targets = [state for state in states if state.on_migration == "gradient" and shard.name in state.tensors]
-        pending, reader = imported.pending, self.reader
+        targets = [state for state in states if state.on_migration == "gradient" and name in state.tensors]
+        pending = imported.pending
         # Several kinds keep what they had if every replica does.
-        each_its_own = len(targets) > 1 and pending is not None and pending.shared is None and reader.same_count
-        if each_its_own and any(state.kind in imported.kinds for state in targets):
-            for state in targets:
-                target = state.tensors[shard.name]
-                saved = imported.kinds.get(state.kind)
-                target.zero_() if saved is None else target.copy_(saved[row].view(target.shape))
-            return True
-        first = True
-        for state in targets:
-            target = state.tensors[shard.name]
-            if first and pending is not None:
-                target.copy_(pending.of_replica(row).view(target.shape))
-            else:
+        each_its_own = len(targets) > 1 and pending is not None and pending.shared is None and self.reader.same_count
+        each_its_own = each_its_own and any(state.kind in imported.kinds for state in targets)
+        for i, state in enumerate(targets):
+            target, values = state.tensors[name], None
+            if each_its_own:
+                values = imported.kinds[state.kind][row] if state.kind in imported.kinds else None
+            elif i == 0 and pending is not None:
+                values = pending.of_replica(row)
+            if values is None:
                 target.zero_()
-            first = False
+            else:
+                target.copy_(values.view(target.shape))
         return bool(targets)
 
-    def _put_moments(self, store: ReplicaWeights, shard: Shard, imported: ImportedState, row: int, flush: bool) -> None:
+    def _put_moments(self, shard: Shard, imported: ImportedState, row: int, flush: bool) -> None:
         """Load the moments that the optimizer keeps of this parameter; `flush` adds pending gradients to the first."""
-        per_replica, beta1 = bool(self.optimizer.weights), _beta1(store.optimizer, shard)
+        store = self.store
+        assert store is not None
 
-        def values(saved: Any) -> Tensor | None:
-            return None if saved is None else saved.of_replica(row) if per_replica else saved.mean
+        def values(saved: SavedValues | None) -> Tensor | None:
+            return None if saved is None else saved.of_replica(row) if self.per_replica else saved.mean
 
         moment, second = values(imported.exp_avg), values(imported.exp_avg_sq)
-        flush = flush and imported.pending is not None
         if flush:
             assert imported.pending is not None
+            beta1 = float(store.optimizer.param_groups[shard.group].get("betas", (0.0,))[0])  # 0 without a moment
             added = for_moment(imported.pending.mean, beta1)
             moment = added if moment is None else moment + added
-            self.summary.flushed, self.summary.lost = True, self.summary.lost or beta1 == 0.0
-        for kind, further in imported.copies.items() if self.same_class else ():
+            self.summary.lost |= beta1 == 0.0
+        for kind, further in imported.copies.items() if self.reader.same_class else ():
             self.summary.further_continue |= kind in store.moments  # of another replica, perhaps
             if (target := store.moments.get(kind, {}).get(shard.name)) is not None:
-                found = values(further)
-                assert found is not None
-                target.copy_(store.within(shard.name, found))
+                copied = values(further)
+                assert copied is not None
+                target.copy_(store.within(shard.name, copied))
         target = store.moments.get(FIRST, {}).get(shard.name)
         self.summary.moments_continue |= moment is not None and target is not None
         if target is None:
@@ -269,12 +282,12 @@ class _Receiver:
         # With the first moment's square, AdamW's next step is that of AdamS, which normalizes by its moment. A second
         # moment that has seen single gradients only would make a step of any length out of pending gradients of many.
         square = target.square()
-        saved = target_sq if self.same_optimizer else None if second is None else store.within(shard.name, second)
+        saved = target_sq if self.as_saved else None if second is None else store.within(shard.name, second)
         if saved is not None:
             square = torch.maximum(saved, square) if flush else saved
         target_sq.copy_(square)
 
-    def _copy(self, states: list[State], shard: Shard, imported: ImportedState, row: int) -> None:
+    def _copy(self, states: list[State], name: str, imported: ImportedState, row: int) -> None:
         """Load state that every method of the same kind can continue with, or that needs the same layout.
 
         Of a replica its own, or the replicas' mean. Weights of a replica that are part of the model's mean are loaded
@@ -285,17 +298,17 @@ class _Receiver:
             if not continues and not (state.on_migration in ("rebuild", "pending") and self.same_layout):
                 continue
             values, described = imported.kinds.get(state.kind), self.reader.saved["states"].get(state.kind, {})
-            if values is None or described.get("on_migration") != state.on_migration or shard.name not in state.tensors:
+            if values is None or described.get("on_migration") != state.on_migration or name not in state.tensors:
                 continue
-            target = state.tensors[shard.name]
+            target = state.tensors[name]
             if values.dtype != target.dtype and not (values.is_floating_point() and target.is_floating_point()):
                 continue
             if state.per_replica and described["per_replica"]:
                 values = imported.copies[state.kind].of_replica(row)
-            state.load_entries(shard.name, values)
+            state.load_entries(name, values)
 
 
-def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, same_layout: bool) -> bool:
+def _load_layout_states(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool) -> bool:
     """Load the state that only the same layout can use. Return whether it is missing, so that the next exchange must be
     complete.
     """
@@ -314,6 +327,87 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: CheckpointReader, s
     return missing
 
 
-def _beta1(optimizer: torch.optim.Optimizer, shard: Shard) -> float:
-    """Return the factor of the first moment in a step; 0 if there is none."""
-    return float(optimizer.param_groups[shard.group].get("betas", (0.0,))[0])
+class _Summary:
+    """The state that a run received from a checkpoint. `text` describes it for the log.
+
+    Args:
+        exact: the same method and layout load an exact save: all state as it was.
+
+    Attributes:
+        copied: moments were copied parameter by parameter, because another optimizer had saved them.
+        moments_continue: there was a first moment, and this run has it.
+        further_continue: there was other state than first and second moments, and this run has it.
+        flushed: pending gradients were added to first moments.
+        lost: pending gradients of parameters without a first moment, or with beta1 = 0.
+        restarts: some of the optimizer's state is of other shapes than the parameters', and begins anew.
+        complete_exchange: the next exchange is complete.
+        unreadable: pending gradients in coordinates that only the layout, method and options that saved them know.
+        second_moments_continue: there were second moments of all parameters.
+    """
+
+    def __init__(self, reader: StateReader, optimizer: ReplicaOptimizer, exact: bool) -> None:
+        self._reader, self._optimizer, self._exact = reader, optimizer, exact
+        self._squares = torch.zeros((), dtype=torch.float64, device=optimizer.grad_norm.device)
+        self._has_pending = False
+        self.copied = self.moments_continue = self.flushed = self.lost = self.complete_exchange = False
+        self.unreadable = self.restarts = self.further_continue = False
+        self.second_moments_continue = True
+
+    def count(self, shard: Shard, imported: ImportedState) -> None:
+        """Add a parameter to the norm of the pending gradients' mean. Collective."""
+        if self._exact or imported.pending is None:
+            return
+        self._has_pending = True
+        if shard.counted:
+            self._squares += sum_of_squares(imported.pending.mean)
+
+    def text(self) -> str:
+        """Return a line about the loaded state. Collective."""
+        replicas_differ = bool(self._optimizer.weights)
+        if self._exact and not self.complete_exchange:
+            return "state as it was saved" + (", every replica its own" if replicas_differ else "")
+        self.further_continue = any(self._optimizer.collectives.gather_objects(self.further_continue))
+        parts = [self._weights_and_moments(), self._pending()]
+        if self.lost:
+            parts.append("without a first moment, or with beta1 = 0, pending gradients are lost")
+        if self.unreadable:
+            parts.append("pending gradients are lost: they are stored in the bases of other shards")
+        if any(self._optimizer.collectives.gather_objects(self.restarts)):  # owners have different parts
+            parts.append("the optimizer's state of other shapes than the parameters' begins anew")
+        if self.complete_exchange:
+            parts.append("the next exchange is complete")
+        return "; ".join(part for part in parts if part)
+
+    def _weights_and_moments(self) -> str:
+        reader = self._reader
+        if not METHODS[reader.saved["method"]].method.per_replica_weights:
+            if self._optimizer.weights:
+                return "all replicas start from the model and its moments"
+            if not self.copied:
+                return "moments as they were saved"
+            holds = self._optimizer.methods[0].holds_optimizer_state
+            if holds or self.moments_continue:
+                return "the first moment was copied"
+            return "moments were copied" if self.further_continue else "no moments continue"
+        if reader.saved["residual"] == "drop":
+            return "all replicas start from the saved model and the mean of the moments"
+        if reader.saved["residual"] != "exact":
+            return "all replicas start from the mean of weights and moments, as it was saved"
+        if self._optimizer.weights and reader.same_count:
+            return "every replica continues from its own weights and moments"
+        return f"all replicas start from the mean of {reader.replicas} replicas' weights and moments"
+
+    def _pending(self) -> str:
+        residual = self._reader.saved["residual"]
+        if residual == "drop":
+            return "pending updates were not saved and are lost"
+        if not self._has_pending:
+            return ""
+        norm = f"(norm {float(self._optimizer.collectives.sum_over_model(self._squares.float()).sqrt()):.3g})"
+        if self.flushed:
+            return f"the mean of the pending gradients {norm} was added to the first moment"
+        if residual == "mean":
+            return f"every replica starts from the mean of the pending gradients, as it was saved {norm}"
+        if self._reader.same_count:
+            return f"every replica keeps its pending gradients {norm}"
+        return f"every replica receives the mean of {self._reader.replicas} replicas' pending gradients {norm}"

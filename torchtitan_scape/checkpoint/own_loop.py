@@ -15,15 +15,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.checkpoint.folder import names_in, read_record
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
-from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata, read_record
 from torchtitan_scape.checkpoint.migration import migrate
-from torchtitan_scape.checkpoint.model import ModelCheckpoint
-from torchtitan_scape.checkpoint.param_groups import restore_groups
-from torchtitan_scape.checkpoint.reader import OptimizerCheckpoint, StateReader, load_into
-from torchtitan_scape.checkpoint.safe_load import forget_metadata
-from torchtitan_scape.checkpoint.state import RESIDUALS, load_counters
+from torchtitan_scape.checkpoint.reader import StateReader
+from torchtitan_scape.checkpoint.safe_load import forget_metadata, load_into, names_in
+from torchtitan_scape.checkpoint.state import (
+    RESIDUALS,
+    ModelCheckpoint,
+    OptimizerCheckpoint,
+    load_counters,
+    restore_groups,
+)
 from torchtitan_scape.core.parameters import plain_name
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
@@ -88,7 +91,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     weights.load_state_dict(targets)
     reader = StateReader(path, saved, optimizer, layout, prefix=f"{MODEL}.")
     groups = restore_groups(optimizer.inner, optimizer.shards(), reader.group_values(), saved["optimizer"])
-    text = migrate(optimizer, reader, same_layout, step=0).text()
+    text = migrate(optimizer, reader, same_layout, step=0)
     load_counters(optimizer, saved["counters"])
     optimizer.count_bytes_from_here()
     forget_metadata()

@@ -6,78 +6,215 @@ the classes that DCP itself writes, and other values are loaded by `torch.load` 
 
 import gc
 import io
+import math
+import os
 import pickle
+import pickletools
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from torchtitan_scape.checkpoint.metadata_checks import Index, RefusedError, check_metadata, check_opcodes
+from torchtitan_scape.checkpoint.storage import failure_text
 from torchtitan_scape.core.command import one_line
 
+_CODES = {code.name: ord(code.code) for code in pickletools.opcodes}
+
+
+def _of(names: str) -> set[int]:
+    return {_CODES[name] for name in names.split()}
+
+
+_TUPLES = _of("TUPLE TUPLE1 TUPLE2 TUPLE3")
+# After these a pickler stores the new object for later references.
+_NEW_OBJECTS = _TUPLES | _of(
+    "EMPTY_LIST EMPTY_DICT REDUCE NEWOBJ GLOBAL STACK_GLOBAL SHORT_BINUNICODE BINUNICODE SHORT_BINBYTES BINBYTES"
+)
+_PUTS = {_CODES["MEMOIZE"]: 0, _CODES["BINPUT"]: 1, _CODES["LONG_BINPUT"]: 4}  # Bytes of the number.
+_GETS = {_CODES["BINGET"]: 1, _CODES["LONG_BINGET"]: 4}
+_OTHERS = _of(
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT EMPTY_TUPLE APPEND APPENDS "
+    "SETITEM SETITEMS BUILD"
+)
+_ADMITTED_CODES = _NEW_OBJECTS | _PUTS.keys() | _GETS.keys() | _OTHERS
+
+
+def _size(code: pickletools.OpcodeInfo) -> int:
+    """Return the bytes of the argument; negative if it begins with its own length, of so many bytes."""
+    if code.arg is None:
+        return 0
+    of_length = {pickletools.TAKEN_FROM_ARGUMENT1: -1, pickletools.TAKEN_FROM_ARGUMENT4: -4}
+    return of_length.get(code.arg.n, -4 if code.arg.n == pickletools.TAKEN_FROM_ARGUMENT4U else code.arg.n)
+
+
+_SIZES = {ord(code.code): _size(code) for code in pickletools.opcodes}
+
+
+class RefusedError(pickle.UnpicklingError):
+    """`.metadata` contains what no checkpoint needs; the message continues "it ..."."""
+
+
+class _Index:
+    """A MetadataIndex as it was read. Its hash is that of the object: the hash of MetadataIndex would visit whatever a
+    file has in its place.
+    """
+
+    fqn: Any = None
+    offset: Any = None
+    index: Any = None
+
+    def checked(self) -> MetadataIndex:
+        """Return the MetadataIndex. Raises TypeError if a field has another type."""
+        if (type(self.fqn), type(self.index)) not in ((str, int), (str, type(None))):
+            raise TypeError
+        if self.offset is not None and not isinstance(self.offset, torch.Size):
+            raise TypeError
+        return MetadataIndex(self.fqn, self.offset, self.index)
+
+
+def check_opcodes(content: bytes) -> None:
+    """Refuse references to tuples, and codes that no pickler writes for `.metadata`, before it is unpickled.
+
+    A few bytes can nest references to tuples so that the tuple has 2**60 leaves, which its hash visits.
+
+    Raises:
+        RefusedError: The pickle has such codes.
+        IndexError: It is incomplete.
+    """
+    position, number, last, tuples, stop = 0, 0, 0, set[int](), _CODES["STOP"]
+    frame, sizes = _CODES["FRAME"], _SIZES
+    while True:
+        code = content[position]
+        position += 1
+        if code not in _ADMITTED_CODES:
+            raise RefusedError(f"has the pickle opcode {code:#04x}, which no checkpoint needs")
+        if code in _PUTS:
+            if last not in _NEW_OBJECTS:
+                raise RefusedError("stores a reference where no checkpoint does")
+            width = _PUTS[code]
+            index = int.from_bytes(content[position : position + width], "little") if width else number
+            number += 1
+            if last in _TUPLES:
+                tuples.add(index)
+        elif code in _GETS and int.from_bytes(content[position : position + _GETS[code]], "little") in tuples:
+            raise RefusedError("refers to a tuple several times; reading it could take forever")
+        elif code == _CODES["GLOBAL"]:
+            position = content.index(b"\n", content.index(b"\n", position) + 1) + 1
+            last = code
+            continue
+        elif code == stop:
+            return
+        size = sizes[code]
+        position += size if size >= 0 else int.from_bytes(content[position : position - size], "little") - size
+        if code != frame:
+            last = code
+
+
+def check_metadata(metadata: Any) -> None:
+    """Check the types and numbers of all values, and replace each Index by its MetadataIndex.
+
+    Raises:
+        RefusedError: The metadata names a file outside of its folder.
+        TypeError, AttributeError, ValueError: A value is of another type or impossible.
+    """
+    if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
+        raise TypeError
+    if type(metadata.storage_meta) not in (StorageMeta, type(None)):
+        raise TypeError
+    for name, stored in metadata.state_dict_metadata.items():
+        if type(name) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
+            raise TypeError
+        if isinstance(stored, TensorStorageMetadata):
+            _check_tensor(stored)
+    metadata.storage_data = {index.checked(): info for index, info in metadata.storage_data.items()}
+    for info in metadata.storage_data.values():
+        if type(info) is not _StorageInfo or type(info.relative_path) is not str:
+            raise TypeError
+        if not (type(info.offset) is type(info.length) is int and info.offset >= 0 and info.length >= 0):
+            raise ValueError
+        if info.relative_path != os.path.basename(info.relative_path) or info.relative_path in ("", ".", ".."):
+            raise RefusedError(f"names the file {info.relative_path!r}, which is not in its folder")
+
+
+def _check_tensor(stored: TensorStorageMetadata) -> None:
+    if type(stored.properties) is not TensorProperties or not isinstance(stored.properties.dtype, torch.dtype):
+        raise TypeError
+    if type(stored.size) is not torch.Size or type(stored.chunks) is not list:
+        raise TypeError
+    for chunk in stored.chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > whole for end, whole in zip(ends, stored.size, strict=True)):
+            raise ValueError
+        if min((*chunk.offsets, *chunk.sizes), default=0) < 0:
+            raise ValueError
+    # Entries outside of all chunks would silently keep the values that they have before the load.
+    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+        raise ValueError
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def _member(kind: Any, name: str) -> Any:
+    if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING":
+        raise RefusedError(f"asks for the attribute {name} of {kind}; loading it could run code")
+    return kind[name]
+
+
 # All classes that FileSystemWriter of torch 2.10 to 2.14 writes into `.metadata`, except torch.dtype (see below).
-_ADMITTED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # looks a name up in a table
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
+_CLASSES = (BytesStorageMetadata, ChunkStorageMetadata, Metadata, StorageMeta, TensorProperties, TensorStorageMetadata)
+_ADMITTED = {(kind.__module__, kind.__name__) for kind in (*_CLASSES, _MEM_FORMAT_ENCODING, _StorageInfo, OrderedDict)}
+_ADMITTED |= {("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")}
+_ADMITTED |= {("torch.serialization", "_get_layout")}  # looks a name up in a table
+_REPLACED = {
+    (MetadataIndex.__module__, "MetadataIndex"): _Index,
+    ("builtins", "getattr"): _member,  # how Python 3.11.0 to 3.11.3 pickle an enum
+    ("pathlib._local", "PosixPath"): Path,  # as Python 3.13 pickles it
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (MetadataIndex.__module__, "MetadataIndex"):
-            return Index
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # how Python 3.11.0 to 3.11.3 pickle an enum
-        if (module, name) == ("pathlib._local", "PosixPath"):
-            return Path  # as Python 3.13 pickles it
         if (module, name) not in _ADMITTED:
             raise RefusedError(f"names {module}.{name}, which no checkpoint needs; loading it could run code")
         return super().find_class(module, name)
 
 
-def _unpickled(content: bytes) -> Any:
-    """Return the object. The garbage collector, which would visit millions of objects repeatedly, is off meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _Unpickler(io.BytesIO(content)).load()
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @lru_cache(maxsize=1)  # A load reads it several times, and it may describe 100,000s of chunks.
 def _read_metadata(path: Path, size: int, mtime_ns: int) -> Metadata:
     """Return the checked contents of `.metadata`, with its size and time of change, which identify them."""
-    content = path.read_bytes()
+    content, enabled = path.read_bytes(), gc.isenabled()
     check_opcodes(content)
-    metadata = _unpickled(content)
+    gc.disable()  # it would visit millions of objects repeatedly
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+    finally:
+        if enabled:
+            gc.enable()
     check_metadata(metadata)
     return metadata
 
@@ -85,12 +222,6 @@ def _read_metadata(path: Path, size: int, mtime_ns: int) -> Metadata:
 def forget_metadata() -> None:
     """Free the memory of the metadata that were read last."""
     _read_metadata.cache_clear()
-
-
-def _member(kind: Any, name: str) -> Any:
-    if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING":
-        raise RefusedError(f"asks for the attribute {name} of {kind}; loading it could run code")
-    return kind[name]
 
 
 class CheckedReader(FileSystemReader):
@@ -108,8 +239,8 @@ class CheckedReader(FileSystemReader):
         """
         path = Path(self.path) / ".metadata"
         try:
-            found = path.stat()
-            metadata = _read_metadata(path, found.st_size, found.st_mtime_ns)
+            status = path.stat()
+            metadata = _read_metadata(path, status.st_size, status.st_mtime_ns)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
         except OSError as error:
@@ -147,14 +278,14 @@ class CheckedReader(FileSystemReader):
 
     def _file_of(self, item: ReadItem) -> str:
         """Return the name of the file of an entry, which must be large enough."""
-        found = self.storage_data.get(item.storage_index)
-        if found is None:
+        info = self.storage_data.get(item.storage_index)
+        if info is None:
             raise ValueError(f"{self.path}/.metadata names no file of {item.storage_index.fqn}")
-        path, end = Path(self.path) / found.relative_path, found.offset + found.length
+        path, end = Path(self.path) / info.relative_path, info.offset + info.length
         if path.exists() and end > (size := path.stat().st_size):
             name = item.storage_index.fqn
             raise ValueError(f"{path} has {size:,} bytes, but .metadata places the end of {name!r} at byte {end:,}")
-        return str(found.relative_path)
+        return str(info.relative_path)
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -180,7 +311,32 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    if found is None:
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is None:
         return "it is no plain data"
-    return f"it holds {found[1]}, which is no plain data; loading it could run code"
+    return f"it holds {named[1]}, which is no plain data; loading it could run code"
+
+
+def names_in(path: str) -> set[str]:
+    """Return the names of all entries of a checkpoint, such as "train_state.step", and their first parts."""
+    names = set(CheckedReader(path).read_metadata().state_dict_metadata)
+    return names | {name.split(".")[0] for name in names}
+
+
+def load_into(path: str, state: dict[str, Any], alone: bool = False) -> None:
+    """Read the entries of `state` from a checkpoint, in place. Collective, unless this rank reads `alone`.
+
+    Raises:
+        ValueError: an entry is missing or has another shape, or the checkpoint cannot be read.
+    """
+    try:
+        dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner(), no_dist=alone)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if "Missing key" in str(cause) or "ize mismatch" in str(cause):
+                raise ValueError(f"{path} is of another model or method: {' '.join(str(cause).split())}") from None
+        if all(isinstance(cause, (ValueError, OSError)) for cause in causes):
+            raise ValueError(failure_text(error, path, reading=True)) from None
+        CheckedReader(path).read_metadata()  # Raises the reason if it is in `.metadata`; DCP replaces it.
+        raise

@@ -1,4 +1,4 @@
-"""Checkpoint folders with a manifest of checksums, on top of torch.distributed.checkpoint (DCP).
+"""Folders of checkpoints, with a manifest of checksums, on top of torch.distributed.checkpoint (DCP).
 
     dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
     find_damage(path, rank, world_size)     # None, or a description of the first damaged file of this rank's share
@@ -14,29 +14,46 @@ import errno
 import io
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_scape.core.files import parse_json, pointer_text, require_plain_name, sync_folder
+from torchtitan_scape.core.files import parse_json, pointer_text, require_plain_name, sync_folder, write_whole
+from torchtitan_scape.core.text import first_text
+from torchtitan_scape.topology.groups import gather_lists
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
 SHARED_SECONDS = 30.0  # time for the files of other nodes to become visible
+FAILED_STEPS = "failed_steps"  # a file next to the checkpoints
 _CHUNK = 4 << 20  # bytes read at a time
 _LARGE = 1 << 18  # bytes of a write from which the checksum is computed in a second thread
+_ROOM, _WRITABLE = "make room there, or name another folder", "make it writable, or name another folder"
+_ADVICE = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or name another folder",
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+}
 
 
 @dataclass(frozen=True)
@@ -229,15 +246,10 @@ def _sum_of(files: dict[str, Any]) -> str:
 
 
 def _write_manifest(path: Path, sums: list[FileSum]) -> None:
-    files = {
-        one.name: {"bytes": one.size, "crc32": f"{one.crc32:08x}"} for one in sorted(sums, key=lambda one: one.name)
-    }
-    manifest = {"format": FORMAT, "files": files, "crc32": _sum_of(files)}
+    each = sorted(sums, key=lambda one: one.name)
+    files = {one.name: {"bytes": one.size, "crc32": f"{one.crc32:08x}"} for one in each}
     sync_folder(path)
-    with _SummedStream(path / f"{MANIFEST}.tmp") as stream:
-        stream.write(json.dumps(manifest, indent=1).encode())
-    os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
-    sync_folder(path)
+    write_whole(path / MANIFEST, json.dumps({"format": FORMAT, "files": files, "crc32": _sum_of(files)}, indent=1))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
@@ -339,3 +351,163 @@ def _wrong_sum(path: Path, one: FileSum) -> str | None:
     except OSError as error:
         return f"{path / one.name} cannot be read: {error.strerror}"
     return None if crc32 == one.crc32 else f"{path / one.name} is damaged: its bytes do not give its checksum"
+
+
+# ------------------------------------------------------------------------------------- the folder of all checkpoints
+
+
+def steps_in(folder: str | os.PathLike[str]) -> list[int]:
+    """Return the steps that have a folder, in ascending order."""
+    if not os.path.isdir(folder):
+        return []
+    matches = (re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def call_on_rank_0(function: Callable[[], Any]) -> Any:
+    """Return the result of `function` on rank 0: nodes may have different views of a shared file system. Collective.
+
+    Raises:
+        OSError, ValueError: On every rank, if `function` raises it on rank 0.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (OSError, ValueError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def first_damage(path: str) -> str | None:
+    """Return a description of the first damage, or None. Collective: each rank reads some of the files."""
+    damages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(damages, find_damage(path, dist.get_rank(), dist.get_world_size()))
+    return next((text for text in damages if text is not None), None)
+
+
+def note_failed_step(folder: str, step: int) -> None:
+    """Append a step at which the run found damage, so that a restart can choose an older checkpoint.
+
+    A checkpoint may contain damage that no check finds when it is written. Every restart from it would fail at the same
+    step.
+    """
+    with open(Path(folder, FAILED_STEPS), "a") as file:
+        file.write(f"{step}\n")
+
+
+def newest_to_leave_out(folder: str, steps: Sequence[int]) -> tuple[int, int]:
+    """Return how many of the newest checkpoints a start leaves out, and the step at which it failed before.
+
+    It leaves out none after the first failure at a step, one after the second, and so on; all but the oldest at most. A
+    checkpoint that is newer than the last failure, such as one of a run that has left out its damaged predecessor, is
+    not left out.
+
+    Args:
+        steps: of the finished checkpoints, ascending.
+    """
+    path = Path(folder, FAILED_STEPS)
+    failed = [int(line) for line in path.read_text().split() if line.isdigit()] if path.exists() else []
+    if not failed or not steps or max(steps) >= failed[-1]:
+        return 0, 0
+    if os.path.getmtime(Path(folder, f"step-{steps[-1]}", MANIFEST)) > path.stat().st_mtime:
+        return 0, 0
+    in_a_row = next((i for i, step in enumerate(reversed(failed)) if step != failed[-1]), len(failed))
+    return min(in_a_row - 1, len(steps) - 1), failed[-1]
+
+
+def check_shared(folder: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Check at startup that all nodes see the folder: a run would fail at its first save. Collective over all ranks.
+
+    Raises:
+        ValueError: On every rank, with the hosts that do not see the folder.
+        OSError: On every rank, if rank 0 cannot write to the folder.
+    """
+    if hosts := hosts_without(folder, environment):
+        raise ValueError(not_shared_text(folder, hosts))
+
+
+def hosts_without(folder: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the hosts that do not see `folder` of rank 0's host, or cannot write to it. Collective over all ranks.
+
+    Rank 0 writes an empty file with a random name, and the ranks with LOCAL_RANK 0 look for it. The file is removed
+    afterwards, and the folder as well if it did not exist before. Raises OSError as `check_shared`.
+    """
+    path = Path(folder).absolute()
+    probe = path / call_on_rank_0(lambda: _write_probe(path))
+    host = None
+    if environment.get("LOCAL_RANK", "0") == "0" and not (_is_visible(probe) and os.access(path, os.W_OK | os.X_OK)):
+        host = socket.gethostname()
+    hosts = gather_lists(dist.group.WORLD, [] if host is None else [host])
+    if dist.get_rank() == 0:
+        with suppress(OSError):
+            probe.unlink()
+            path.rmdir()  # only if it is empty
+    return sorted(set(hosts))
+
+
+def not_shared_text(folder: str | os.PathLike[str], hosts: list[str]) -> str:
+    """Return one line with the hosts that do not see the folder, and the fix."""
+    return (
+        f"{Path(folder).absolute()} is not a folder that all nodes share and may write to: a file of rank 0 is missing "
+        f"on {first_text(hosts, 8)}; checkpoints need one. Set --job.dump_folder to a folder of a shared file "
+        "system, such as NFS or Lustre, or train without --checkpoint.enable"
+    )
+
+
+def _write_probe(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f".probe-{secrets.token_hex(8)}"
+    (folder / name).touch(exist_ok=False)
+    return name
+
+
+def _is_visible(probe: Path) -> bool:
+    """Wait until the file is visible. A new name is in no cache, but its folders may be cached as missing."""
+    end = time.monotonic() + SHARED_SECONDS
+    while not probe.exists():
+        if time.monotonic() >= end:
+            return False
+        for folder in reversed(probe.parents):  # opening a folder makes NFS update its cached entries
+            with suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY))
+        time.sleep(0.2)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------ messages
+
+
+def failure_text(error: BaseException, folder: str | os.PathLike[str], reading: bool = False) -> str:
+    """Return one line for a failed save or load of `folder`: reasons, ranks and, for a save, free bytes and the fix."""
+    failures = error.failures if isinstance(error, CheckpointException) else {-1: (error, None)}
+    ranks: dict[str, list[int]] = {}
+    advice = ""
+    for rank, (cause, _) in sorted(failures.items()):
+        ranks.setdefault(_reason(cause), []).append(rank)
+        if isinstance(cause, OSError) and not advice and not reading:
+            advice = f"; {_free(Path(folder))}{_ADVICE.get(cause.errno or 0, 'name another folder')}"
+    return f"checkpoint {folder}: {', '.join(reason + _on_ranks(those) for reason, those in ranks.items())}{advice}"
+
+
+def _reason(cause: BaseException) -> str:
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    lines = str(cause).split("\n")
+    return lines[0] if isinstance(cause, ValueError) and lines[0] else f"{type(cause).__name__}: {lines[0]}"
+
+
+def _on_ranks(ranks: list[int]) -> str:
+    if ranks == [-1]:
+        return ""
+    return f" on rank{'s' if len(ranks) > 1 else ''} {first_text(ranks, 4)}"
+
+
+def _free(folder: Path) -> str:
+    for path in (folder, *folder.absolute().parents):
+        with suppress(OSError):  # the folder may not be there, or may just be removed
+            return f"{shutil.disk_usage(path).free:,} bytes are free; "
+    return ""

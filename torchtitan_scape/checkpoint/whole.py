@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_scape.checkpoint.folder import read_record, steps_in
-from torchtitan_scape.checkpoint.metadata import RUN_METADATA
-from torchtitan_scape.checkpoint.parts import RANDOM
-from torchtitan_scape.checkpoint.reader import load_into
-from torchtitan_scape.checkpoint.safe_load import CheckedReader
-from torchtitan_scape.checkpoint.storage import find_damage, is_finished
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA, read_record
+from torchtitan_scape.checkpoint.safe_load import CheckedReader, load_into
+from torchtitan_scape.checkpoint.state import RANDOM
+from torchtitan_scape.checkpoint.storage import find_damage, is_finished, steps_in
 from torchtitan_scape.titan.components import DATALOADER, LR_SCHEDULER, OPTIMIZER
 
 _PROGRESS = "train_state"
@@ -43,7 +41,7 @@ class CheckpointInfo:
 
 def finished_steps(folder: Path) -> list[int]:
     """Return the steps of the completed checkpoints in a folder, ascending."""
-    return [step for step in steps_in(str(folder)) if is_finished(folder / f"step-{step}")]
+    return [step for step in steps_in(folder) if is_finished(folder / f"step-{step}")]
 
 
 def open_checkpoint(path: Path) -> CheckpointInfo:
@@ -86,7 +84,7 @@ def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> d
         ValueError: The checkpoint has other parameters, or no masters.
     """
     stored = _stored(path)
-    sizes = {name: tuple(found.size) for name, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+    sizes = {name: tuple(entry.size) for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
     check_shapes({name: size for name, size in sizes.items() if name.split(".")[0] not in _OTHERS}, shapes, str(path))
     if masters and not all(_MASTERS + name in sizes for name in shapes):
         raise ValueError(
@@ -98,17 +96,17 @@ def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> d
     return values
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, torch.Size], where: str) -> None:
+def check_shapes(present: Mapping[str, tuple[int, ...]], expected: Mapping[str, torch.Size], where: str) -> None:
     """Raise ValueError with the first parameter that is missing, has another shape, or is not expected."""
     for name, shape in expected.items():
-        if name not in found:
+        if name not in present:
             raise ValueError(f"{where} has no {name}: it is of another model than the recipe's")
-        if tuple(shape) != tuple(found[name]):
+        if tuple(shape) != tuple(present[name]):
             raise ValueError(
-                f"{where} has {name} of shape {tuple(found[name])}, the model of the recipe {tuple(shape)}: give the "
+                f"{where} has {name} of shape {tuple(present[name])}, the model of the recipe {tuple(shape)}: give the "
                 "recipe, with the flavor, that it was trained with"
             )
-    if more := found.keys() - expected.keys():
+    if more := present.keys() - expected.keys():
         raise ValueError(f"{where} has {min(more)}, which the model of the recipe does not have")
 
 

@@ -69,13 +69,18 @@ def check_plausible(
         return
     damaged = [name for name, good in zip(names, plausible.tolist(), strict=True) if not good]
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = [(where, some) for where, some in sorted(collectives.gather_objects((rank, damaged))) if some]
-    texts = [
-        f"rank {where}, {some[0]}" + (f" and {len(some) - 1} more" if len(some) > 1 else "") for where, some in found
-    ]
-    more = f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else ""
     raise DamagedParametersError(
-        f"{what} are damaged at step {step}: {'; '.join(texts[:4])}{more}. They are not finite, or too large for "
-        "any training, although all gradients that were applied are finite: suspect the memory of that device. Start "
-        "the run again from the last checkpoint"
+        f"{what} are damaged at step {step}: {ranks_text(collectives.gather_objects((rank, damaged)))}. They are not "
+        "finite, or too large for any training, although all gradients that were applied are finite: suspect the "
+        "memory of that device. Start the run again from the last checkpoint"
     )
+
+
+def ranks_text(of_ranks: list[tuple[int, list[str]]]) -> str:
+    """Return the first tensors in (rank, names of its tensors), for a message."""
+    texts = [
+        f"rank {rank}, {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for rank, names in sorted(of_ranks)
+        if names
+    ]
+    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")

@@ -1,6 +1,6 @@
 """The saved state of one parameter, in a form that does not depend on the method that saved it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,35 +13,18 @@ from torchtitan_scape.optimizers.registry import FIRST, SECOND
 
 
 class CheckpointReader(Protocol):
-    """A checkpoint's optimizer state by parameter, as `checkpoint.reader.StateReader` reads it. Calls are collective.
+    """The part of `checkpoint.reader.StateReader` that methods use. Calls are collective."""
 
-    Attributes:
-        path: Of the checkpoint.
-        saved: The record of the run that saved, see `checkpoint.metadata`.
-        replicas: Of that run.
-        same_count: Whether this run has as many replicas.
-        simulated: Replicas of this process, 1 for a real one.
-        model_ranks: Ranks of a replica of this run.
-    """
-
-    path: str
     saved: dict[str, Any]
-    replicas: int
     same_count: bool
     simulated: int
-    model_ranks: int
 
-    def __iter__(self) -> Iterator[tuple[int, Shard, dict[str, Tensor]]]: ...
     def mean(self, own: Tensor) -> Tensor: ...
     def mean_of_this_run(self, own: Tensor) -> Tensor: ...
     def broadcast_if_replica_counts_differ(self, values: Tensor) -> None: ...
-    def fill(self, keys: dict[str, Any]) -> None: ...
     def fill_of_this_shard(self, states: Sequence[State]) -> bool: ...
     def model(self, shard: Shard) -> Tensor: ...
-    def shape(self, key: str) -> torch.Size | None: ...
     def applied_steps(self) -> float: ...
-    @property
-    def has_dense_state(self) -> bool: ...
 
 
 class SavedValues:

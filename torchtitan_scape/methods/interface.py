@@ -186,7 +186,7 @@ class Method(ABC):
         per_replica_weights: True if the replicas' weights differ between exchanges. One of the states then has
             `on_migration` = "model".
         limits_gradients: True if a replica's gradient is scaled down to a multiple of its usual norm before `step`,
-            because the method's state would keep a spike for many steps; see `replica.norms.NormLimit`.
+            because the method's state would keep a spike for many steps; see `replica.guard.NormLimits`.
         supports_overlap: True if the exchange can start while the backward pass is running (`methods.chunked`).
         holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
             supplies the rates alone.

@@ -6,6 +6,7 @@ of the same collective.
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,13 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.core.plausibility import DamagedParametersError, ranks_text
+from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.backends import choose_backend, finite_check, norms
-from torchtitan_scape.replica.norms import ABSURD, FACTOR, NormLimits, above_the_limit
-from torchtitan_scape.replica.rates import RateComparison
+from torchtitan_scape.methods.interface import Method
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
 
 logger = logging.getLogger(__name__)
 
+FACTOR = 4.0  # largest norm of a replica's gradient, in units of the usual one
+ABSURD = 1e4  # a norm of the synchronized gradient that only damage explains, in units of a replica's usual one
+_STEPS = 10  # over which the usual norm is averaged
+_SPIKES = 2  # in a row; the next one is the usual norm
 _LARGEST_NORM = 2.0**56  # of a gradient that a method squares, encodes or transforms
 
 _FAR_ABOVE = f"more than {ABSURD:,.0f} times the usual norm of a replica's gradient"
@@ -30,6 +38,171 @@ _NORM_NOT_FINITE = "the norm of the synchronized gradient was not finite, althou
 
 class NonFiniteGradientError(RuntimeError):
     """Too many steps in a row had NaN or Inf in some rank's gradient."""
+
+
+# ---------------------------------------------------------------------------------------------- norms
+
+
+class NormLimits:
+    """Scales the gradient of a replica down if its norm is above `FACTOR` times its usual one.
+
+    Error feedback keeps the part of a gradient that a code or a mask did not send. A single huge gradient would
+    therefore dominate the exchanges of many steps, and the averages of a whitening basis those of hundreds. Clipping by
+    the synchronized norm comes too late for these. Limits relative to a running norm are known from ZClip (Kumar et
+    al., arXiv:2504.02507) and AdaGC (Wang et al., arXiv:2502.11034); this one is for spikes alone, and far above the
+    usual variation. A change that lasts is followed within a few steps.
+
+    A rank compares the norm of its own shards. All ranks of a replica use the smallest of their factors, so that the
+    direction of the gradient stays, and so do equal copies of a parameter.
+
+    Args:
+        numbers: of the replicas of this process.
+        replicas: number of all replicas.
+        scale: by which gradients are multiplied after their check.
+
+    Attributes:
+        usual: FP64 (3,) on the device for each replica of this process: the usual norm, 0 before the first gradient;
+            the number of averaged steps; and the number of the last steps in a row above the limit.
+    """
+
+    def __init__(self, numbers: Sequence[int], replicas: int, scale: float, device: torch.device) -> None:
+        self.numbers, self.replicas, self._scale = list(numbers), replicas, scale
+        self.usual = [torch.zeros(3, dtype=torch.float64, device=device) for _ in numbers]
+        self._last: list[tuple[Tensor, Tensor]] = []  # norm and its limit in the last check
+
+    def own_factors(self, norms: Sequence[Tensor]) -> Tensor:
+        """Return the factors of this rank, FP32 (replicas,): 1 within the limit and for NaN.
+
+        Those of other processes are infinity. The smallest of each over all ranks is the factor of the replica.
+
+        Args:
+            norms: FP64 (n,) for each replica of this process, of the gradient of each parameter.
+        """
+        self._last = []
+        row = self.usual[0].new_full((self.replicas,), torch.inf, dtype=torch.float32)
+        for number, usual, of_parameters in zip(self.numbers, self.usual, norms, strict=True):
+            norm = torch.linalg.vector_norm(of_parameters)
+            largest = torch.where(usual[0] > 0.0, FACTOR * usual[0], torch.inf)
+            row[number].copy_(torch.where(norm > largest, largest / norm, 1.0).float())
+            self._last.append((norm, largest))
+        return row
+
+    def update(self, finite: Tensor) -> None:
+        """Update the usual norms by the last ones, those that are not 0, if all gradients are `finite`, bool ()."""
+        for usual, (norm, limit) in zip(self.usual, self._last, strict=True):
+            mean, steps, above = usual
+            is_above, largest = norm > limit, torch.minimum(norm, limit)
+            steps = torch.where(mean > 0.0, (steps + 1.0).clamp(max=_STEPS), 1.0)
+            above = torch.where(is_above, above + 1.0, 0.0)
+            weight = torch.where(is_above, 0.5, 1.0 / steps)
+            mean = torch.where(above > _SPIKES, norm, mean + weight * (largest - mean))
+            masked_copy_(usual, torch.stack([mean, steps, above]), finite & (norm > 0.0))
+
+    def is_absurd(self, norm: Tensor) -> Tensor:
+        """Return whether only damage explains the norm of the synchronized gradient, bool ()."""
+        usual = torch.stack([each[0] for each in self.usual]).amax()
+        return (usual > 0.0) & (norm > ABSURD * self._scale * usual)
+
+
+def above_the_limit(factors: Sequence[float]) -> str:
+    """Return which replica's gradient was above its limit by how much, from the factors of all; "" if none was."""
+    above = [number for number, factor in enumerate(factors) if factor < 1.0]
+    if not above:
+        return ""
+    times = FACTOR / max(factors[above[0]], 1e-38)
+    more = f" (and {len(above) - 1} more)" if len(above) > 1 else ""
+    return f"the gradient of replica {above[0]}{more} had {times:.3g} times its usual norm"
+
+
+# ---------------------------------------------------------------------------------------------- rates
+
+# Checksums are below it, so that they are exact in FP32. Subtracted from the values, so that no zero is the smallest.
+_OFFSET = 1 << 23
+
+
+class RateComparison:
+    """Compares learning rates and the other numbers of the param groups, which schedulers may change in every step.
+
+    Every rank sends a checksum and its negative, of which the smallest over all ranks is taken. Each pipeline stage has
+    a pair of its own, because its param groups may be others.
+
+    Args:
+        groups: returns the param groups.
+    """
+
+    def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], collectives: ReplicaCollectives) -> None:
+        self._groups, self._collectives = groups, collectives
+        stages, self._stage = collectives.gather_from_stages(None)
+        self._stages = len(stages)
+        self._compared = set(self._read())
+        self._values: dict[tuple[str, int], Any] = {}
+        self._checksums: Tensor | None = None
+
+    def _read(self) -> dict[tuple[str, int], Any]:
+        """Return the numbers in all groups by (key, group)."""
+        numbered = enumerate(self._groups())
+        return {(key, i): _number(v) for i, group in numbered for key, v in group.items() if _is_number(v)}
+
+    def checksums(self, device: torch.device) -> Tensor:
+        """Return the values to reduce in this step, FP32 (2 * stages,)."""
+        values = {key: value for key, value in self._read().items() if key in self._compared}
+        if self._checksums is None or values != self._values:
+            self._checksums = torch.zeros(2 * self._stages, dtype=torch.float32, device=device)
+            self._values = values
+            checksum = zlib.crc32(repr(sorted(values.items())).encode()) % _OFFSET
+            one, other = self._checksums.view(-1, 2)[self._stage]
+            one.fill_(checksum - _OFFSET)  # in contrast to a copy from the host this does not wait for the device
+            other.fill_(-checksum - _OFFSET)
+        return self._checksums
+
+    def after_step(self) -> None:
+        """Compare no longer what the optimizer has changed in its step: its own estimates, in the param groups."""
+        now = self._read()
+        self._compared -= {key for key, value in self._values.items() if now.get(key) != value}
+
+    def check(self, smallest: Sequence[float]) -> None:
+        """Raise ValueError on every rank if the rates of the last step differed. Collective then.
+
+        Args:
+            smallest: of each value of that step, over all ranks.
+        """
+        pairs = zip(smallest[::2], smallest[1::2], strict=True)
+        if all(one + other == -2 * _OFFSET for one, other in pairs):
+            return
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        every = sorted(self._collectives.gather_objects((self._stage, rank, self._values, self._compared)))
+        for stage in range(self._stages):
+            (_, one, expected, _), *others = (each for each in every if each[0] == stage)
+            # An estimate of the optimizer may have changed on some ranks only.
+            keys = sorted(set.intersection(*(compared for each, *_, compared in every if each == stage)))
+            for _, rank, values, _ in others:
+                for key, i in keys:
+                    own, wanted = values.get((key, i)), expected.get((key, i))
+                    if own != wanted:
+                        raise ValueError(
+                            f"rank {rank} has {key}={own!r} in param group {i}, rank {one} has {wanted!r}; every "
+                            "replica needs the same values in every step: give a scheduler that reads a loss the mean "
+                            "over all ranks"
+                        )
+            if stage == self._stage:
+                self._compared = set(keys)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value of a param group is a number, or several, that the host has."""
+    if isinstance(value, Tensor):
+        return value.is_cpu and value.numel() == 1
+    return isinstance(value, bool | int | float) or (isinstance(value, tuple) and all(map(_is_number, value)))
+
+
+def _number(value: Any) -> Any:
+    """Return the value of `_is_number` as Python numbers."""
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    return value.item() if isinstance(value, Tensor) else value
+
+
+# ---------------------------------------------------------------------------------------------- check
 
 
 def summable_below(factor: float) -> float:
@@ -84,23 +257,28 @@ class FiniteGuard:
         names: of the gradients, for messages.
         finite: returns bool (n,): whether each gradient is finite.
         minimum_over_all: returns the smallest of each entry over all ranks, FP32.
-        gather_objects: gathers an object from all ranks, for messages.
-        rank: of this process.
-        max_skipped_steps: the limit.
-        limits: of the gradients' norms, for methods that need them; the check must then be a `NormCheck`.
+        gather_objects, rank: for messages.
+        limits: of the gradients' norms, for methods that need them; `finite` must then be a `NormCheck`.
         rates: compares the rates of all replicas in every check; None for one replica.
 
     Attributes:
         applied: bool () on the device: whether the step is applied, as far as known. The same tensor in each step.
         finite: bool () on the device: whether all gradients of the last check were finite.
-        skipped: number of skipped steps.
-        skipped_in_a_row: of them, the last ones without an applied step in between.
+        usual_norms: those of `limits`, one per replica of this process.
         asked_to_stop: whether this rank requests a stop; called at every check.
-        stop_agreed: whether any rank requested one at the last check that `finish_previous_step` has read.
-        extra_flags_all_true: of each extra flag of that check, whether it was true on every rank.
-        summed_over: description of the ranks over which the checked gradients were summed; "" if they are this rank's
-            own.
+        extra_flags_all_true: of each extra flag of the check that `finish_previous_step` has read, whether it was true
+            on every rank.
     """
+
+    skipped = 0  # steps
+    skipped_in_a_row = 0  # of them, the last ones without an applied step in between
+    stop_agreed = False  # whether any rank requested a stop at the check that `finish_previous_step` has read
+    summed_over = ""  # the ranks over which the checked gradients were summed; "" if they are this rank's own
+    _is_absurd, _absurd_in_a_row = False, 0
+    _each: Tensor | None = None
+    _outcome: Tensor | None = None  # smallest values over all ranks: flags, rates, factors of all replicas
+    _extra_flags, _was_sent, _was_applied = 0, False, True
+    _pending: tuple[Tensor, Any] | None = None
 
     def __init__(
         self,
@@ -113,27 +291,13 @@ class FiniteGuard:
         limits: NormLimits | None = None,
         rates: RateComparison | None = None,
     ) -> None:
-        self.names = list(names)
-        self.rank = rank
-        self.max_skipped_steps = max_skipped_steps
-        self.limits, self._limits, self.rates = [] if limits is None else limits.each, limits, rates
-        self.skipped = self.skipped_in_a_row = 0
+        self.names, self.rank, self.max_skipped_steps = list(names), rank, max_skipped_steps
+        self._finite, self._minimum_over_all, self._gather_objects = finite, minimum_over_all, gather_objects
+        self._limits, self.rates, self.usual_norms = limits, rates, [] if limits is None else limits.usual
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        self.stop_agreed = False
         self.extra_flags_all_true: list[bool] = []
-        self.summed_over = ""
         self.finite = self.applied = torch.ones((), dtype=torch.bool, device="cpu")
-        self._is_absurd, self._absurd_in_a_row = False, 0
         self._constants: list[Tensor] = []
-        self._finite = finite
-        self._minimum_over_all = minimum_over_all
-        self._gather_objects = gather_objects
-        self._each: Tensor | None = None
-        self._outcome: Tensor | None = None  # smallest values over all ranks: flags, rates, factors of all replicas
-        self._extra_flags = 0
-        self._was_sent = False
-        self._pending: tuple[Tensor, Any] | None = None
-        self._was_applied = True
 
     def check(self, gradients: list[Tensor], extra_flags: Sequence[bool] = (), was_sent: bool = False) -> Tensor:
         """Return `applied`: whether every gradient of every rank is finite. Collective.
@@ -151,7 +315,7 @@ class FiniteGuard:
         flags = [not self.asked_to_stop(), not self._is_absurd, *extra_flags]
         flags = torch.stack([finite, *(self._constants[flag] for flag in flags)])
         rates = [] if self.rates is None else [self.rates.checksums(finite.device)]
-        norms = self.norms_by_replica(len(self.limits)) if self._limits is not None else ()
+        norms = self.norms_by_replica(len(self.usual_norms)) if self._limits is not None else ()
         factors = [] if self._limits is None else [self._limits.own_factors(norms)]
         self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates, *factors]))
         self._extra_flags, self._was_sent = len(extra_flags), was_sent
@@ -166,10 +330,10 @@ class FiniteGuard:
         if self._limits is None:
             return
         assert self._outcome is not None
-        if not self._was_sent:
-            self._limits.scale(rows, self._outcome[-self._limits.replicas :], multiply)
-        for limit in self.limits:
-            limit.update(self.finite)
+        factors = self._outcome[-self._limits.replicas :]
+        for number, gradients in zip(self._limits.numbers, rows, strict=True) if not self._was_sent else ():
+            multiply(gradients, factors[number])
+        self._limits.update(self.finite)
 
     def conclude(self, norm: Tensor) -> None:
         """Take back `applied` if the norm of the synchronized gradient, FP32 (), is not finite: call it after a step.
@@ -285,49 +449,49 @@ class FiniteGuard:
         if cause == _NORM_NOT_FINITE:
             raise DamagedParametersError(f"{cause}, {steps}: {_DAMAGE}")
         what = "the gradients were not finite, or too large to be summed"
+        note = f"A rank has a part of the sum over {self.summed_over}, any of which may have made it. "
         raise NonFiniteGradientError(
             f"{cause or what}, {steps}; "
             + ("" if cause else f"in the last one: {self._nonfinite_ranks()}. ")
-            + f"{self._summed_ranks_note()}Parameters and state are those of the last good step. Lower the learning "
-            f"rate, or look at the data of {self.summed_over or 'that rank'}."
+            + (note if self.summed_over else "")
+            + "Parameters and state are those of the last good step. Lower the learning rate, or look at the data of "
+            f"{self.summed_over or 'that rank'}."
         )
-
-    def _summed_ranks_note(self) -> str:
-        if not self.summed_over:
-            return ""
-        return f"A rank has a part of the sum over {self.summed_over}, any of which may have made it. "
 
     def _nonfinite_ranks(self) -> str:
         assert self._each is not None
-        bad = [name for name, good in zip(self.names, self._each.tolist(), strict=True) if not good]
-        found = [(rank, names) for rank, names in sorted(self._gather_objects((self.rank, bad))) if names]
-        texts = [
-            f"rank {rank}, parameter {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            for rank, names in found
-        ]
-        return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more ranks" if len(texts) > 4 else "")
+        each = zip(self.names, self._each.tolist(), strict=True)
+        return ranks_text(self._gather_objects((self.rank, [f"parameter {name!r}" for name, good in each if not good])))
 
 
-def guard_of(optimizer: Any, scale: float, kernels: str, max_skipped_steps: int) -> FiniteGuard:
-    """Return the check of the gradients of all replicas of a `ReplicaOptimizer` that is being built. Collective.
+def guard_of(
+    method: Method,
+    shards: Sequence[Shard],
+    replicas: OneReplica | SimulatedReplicas,
+    groups: Callable[[], Sequence[dict[str, Any]]],
+    timer: PhaseTimer,
+    kernels: str,
+    max_skipped_steps: int,
+) -> FiniteGuard:
+    """Return the check of the gradients of all replicas of a process. Collective.
 
     Args:
-        scale: by which the gradients are multiplied afterwards.
+        method: of one of these replicas.
+        groups: returns the param groups.
     """
-    shards, collectives, device = optimizer.shards(), optimizer.collectives, optimizer.grad_norm.device
-    limits = None
-    if optimizer.methods[0].limits_gradients:
-        numbers = [endpoint.replica for endpoint in optimizer.replicas.endpoints]
-        limits = NormLimits(numbers, collectives.replicas, scale, device)
+    collectives, endpoints, scale = replicas.all, replicas.endpoints, method.context.gradient_scale
+    limits, by_norms = None, method.limits_gradients or method.per_replica_weights
+    if method.limits_gradients:
+        numbers = [endpoint.replica for endpoint in endpoints]
+        limits = NormLimits(numbers, collectives.replicas, scale, shards[0].device)
     many = collectives.replicas * collectives.model_ranks > 1
-    by_norms = bool(optimizer.weights or limits)
     return FiniteGuard(
-        [shard.name + endpoint.label for endpoint in optimizer.replicas.endpoints for shard in shards],
+        [shard.name + endpoint.label for endpoint in endpoints for shard in shards],
         gradient_check(kernels, shards, scale * collectives.replicas, by_norms),
-        optimizer.timer.timed("wait", collectives.minimum_over_all),
+        timer.timed("wait", collectives.minimum_over_all),
         collectives.gather_objects,
         dist.get_rank() if dist.is_initialized() else 0,
         max_skipped_steps,
         limits,
-        RateComparison(lambda: optimizer.param_groups, collectives) if many else None,
+        RateComparison(groups, collectives) if many else None,
     )

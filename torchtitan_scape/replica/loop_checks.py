@@ -1,15 +1,25 @@
-"""Warnings about training loops around `replicate`: mistakes that change the result and raise no error."""
+"""Checks of training loops around `replicate`: mistakes that raise no error, and calls that need all ranks."""
 
 import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from torchtitan_scape.core.parameters import local
+from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 logger = logging.getLogger(__name__)
+
+SECONDS = 300.0  # the first rank waits so long for the others, which may be late
+WARNING_SECONDS = 10.0  # after which it says that it waits
+_CALLS: Counter[str] = Counter()  # of this process, by ranks and name
 
 # A gradient and its version, which every change in place increments. That of a DTensor excludes what FSDP2 adds to its
 # local tensor.
@@ -24,10 +34,11 @@ class LoopChecks:
 
     Args:
         optimizer: a `ReplicaOptimizer` of a single replica per process.
+        shards: its parameters.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._shards, self._is_first, self._warned = optimizer.shards(), True, set[str]()
+    def __init__(self, optimizer: Optimizer, shards: Sequence[Shard]) -> None:
+        self._shards, self._is_first, self._warned = shards, True, set[str]()
         self._parameter: Tensor | None = None
         self._after_backward: _Seen | None = None
         self._after_step: _Seen | None = None
@@ -101,3 +112,57 @@ class LoopChecks:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
+
+
+class JointCalls:
+    """Notices a call of some ranks only, such as `if rank == 0: torch.save(optimizer.state_dict(), ...)`.
+
+    Such a call would save the state of these ranks alone, or wait for the others until the group's timeout. The first
+    rank waits on the host until all others have made the same call, and raises an error if they do not. The others do
+    not wait, because the first one may be late: it often evaluates or writes alone before. Calls that load are not
+    checked, because the ranks may have read files of different sizes before.
+
+    Construction is collective.
+    """
+
+    def __init__(self, collectives: ReplicaCollectives) -> None:
+        self._ranks: list[int] = []
+        if dist.is_initialized() and not collectives.is_fake:
+            self._ranks = sorted(set(collectives.gather_objects(dist.get_rank())))
+
+    def expect(self, call: str, advice: str = "call it on every rank") -> None:
+        """Check that all ranks make this call. It returns at once on all ranks but the first.
+
+        Args:
+            call: name of the function for the message.
+            advice: the end of the message.
+
+        Raises:
+            ValueError: on the first rank, after `SECONDS` without the call of another one.
+        """
+        if len(self._ranks) < 2:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        key = f"torchtitan_scape/{zlib.crc32(repr(self._ranks).encode())}/{call}"
+        numbered = f"{key}/{_CALLS[key]}"
+        _CALLS[key] += 1
+        arrived = store.add(numbered, 1)
+        if dist.get_rank() != self._ranks[0]:
+            return
+        begin, warned = time.monotonic(), False
+        while arrived < len(self._ranks) and (waited := time.monotonic() - begin) < SECONDS:
+            if waited > WARNING_SECONDS and not warned:
+                warned = True
+                logger.warning(
+                    f"{call}() was called on {arrived} of {len(self._ranks)} ranks; rank {self._ranks[0]} waits for "
+                    f"the others, {SECONDS:.0f} s at most: {advice}"
+                )
+            time.sleep(0.005)
+            arrived = store.add(numbered, 0)
+        store.delete_key(numbered)
+        if arrived < len(self._ranks):
+            _CALLS[key] -= 1  # the others have not counted it
+            raise ValueError(
+                f"{call}() was called on {arrived} of {len(self._ranks)} ranks within {SECONDS:.0f} s, rank "
+                f"{self._ranks[0]} among them; {advice}"
+            )

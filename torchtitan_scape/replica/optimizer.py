@@ -1,61 +1,59 @@
 """The optimizer step of this process's replicas: check, synchronize, clip, update."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchtitan_scape.core.consistency import ReplicatedTensors
+from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, stored
-from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.core.plausibility import DamagedParametersError, check_plausible, is_plausible
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
-from torchtitan_scape.methods.base import LocalMethod
+from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import release_state
-from torchtitan_scape.replica import checks, modes, pending, rank_state, reports, setup_checks, simulation
+from torchtitan_scape.replica import setup_checks, simulation
 from torchtitan_scape.replica.forward_overlap import ForwardOverlap
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
-from torchtitan_scape.replica.joint_calls import JointCalls
-from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights, shared_model
+from torchtitan_scape.replica.loop_checks import JointCalls
+from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
 from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
 
 Replicas = OneReplica | SimulatedReplicas
 
 
 class ReplicaOptimizer(torch.optim.Optimizer):
-    """Synchronizes the replicas, clips by the synchronized norm and updates, in `step`.
+    """Synchronizes the replicas, clips by the synchronized norm and updates, in `step`. `replicate` builds one.
 
     It shares `param_groups` with the wrapped optimizer, so that learning-rate schedulers work on either. `step` is
-    collective and uses the storage of the gradients as scratch space. `replicate` is the usual way to build one.
-
-    One process runs one replica, or several simulated ones. A step with a non-finite gradient on any rank is skipped on
-    all of them, with nothing changed; the host reads that flag one step later, so that it never waits for the device
-    within a step.
+    collective and uses the storage of the gradients as scratch space. A step with a non-finite gradient on any rank is
+    skipped on all of them, with nothing changed; the host reads that flag one step later, so that it never waits for
+    the device within a step.
 
     Args:
-        optimizer: the wrapped optimizer, or a function that builds one on named parameters; the function is needed by
-            methods with per-replica weights if replicas are simulated.
         options: those of the synchronization method, which determine its class.
-        replicas: the replicas of this process.
-        model: the module whose parameters are optimized.
-        max_norm, reduction, total_steps, overlap, max_skipped_steps, consistency_interval, kernels: see `replicate`.
+        replicas: the replicas of this process: a real one, or several simulated ones.
+        optimizer, model, max_norm and others: see `replicate`.
 
     Attributes:
         inner: the wrapped optimizer.
         options: the method's options, with values chosen for this model (`MethodOptions.resolve`).
         methods: one per replica of this process.
-        collectives: act for all replicas of this process.
         guard: the check for non-finite gradients.
         sharding: replaces FSDP2's collectives, if configured.
         levels: three-level partitioning, if configured: parameters here are slices of the masters.
@@ -65,6 +63,16 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         repairs: repair replicas that differ from the majority, see `check_consistency`.
         first_step_check: the hook that refuses DDP around the parameters; `remove()` allows it.
     """
+
+    repairs = False
+    levels: ThreeLevelState | None = None
+    attempted_steps = 0
+    _counted_from = 0  # the step from which the ledger counts
+    _full_exchange_next = _full_exchange_in_flight = False  # requested for the next, the last step
+    _active_replica = 0  # whose weights the model contains
+    _shows_shared_weights = False  # inside `shared_weights`, with weights of each replica
+    _is_first_step = True
+    _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it
 
     def __init__(
         self,
@@ -83,52 +91,36 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     ) -> None:
         setup_checks.check_arguments(max_norm, reduction)
         optimizer, make_optimizer = simulation.build_optimizer(optimizer, model)
-        entry = METHODS[options.method_name()]
-        setup_checks.check_optimizer(optimizer, options.method_name(), entry)
-        method = entry.method
+        method = METHODS[options.method_name()].method
+        setup_checks.check_optimizer(optimizer, options.method_name())
         if method.holds_optimizer_state:
             release_state(optimizer)
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.sharding, self.repairs = Sharding(), False
-        self.levels: ThreeLevelState | None = None
-        self._stashed: list[list[Tensor]] = []
-        self._shards = collect_shards(optimizer.param_groups)
+        self._shards, self._stashed = collect_shards(optimizer.param_groups), list[list[Tensor]]()
         setup_checks.count_copies_once(self._shards, self.collectives)
-        self.joint_calls = JointCalls(self.collectives)
-        frozen = setup_checks.frozen_parameters(model, self._shards, self.collectives)
+        self.joint_calls, self.sharding = JointCalls(self.collectives), Sharding()
         device = self._shards[0].device
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
-        self.timer = PhaseTimer(device)
-        self.attempted_steps = 0
-        self._consistency_interval = consistency_interval
-        self._counted_from = 0  # the step from which the ledger counts
-        self._full_exchange_next = self._full_exchange_in_flight = False  # requested for the next, the last step
+        self.timer, self._consistency_interval = PhaseTimer(device), consistency_interval
         # The shapes of the first rank's shards on all ranks, so that all choose the same options.
         shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], self.collectives.model_ranks)
         self.options = options.resolve(shapes, self.collectives.replicas)
-        self.settings = setup_checks.agree(
-            self,
-            {"reduction": reduction},
-            {
-                "max_norm": max_norm,
-                "total_steps": total_steps,
-                "max_skipped_steps": max_skipped_steps,
-                "consistency_interval": consistency_interval,
-                "optimizer": type(optimizer).__name__,
-                "kernels": setup_checks.chosen_kernels(self.collectives, kernels, self._shards),
-            },
-            frozen,
+        run_settings = dict(
+            max_norm=max_norm,
+            total_steps=total_steps,
+            max_skipped_steps=max_skipped_steps,
+            consistency_interval=consistency_interval,
         )
-        trained = [stored(shard.parameter) for shard in self._shards]
-        self.collectives.broadcast_from_first([*trained, *(values for _, values in frozen)])
+        settings = {"method": options.method_name(), "reduction": reduction, **self.options.fingerprint()}
+        self.settings = setup_checks.make_equal(
+            self.collectives, self._shards, optimizer, model, kernels, settings, run_settings
+        )
         self.weights: list[ReplicaWeights] = []
         if method.per_replica_weights:
             count = len(replicas.endpoints)
             self.weights = simulation.weights_of_replicas(count, self._shards, optimizer, make_optimizer)
-        self._active_replica = 0  # whose weights the model contains
-        self._shows_shared_weights = False  # inside `shared_weights`, with weights of each replica
         scale = float(self.collectives.replicas) if reduction == "sum" else 1.0
         common = {"gradient_scale": scale, "total_steps": total_steps, "kernels": kernels, "max_norm": max_norm}
         self.methods = replicas.run(lambda replica: method(self._context(replica, common), self.options))
@@ -136,10 +128,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             made.declared_states()  # before an exchange is in flight
         if method.divides_optimizer_state:
             release_state(optimizer)
-        self.guard = guard_of(self, scale, kernels, max_skipped_steps)
+        groups = partial(getattr, self, "param_groups")
+        self.guard = guard_of(self.methods[0], self._shards, replicas, groups, self.timer, kernels, max_skipped_steps)
         self._overlap = BackwardOverlap.of(self.methods, self._shards) if overlap else None
         self._arriving = ForwardOverlap.of(self.methods[0], model, self._shards) if self._overlap else None
-        self.first_step_check = setup_checks.check_at_first_step(self)
+        self.first_step_check = self.register_step_pre_hook(self._before_step)
 
     def _context(self, replica: int, common: dict[str, Any]) -> MethodContext:
         """Return a replica's context. The first one shares `grad_norm`, `clip_factor` and `timer` with this object."""
@@ -147,8 +140,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         weights = self.weights[replica] if self.weights else None
         shards, optimizer = (weights.shards, weights.optimizer) if weights else (self._shards, self.inner)
         return MethodContext(shards, self.replicas.endpoints[replica], optimizer, **common, **own)
-
-    _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it.
 
     # The groups and the state are the wrapped optimizer's, which replaces both lists when it loads a state.
     # `Optimizer.__init__` assigns empty ones.
@@ -164,11 +155,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return self._shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new parameters.
-
-        Raises:
-            ValueError: always after construction, because the method's state is laid out then.
-        """
+        """Raise ValueError after construction, because the method's state is laid out then."""
         if hasattr(self, "_shards"):
             raise ValueError("all parameters must be passed at construction; build a new optimizer")
 
@@ -265,11 +252,25 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Switch an optimizer with two modes, such as a schedule-free one, to training."""
-        modes.switch_mode(self, "train")
+        self._switch_mode("train")
 
     def eval(self) -> None:
         """Switch an optimizer with two modes to evaluation: its weights are then those to evaluate and to save."""
-        modes.switch_mode(self, "eval")
+        self._switch_mode("eval")
+
+    @torch.no_grad()
+    def _switch_mode(self, mode: Literal["train", "eval"]) -> None:
+        if not hasattr(self.inner, mode):
+            return
+        if not isinstance(self.methods[0], GradientMethod):
+            raise ValueError(
+                f"{type(self.inner).__name__} has two modes, with weights of its own in its state, which the method "
+                f"{self.options.method_name()!r} does not exchange; choose a method that exchanges gradients, such as "
+                "'dense' or 'topk', or another optimizer"
+            )
+        self.finish_previous_step()
+        getattr(self.inner, mode)()
+        self.sharding.version.changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Collective if a backward pass failed whose exchange had started."""
@@ -310,8 +311,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Drop exchanges in flight, requests, and state that a checkpoint may lack, before a load. Collective."""
         self.finish_previous_step()
         self._full_exchange_next = self._full_exchange_in_flight = False
-        for limit in self.guard.limits:
-            limit.usual.zero_()
+        for usual in self.guard.usual_norms:
+            usual.zero_()
         self.replicas.run(lambda i: self.methods[i].prepare_to_load())
 
     def request_full_exchange(self) -> None:
@@ -321,9 +322,27 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.sharding.unsent.request_full_exchange()
         self.replicas.run(lambda i: self.methods[i].request_full_exchange())
 
+    @torch.no_grad()
     def flush(self) -> None:
-        """Send everything that is pending, if no further step will do it, see `pending.flush`. Collective."""
-        pending.flush(self)
+        """Send everything that is pending, if no further step will do it. Collective.
+
+        With per-replica weights this is an exchange alone: the replicas' optimizers do not step.
+        """
+        self.joint_calls.expect("flush")
+        if self.weights:
+            self.request_full_exchange()
+            self._full_exchange_next = False
+            info = StepInfo(self.attempted_steps, torch.ones_like(self.grad_norm, dtype=torch.bool))
+            with self.timer.phase("exchange"):
+                self.replicas.run(lambda i: self._local(i).exchange(info))
+            self.sharding.version.changed()
+        elif self.sharding.unsent.described("exact") or any(s.is_gradient for s in self.methods[0].declared_states()):
+            self.zero_grad()
+            self.request_full_exchange()
+            self.sharding.unsent.as_gradients(self._shards)
+            for _ in self.replicas.endpoints:
+                self.stash_replica_gradients()
+            self.step()
 
     def _local(self, replica: int) -> LocalMethod:
         method = self.methods[replica]
@@ -357,13 +376,17 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             if isinstance(module, FSDPModule):
                 module.reshard()  # weights gathered for a forward pass without a backward pass are outdated
 
+    @torch.no_grad()
     def saved_model(self) -> dict[str, Tensor]:
         """Return local tensors that checkpoints store instead of the parameters of these names. Collective."""
-        if self.weights:
-            if self._local(0).model_state().per_replica:  # their mean is a collective
-                self.joint_calls.expect("shared_weights")
-            return shared_model([self._local(i).model_state() for i in range(len(self.weights))], self.collectives)
-        return self.levels.model_saved() if self.levels else {}
+        if not self.weights:
+            return self.levels.model_saved() if self.levels else {}
+        if not self._local(0).model_state().per_replica:
+            return self._local(0).model_state().tensors
+        self.joint_calls.expect("shared_weights")
+        each = [self._local(i).model_state().tensors for i in range(len(self.weights))]
+        mean, collectives = simulation.mean_of_rows, self.collectives
+        return {name: mean(torch.stack([tensors[name] for tensors in each]), collectives) for name in each[0]}
 
     @torch.no_grad()
     def model_loaded(self) -> None:
@@ -385,15 +408,102 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.register_step_pre_hook(lambda *_: timed("exchange", levels.before_step)())
         self.register_step_post_hook(lambda *_: timed("exchange", levels.after_step)(self.guard.applied))
 
+    # ------------------------------------------------------------- the state of this rank, for `torch.save`
+
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that an exact resume needs besides the model's parameters, see `rank_state`. Collective."""
-        return rank_state.save(self)
+        """Return everything that an exact resume needs besides the model's parameters. Collective.
 
+        Ranks differ: every rank has to save its own, unless `_is_equal_on_all_ranks`. Weights of each replica are part
+        of it, because `replicate` would overwrite those that were loaded before it.
+
+        Returns:
+            The state of the wrapped optimizer, and "replica": the method's. The tensors are those in use, not copies.
+
+        Raises:
+            ValueError: called by `torch.distributed.checkpoint`, which would lose the state of other replicas; or, on
+                the first rank, not called on all ranks although each needs its own state.
+        """
+        self.finish_previous_step()
+        if self.collectives.replicas > 1:
+            setup_checks.refuse_dcp(sys._getframe(1).f_globals["__name__"])
+        if not self._is_equal_on_all_ranks():
+            self.joint_calls.expect(
+                "state_dict", f"ranks differ, so every rank has to save its own state. {setup_checks.DCP}"
+            )
+        return self.inner.state_dict() | {"replica": self._replica_state()}
+
+    def _is_equal_on_all_ranks(self) -> bool:
+        """Return whether the state of one rank is that of all, as with `dense` and unsharded parameters."""
+        first = self.methods[0]
+        differs = self.weights or any(s.per_replica for s in first.declared_states()) or first.divides_optimizer_state
+        return self.collectives.model_ranks == 1 and not differs
+
+    def _replica_state(self) -> dict[str, Any]:
+        return {
+            "layout": self._layout(),
+            "methods": self.replicas.run(lambda i: self.methods[i].state_dict()),
+            "weights": [[stored(shard.parameter) for shard in one.shards] for one in self.weights],
+            "optimizers": [one.optimizer.state_dict() for one in self.weights[1:]],
+            "usual_norms": list(self.guard.usual_norms),
+            "attempted_steps": self.attempted_steps,
+            "skipped": (self.guard.skipped, self.guard.skipped_in_a_row),
+            "sent_bytes": dict(self.collectives.ledger.sent),
+        }
+
+    def _layout(self) -> dict[str, Any]:
+        """Return the settings that a state depends on, and this rank's position."""
+        own = {"replicas": self.collectives.replicas, "replica": self.collectives.replica}
+        own["shard"] = self.collectives.model_rank
+        return self.settings | ({} if self._is_equal_on_all_ranks() else own)
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict` of the same rank, layout and options. Load the model's parameters as well."""
-        rank_state.load(self, state_dict)
+        """Load the result of `state_dict`. Collective. Load the model's parameters as well.
 
-    # ------------------------------------------------------------------------------- checks and reports
+        Raises:
+            ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
+        """
+        saved = state_dict.get("replica")
+        divides = self.methods[0].divides_optimizer_state
+        setup_checks.raise_on_all_ranks(
+            self.collectives, setup_checks.state_mismatch(saved, self._layout(), len(self.weights), divides)
+        )
+        assert saved is not None
+        # Tensors that are still in use are copied, because the load begins to overwrite them.
+        in_use = {values.data_ptr() for values in tree_leaves(self._replica_state()) if isinstance(values, Tensor)}
+        saved = tree_map_only(Tensor, lambda values: values.clone() if values.data_ptr() in in_use else values, saved)
+        self.prepare_to_load()
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "replica"})
+        if self.weights:
+            self.weights[0] = ReplicaWeights.of(self._shards, self.inner)
+            self.replace_weights(saved["weights"][0])
+        for i, one in enumerate(self.weights[1:]):
+            for shard, value in zip(one.shards, saved["weights"][i + 1], strict=True):
+                stored(shard.parameter).copy_(value)
+            one.optimizer.load_state_dict(saved["optimizers"][i])
+            self.weights[i + 1] = ReplicaWeights.of(one.shards, one.optimizer)
+        self.replicas.run(lambda i: self.methods[i].load_state_dict(saved["methods"][i]))
+        for usual, values in zip(self.guard.usual_norms, saved.get("usual_norms", ()), strict=False):
+            usual.copy_(values)
+        self.attempted_steps = saved["attempted_steps"]
+        self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"]
+        self.collectives.ledger.sent.clear()
+        self.collectives.ledger.sent.update(saved["sent_bytes"])
+        self.sharding.version.changed()
+
+    # ------------------------------------------------------------------------------------------- checks
+
+    def _before_step(self, *_: Any) -> None:
+        """Check in the first step how the model was used after the optimizer was built."""
+        if not self._is_first_step:
+            return
+        self._is_first_step = False  # the hook stays: PyTorch does not permit its removal while the hooks run
+        setup_checks.refuse_synchronized(self._shards)
+        if self.weights and not self.attempted_steps:
+            # Local updates would otherwise send the difference to the weights before as the first displacement.
+            anchors = self._local(0).anchors()  # those of this replica: a mean over replicas is rounded
+            if setup_checks.broadcast_loaded_weights(self.collectives, self._shards, anchors):
+                self.model_loaded()
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         """Return the tensors that must be bitwise equal on all replicas. Call `finish_previous_step` first."""
@@ -405,7 +515,18 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         Raises:
             DamagedParametersError: on every rank, with ranks and parameters.
         """
-        checks.check_parameters(self, step)
+        self.wait_for_weights()
+        if self.collectives.is_fake:
+            return
+        named = []
+        for shard in () if self.weights else self._shards:
+            named.append((f"parameter {shard.name!r}", is_plausible(stored(shard.parameter))))
+        for i, replica in enumerate(self.weights):
+            anchors, label = self._local(i).anchors(), self.replicas.endpoints[i].label
+            for shard in replica.shards:
+                plausible = is_plausible(stored(shard.parameter), anchors[shard.name])
+                named.append((f"parameter {shard.name + label!r}", plausible))
+        check_plausible(named, self.collectives, step)
 
     def check_consistency(self, step: int) -> None:
         """Compare the tensors that all replicas share, bit by bit, after `step`. Collective; waits for the device.
@@ -413,7 +534,18 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         Raises:
             ReplicasDifferError: on every rank, if they differ and are not, or cannot be, repaired.
         """
-        checks.check_replicas(self, step)
+        if self.levels is not None:
+            self.finish_previous_step()
+            self.levels.check_consistency(self.grad_norm.device, step, self.repairs)
+        if self.collectives.replicas == 1 or isinstance(self.collectives, DryRunCollectives):
+            return
+        with self.timer.phase("compare"):
+            self.finish_previous_step()
+            tensors, device = self.replicated_tensors(), self.grad_norm.device
+            if not check_replicas_equal(self.collectives, tensors, device, step, self.repairs):
+                self.sharding.version.changed()
+
+    # ------------------------------------------------------------------------------------------ reports
 
     def observe(self, observer: Observer | None) -> None:
         """Pass the synchronized gradients of the next steps to an observer; None to stop."""
@@ -440,9 +572,27 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._counted_from = self.attempted_steps
 
     def stats(self) -> dict[str, float]:
-        """Return figures of the last step and bytes per step, see `reports.stats`. Any rank may call it alone."""
-        return reports.stats(self)
+        """Return figures of the last step without communication, so that any rank may call it alone.
 
-    def metrics(self) -> dict[str, float]:
-        """Return the figures of the last step for the log, see `reports.metrics`. Collective."""
-        return reports.metrics(self)
+        Keys: those of `metrics`, as values of this rank; "grad_norm" and "clip_factor" of the whole model; "steps"; and
+        per step and rank "sent_bytes" and "dense_bytes", counted from the start or from the last `load_checkpoint`.
+        """
+        sent = sum(self.collectives.ledger.sent.values())
+        return self.metrics(local=True) | {
+            "grad_norm": self.grad_norm.item(),
+            "steps": float(self.attempted_steps),
+            "sent_bytes": sent / max(1, self.attempted_steps - self._counted_from),
+            "dense_bytes": self.dense_bytes(),
+        }
+
+    def metrics(self, local: bool = False) -> dict[str, float]:
+        """Return the figures of the last step for the log. Collective unless `local`, which returns those of this rank.
+
+        Keys: "density", "residual_norm" if the method has a residual, "clip_factor", "skipped_steps", and the method's
+        own.
+        """
+        figures: dict[str, float] = self.replicas.run(lambda i: self.methods[i].metrics(local))[0]
+        if (squares := self.sharding.unsent.squares()) is not None:
+            total = squares if local else self.collectives.sum_over_all(squares)
+            figures["residual_norm"] = total.item() ** 0.5
+        return figures | {"clip_factor": self.clip_factor.item(), "skipped_steps": float(self.guard.skipped)}

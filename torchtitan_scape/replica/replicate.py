@@ -1,24 +1,30 @@
 """`replicate`: any synchronization method in any training loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.parameters import Shard, collect_shards, model_group_of
 from torchtitan_scape.core.renamed_keys import renamed
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.loop_checks import LoopChecks
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import ONE_OPTIMIZER, refuse_wrappers
 from torchtitan_scape.replica.simulation import Named
+from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.groups import ReplicaGroups
 from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+from torchtitan_scape.topology.process_groups import collectives_of
 
 MethodChoice: TypeAlias = MethodOptions | str | dict[str, Any]
+RealReplicas: TypeAlias = ProcessGroup | DeviceMesh | ReplicaGroups | ReplicaCollectives | None
 ReplicaChoice: TypeAlias = RealReplicas | SimulatedReplicas
 
 
@@ -38,52 +44,32 @@ def replicate(
 ) -> ReplicaOptimizer:
     """Wrap an optimizer so that `step()` synchronizes the replicas, clips by the synchronized norm and updates.
 
-    It serves the replicate axis as `fully_shard` serves the shard axis. PyTorch's private function of the same name
-    (`torch.distributed._composable.replicate`) is DDP; this one all-reduces nothing in the backward pass unless
-    `overlap` is set, and the method decides what is exchanged.
-
-    Do not wrap the model in DistributedDataParallel, and do not call `clip_grad_norm_` before `step()`: replicas still
-    differ there. Gradient accumulation needs nothing special; with `overlap`, call `prepare_last_backward()` before the
-    last backward pass of a step.
+    It serves the replicate axis as `fully_shard` serves the shard axis. Do not wrap the model in
+    DistributedDataParallel, and do not call `clip_grad_norm_` before `step()`: replicas still differ there.
 
     Args:
-        model: any module; plain parameters, or DTensors sharded by FSDP2 over one mesh dimension. The weights of
-            replica 0 are broadcast.
+        model: with plain parameters, or DTensors sharded by FSDP2 over one mesh dimension. The weights of replica 0 are
+            broadcast.
         optimizer: a `torch.optim` optimizer on all trainable parameters of the model, or a function that builds one on
             named parameters (needed for simulated replicas of methods with per-replica weights).
-        method: the options of a method, its name for the defaults, or a dict as a TOML section has it:
-            {"method": "sparta", "interval": 3}.
-        replicas: the ranks that hold the same shard: a ProcessGroup, a one-dimensional DeviceMesh such as
-            `mesh["replicate"]`, `ReplicaGroups` for several link levels, or `SimulatedReplicas`; None for one replica
-            on all ranks of the job.
+        method: the options of a method, its name, or a dict as a TOML section: {"method": "sparta", "interval": 3}.
+        replicas: the ranks that hold the same shard: a ProcessGroup, a one-dimensional DeviceMesh, `ReplicaGroups` for
+            several link levels, or `SimulatedReplicas`; None for one replica on all ranks of the job.
         max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
-        reduction: "mean" if each replica averages the loss over its own batch; "sum" if the loss is divided by the
-            global number of tokens.
+        reduction: "mean" if each replica averages the loss over its batch; "sum" if all divide by the global tokens.
         total_steps: of the run, for methods with a schedule; 0 if unknown.
-        overlap: start the exchange during the backward pass, if the method supports it. Gradients must not be changed
-            between the backward pass and `step`. Changes of the weights of `quantized_update` then arrive during the
-            model's next forward pass: call `finish_previous_step()` before other code reads weights.
+        overlap: start the exchange during the last backward pass of a step: call `prepare_last_backward()` before it,
+            do not change gradients after it, and call `finish_previous_step()` before other code than the next forward
+            pass reads weights.
         max_skipped_steps: raise `NonFiniteGradientError` after so many steps in a row with a non-finite gradient.
-        consistency_interval: steps between two calls of `check_consistency`; 0 for none. One reads the parameters, and
-            waits for the device.
+        consistency_interval: steps between two calls of `check_consistency`, which waits for the device; 0 for none.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
-
-    Returns:
-        The optimizer of the training loop. Learning-rate schedulers work on it or on the wrapped optimizer.
 
     Raises:
         ValueError: for unsupported parameters, options or optimizers, and for replicas that disagree on any of them.
     """
-    refuse_wrappers(model)
-    if isinstance(optimizer, ReplicaOptimizer):
-        raise ValueError("the optimizer is the result of replicate() already; pass the optimizer inside it")
-    options = _options(method)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _name_parameters(model, optimizer)
-    if overlap and not options.cost().supports_overlap:
-        raise ValueError(
-            f"overlap = True does not go with method {options.method_name()!r} and these options; leave it out"
-        )
+    options = _options(method, overlap)
+    _check_parameters(model, optimizer)
     replicated = ReplicaOptimizer(
         optimizer,
         options,
@@ -98,14 +84,22 @@ def replicate(
         kernels=kernels,
     )
     if len(replicated.replicas.endpoints) == 1:
-        LoopChecks(replicated)
+        LoopChecks(replicated, replicated.shards())
     return replicated
 
 
-def _options(method: MethodChoice) -> MethodOptions:
-    """Return the options of a method. Raises ValueError for an unknown name or option."""
-    if isinstance(method, MethodOptions):
-        return method
+def _options(method: MethodChoice, overlap: bool) -> MethodOptions:
+    """Return the options of a method. Raises ValueError if it does not support `overlap`."""
+    options = method if isinstance(method, MethodOptions) else _options_of(method)
+    if overlap and not options.cost().supports_overlap:
+        raise ValueError(
+            f"overlap = True does not go with method {options.method_name()!r} and these options; leave it out"
+        )
+    return options
+
+
+def _options_of(method: str | dict[str, Any]) -> MethodOptions:
+    """Return the options in a section. Raises ValueError for an unknown name or option."""
     section = {"method": method} if isinstance(method, str) else dict(method)
     name = section.pop("method", None)
     if name not in METHODS:
@@ -120,8 +114,13 @@ def _options(method: MethodChoice) -> MethodOptions:
     return entry.options(**section)
 
 
-def _name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_parameters(model: nn.Module, optimizer: Any) -> None:
     """Give the param groups the model's parameter names. Raises ValueError if the optimizer has other parameters."""
+    refuse_wrappers(model)
+    if isinstance(optimizer, ReplicaOptimizer):
+        raise ValueError("the optimizer is the result of replicate() already; pass the optimizer inside it")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
     names = {id(p): name for name, p in model.named_parameters()}
     optimized: set[int] = set()
     for group in optimizer.param_groups:
@@ -147,3 +146,29 @@ def _replicas(replicas: ReplicaChoice, model: nn.Module) -> OneReplica | Simulat
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     group = {"params": [p for _, p in trained], "param_names": [name for name, _ in trained]}
     return OneReplica(replicas_of(replicas, collect_shards([group])))
+
+
+def replicas_of(replicas: RealReplicas, shards: Iterable[Shard]) -> ReplicaCollectives:
+    """Return the collectives between the ranks that hold the same shards.
+
+    Raises:
+        ValueError: a mesh of several dimensions, or no replicas in a job with more ranks than those of the model.
+    """
+    if isinstance(replicas, ReplicaCollectives):
+        return replicas
+    if isinstance(replicas, ReplicaGroups):
+        return collectives_of(replicas, None)
+    model = model_group_of(shards)
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise ValueError(f"replicas is a mesh of {replicas.ndim} dimensions; pass one of them: mesh['replicate']")
+        replicas = replicas.get_group()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    own = dist.get_world_size(model) if model else 1
+    if replicas is None and own < ranks:
+        raise ValueError(
+            f"replicas is None, but the job has {ranks} ranks and the model is on {own} of them, so the others would "
+            "train models of their own; pass dist.group.WORLD or mesh['replicate'], or, if this is intended, a process "
+            "group with this rank alone"
+        )
+    return collectives_of(None if replicas is None or dist.get_world_size(replicas) == 1 else replicas, model)

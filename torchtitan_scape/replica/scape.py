@@ -7,8 +7,8 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.scape.method import ScapeMethod
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.replica.groups import RealReplicas, replicas_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
+from torchtitan_scape.replica.replicate import RealReplicas, replicas_of
 from torchtitan_scape.topology.in_process import OneReplica
 
 
@@ -22,14 +22,7 @@ class Scape(ReplicaOptimizer):
         params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`, `weight_decay`,
             `betas` or `eps`; plain tensors or DTensors.
         options: see `ScapeOptions`, or a dictionary of its values.
-        replicas: the ranks that hold the same parameters: a ProcessGroup, a one-dimensional DeviceMesh,
-            `torchtitan_scape.topology.groups.ReplicaGroups`, `ReplicaCollectives`, or None for one replica on all ranks
-            of the job.
-        max_norm: bound on the norm of the synchronized gradient over the whole model; None for no clipping.
-        reduction: "mean" to average the replicas' gradients, "sum" to add them (the loss is divided by the global
-            number of tokens).
-        max_skipped_steps: raise `NonFiniteGradientError` after so many skipped steps in a row.
-        kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
+        replicas, max_norm and others: see `replicate`; `ReplicaCollectives` are accepted as replicas, too.
 
     Raises:
         ValueError: for arguments out of range, integer parameters, and replicas that disagree on any of this.

@@ -3,18 +3,18 @@
 import gc
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
+from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.kernels.backends import choose_backend
-from torchtitan_scape.methods.registry import MethodEntry
+from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
@@ -29,13 +29,16 @@ _UNSUPPORTED = {
     torch.optim.LBFGS: "evaluates the loss several times in a step",
     torch.optim.SparseAdam: "needs sparse gradients, which no method exchanges",
 }
-
-
 # What to do about a setting that differs between replicas.
 _ADVICE = {
     "kernels": "they divide the gradients differently: install triton on all machines, or set kernels to 'torch' on all"
 }
 
+DCP = (
+    "Every rank can save into one checkpoint instead, which load_checkpoint() loads with another number of ranks, "
+    "method or options too: torch.distributed.checkpoint.save(checkpoint_states(model, optimizer), "
+    "checkpoint_id=path), with both functions from torchtitan_scape"
+)
 ONE_OPTIMIZER = (
     "replicate() takes one optimizer with all trainable parameters: use param groups for different rates, and in place "
     "of two optimizers, Muon and AdamW, pass torchtitan_scape.Muon(model.named_parameters()), which contains both"
@@ -50,23 +53,18 @@ def check_arguments(max_norm: float | None, reduction: str) -> None:
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, name: str, entry: MethodEntry) -> None:
-    """Refuse an optimizer whose algorithm does not work with the method.
+def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise ValueError for an optimizer whose algorithm does not work with the method `name`.
 
     Most methods work with any optimizer but some of this project's. Those that compute with its moments, or update the
     parameters themselves, need an algorithm that they know.
-
-    Args:
-        name: of the method.
-
-    Raises:
-        ValueError: with the optimizers that the method works with.
     """
     given = type(optimizer).__name__
     for kind, reason in _UNSUPPORTED.items():
         if isinstance(optimizer, kind):
             raise ValueError(f"{given} {reason}; pass another optimizer, such as AdamW")
     known = {key for key, one in OPTIMIZERS.items() if has_step_of(optimizer, one.kind)}
+    entry = METHODS[name]
     method, accepted = entry.method, " or ".join(entry.optimizers)
     must_be_known = method.holds_optimizer_state or method.reads_moments
     if not known.intersection(entry.optimizers) and (known or must_be_known):
@@ -116,22 +114,6 @@ def refuse_copies(module: FSDPModule, what: str) -> None:
         )
 
 
-def check_at_first_step(optimizer: Any) -> RemovableHandle:
-    """Let the first step of a `ReplicaOptimizer` check how the model was used after the optimizer was built."""
-    is_first = True  # The hook stays: PyTorch does not permit its removal while the hooks run.
-
-    def check_once(*_: Any) -> None:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            refuse_synchronized(optimizer.shards())
-            if optimizer.weights and not optimizer.attempted_steps:
-                follow_loaded_weights(optimizer)
-
-    handle: RemovableHandle = optimizer.register_step_pre_hook(check_once)
-    return handle
-
-
 def refuse_synchronized(shards: Sequence[Shard]) -> None:
     """Raise ValueError if DistributedDataParallel holds the parameters, as in Fabric's `setup`, or FSDP2 with replicas.
 
@@ -155,22 +137,6 @@ def refuse_synchronized(shards: Sequence[Shard]) -> None:
                 "noop_hook) of the wrapper before the first step; noop_hook is in "
                 "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
             )
-
-
-@torch.no_grad()
-def follow_loaded_weights(optimizer: Any) -> None:
-    """Start all replicas from weights that were loaded into the model after the optimizer was built. Collective.
-
-    Local updates would otherwise send the difference to the weights before as the first displacement.
-    """
-    # Those of this replica, which equal the weights until the first exchange: a mean over replicas is rounded.
-    anchors, parameters = optimizer.methods[0].anchors(), [stored(shard.parameter) for shard in optimizer.shards()]
-    starts = [anchors[s.name].to(p.device, p.dtype) for s, p in zip(optimizer.shards(), parameters, strict=True)]
-    loaded = not all(torch.equal(p, start) for p, start in zip(parameters, starts, strict=True))
-    if any(optimizer.collectives.gather_objects(loaded)):
-        optimizer.collectives.broadcast_from_first(parameters)
-        optimizer.model_loaded()
-        logger.info("weights were loaded after the optimizer was built; all replicas start from those of the first one")
 
 
 def count_copies_once(shards: Sequence[Shard], collectives: ReplicaCollectives) -> None:
@@ -211,11 +177,6 @@ def frozen_parameters(
     return [(name, stored(parameter)) for name, parameter in parameters if not parameter.requires_grad]
 
 
-def parameter_checksum(shards: Sequence[Shard]) -> int:
-    """Return a checksum of the names, local sizes and param groups of the parameters."""
-    return zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in shards]).encode())
-
-
 def chosen_kernels(collectives: ReplicaCollectives, kernels: str, shards: Sequence[Shard]) -> str:
     """Return the kernels of this rank, "triton" or "torch". Collective.
 
@@ -231,32 +192,57 @@ def chosen_kernels(collectives: ReplicaCollectives, kernels: str, shards: Sequen
     return chosen
 
 
-def agree(
-    optimizer: Any,
-    checkpoint_settings: dict[str, Any],
+def make_equal(
+    collectives: ReplicaCollectives,
+    shards: Sequence[Shard],
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None,
+    kernels: str,
+    settings: dict[str, Any],
     run_settings: dict[str, Any],
-    frozen: Sequence[tuple[str, Tensor]],
 ) -> dict[str, Any]:
-    """Check that all replicas of a `ReplicaOptimizer` have equal settings. Collective.
+    """Check that all replicas have equal settings, parameters and optimizers, and broadcast the weights. Collective.
 
     Args:
-        frozen: the result of `frozen_parameters`.
+        settings: those that a checkpoint depends on; at least "method".
 
     Returns:
-        The settings that a checkpoint depends on.
+        `settings`, and a checksum of the parameters.
+
+    Raises:
+        ValueError: on every rank if two replicas differ, or one cannot run `kernels`.
     """
-    settings = {
-        "method": optimizer.options.method_name(),
-        "parameters": parameter_checksum(optimizer.shards()),
-        **checkpoint_settings,
-        **optimizer.options.fingerprint(),
+    frozen = frozen_parameters(model, shards, collectives)
+    parameters = zlib.crc32(repr([(s.name, s.size, s.columns, s.group) for s in shards]).encode())
+    settings = {"method": settings["method"], "parameters": parameters, **settings}
+    run_settings = run_settings | {
+        "optimizer": type(optimizer).__name__,
+        "kernels": chosen_kernels(collectives, kernels, shards),
+        **(optimizer.fingerprint() if isinstance(optimizer, Muon) else {}),
+        "frozen parameters": zlib.crc32(repr([(name, tuple(t.shape), t.dtype) for name, t in frozen]).encode()),
     }
-    described = [(name, tuple(values.shape), values.dtype) for name, values in frozen]
-    if isinstance(optimizer.inner, Muon):
-        run_settings = run_settings | optimizer.inner.fingerprint()
-    run_settings = run_settings | {"frozen parameters": zlib.crc32(repr(described).encode())}
-    check_replicas_agree(optimizer.collectives, settings | run_settings, optimizer.param_groups)
+    check_replicas_agree(collectives, settings | run_settings, optimizer.param_groups)
+    trained = [stored(shard.parameter) for shard in shards]
+    collectives.broadcast_from_first([*trained, *(values for _, values in frozen)])
     return settings
+
+
+@torch.no_grad()
+def broadcast_loaded_weights(
+    collectives: ReplicaCollectives, shards: Sequence[Shard], anchors: Mapping[str, Tensor]
+) -> bool:
+    """Broadcast the weights of the first replica if some differ from the anchors. Return whether. Collective.
+
+    They were loaded into the model after the optimizer was built; until the first exchange they equal the anchors.
+    """
+    parameters = [stored(shard.parameter) for shard in shards]
+    starts = [anchors[s.name].to(p.device, p.dtype) for s, p in zip(shards, parameters, strict=True)]
+    loaded = not all(torch.equal(p, start) for p, start in zip(parameters, starts, strict=True))
+    if not any(collectives.gather_objects(loaded)):
+        return False
+    collectives.broadcast_from_first(parameters)
+    logger.info("weights were loaded after the optimizer was built; all replicas start from those of the first one")
+    return True
 
 
 def raise_on_all_ranks(collectives: ReplicaCollectives, error: str) -> None:
@@ -288,3 +274,52 @@ def check_replicas_agree(
             advice = _ADVICE.get(key, "every replica needs the same model, optimizer and options")
             error = f"rank {rank} has {key}={other.get(key)!r}, rank {ranks[own]} has {settings.get(key)!r}; {advice}"
     raise_on_all_ranks(collectives, error)
+
+
+# ----------------------------------------------------------------------------------------- `state_dict` of a rank
+
+
+def refuse_dcp(caller: str) -> None:
+    """Raise ValueError if the module `caller`, which asks for the state of one of several replicas, is of DCP."""
+    if caller.startswith("torch.distributed.checkpoint"):
+        raise ValueError(
+            "torch.distributed.checkpoint stores one of the replicas' entries of the same name, so the others' state "
+            "would be lost; save checkpoint_states(model, optimizer) and load with load_checkpoint(), both from "
+            "torchtitan_scape"
+        )
+
+
+def state_mismatch(saved: dict[str, Any] | None, present: dict[str, Any], weights: int, divides: bool) -> str:
+    """Return why the saved state of a rank cannot be loaded on this one, or an empty string.
+
+    Args:
+        saved: the entry "replica" of `ReplicaOptimizer.state_dict`.
+        present: the layout of this rank.
+        weights: number of replicas of this process with weights of their own.
+        divides: whether every replica has the optimizer's state of its parts only.
+    """
+    if saved is None:
+        return (
+            "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
+            "(helpers that gather optimizer state by parameter drop the method's state)"
+        )
+    layout = with_present_keys(saved["layout"], f"sync.{saved['layout']['method']}")
+    for key, value in present.items():
+        if key == "shard" and key not in layout:  # earlier versions did not save it
+            continue
+        if layout.get(key) == value:
+            continue
+        different = f"the saved state has {key}={layout.get(key)!r}, this run has {value!r}; "
+        if key in ("replica", "shard"):
+            return f"{different}ranks differ, so every rank has to load the file that it saved. {DCP}"
+        return (
+            f"{different}the file of a rank needs the layout and options that saved it. To change them, load the files "
+            f"with these, and save once more. {DCP}"
+        )
+    if divides and "applied_steps" not in saved["methods"][0]:
+        return (
+            "the saved state is that of an earlier version, where the optimizer had all moments; use checkpoint_states"
+        )
+    if len(saved["weights"]) != weights:
+        return "the saved state lacks weights of a replica, as those of earlier versions; use checkpoint_states"
+    return ""

@@ -24,11 +24,13 @@ class ReplicaWeights:
 
     Attributes:
         moments: the optimizer's state by kind and parameter name, local tensors.
+        others: the state of other shapes than the parameters', in the same way.
     """
 
     shards: list[Shard]
     optimizer: torch.optim.Optimizer
     moments: dict[str, dict[str, Tensor]]
+    others: dict[str, dict[str, Tensor]]
 
     @classmethod
     def of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
@@ -39,24 +41,25 @@ class ReplicaWeights:
         """
         if not all(optimizer.state.get(shard.parameter) for shard in shards):
             create_state(optimizer)
-        for shard in shards:
-            for kind, values in optimizer.state[shard.parameter].items():
-                if isinstance(values, Tensor) and values.shape != shard.parameter.shape and kind != "step":
-                    raise ValueError(
-                        f"{type(optimizer).__name__} keeps {kind!r} of shape {tuple(values.shape)} for {shard.name!r}; "
-                        "methods with per-replica weights need state of the parameters' shapes: use AdamW, for example"
-                    )
-        return cls.with_state_of(shards, optimizer)
+        made = cls.with_state_of(shards, optimizer)
+        for kind, tensors in made.others.items():
+            name, values = next(iter(tensors.items()))
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {kind!r} of shape {tuple(values.shape)} for {name!r}; methods with "
+                "per-replica weights need state of the parameters' shapes: use AdamW, for example"
+            )
+        return made
 
     @classmethod
     def with_state_of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
-        """As `of`, with the state that the optimizer has; other values than the parameters' shapes are left out."""
-        moments: dict[str, dict[str, Tensor]] = {}
+        """Return the weights with the state that the optimizer has."""
+        moments, others = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
         for shard in shards:
             for kind, values in optimizer.state[shard.parameter].items():
-                if isinstance(values, Tensor) and values.shape == shard.parameter.shape and kind != "step":
-                    moments.setdefault(kind, {})[shard.name] = local(values)
-        return cls(shards, optimizer, moments)
+                if isinstance(values, Tensor) and kind != "step":
+                    by_kind = moments if values.shape == shard.parameter.shape else others
+                    by_kind.setdefault(kind, {})[shard.name] = local(values)
+        return cls(shards, optimizer, moments, others)
 
     @classmethod
     def copy_of(cls, shards: Sequence[Shard], make_optimizer: MakeOptimizer) -> "ReplicaWeights":
@@ -67,16 +70,6 @@ class ReplicaWeights:
         for copy, shard in zip(copies, shards, strict=True):
             copy.counted = shard.counted
         return cls.of(copies, optimizer)
-
-    @property
-    def others(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state of other shapes than the parameters', by kind and name."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for shard in self.shards:
-            for kind, values in self.optimizer.state[shard.parameter].items():
-                if isinstance(values, Tensor) and values.shape != shard.parameter.shape and kind != "step":
-                    found.setdefault(kind, {})[shard.name] = local(values)
-        return found
 
     def within(self, name: str, values: Tensor) -> Tensor:
         """Return values of a parameter, (n,), in the shape of its moments."""
@@ -155,28 +148,26 @@ def rows_of(each: Sequence[list[State]]) -> list[State]:
 
     A tensor of another state is that of the first replica that has it, or consists of the parts of all.
     """
-    found = []
+    combined = []
     for states in zip(*each, strict=True):
-        first = states[0]
+        first, starts = states[0], states[0].starts
         tensors = {name: values for state in reversed(states) for name, values in state.tensors.items()}
         if first.per_replica:
             rows = {name: [state.tensors[name] for state in states] for name in tensors}
             tensors = {name: torch.stack(r) if len(r) > 1 else r[0].unsqueeze(0) for name, r in rows.items()}
-        elif first.starts is not None and len(states) > 1:
-            found.append(_joined(states))
-            continue
-        found.append(replace(first, tensors=tensors))
-    return found
+        elif starts is not None and len(states) > 1:
+            tensors, starts = _joined(states), dict.fromkeys(tensors, 0)
+        combined.append(replace(first, tensors=tensors, starts=starts))
+    return combined
 
 
-def _joined(states: Sequence[State]) -> State:
-    """Return a state with whole tensors, of which each replica has a part."""
+def _joined(states: Sequence[State]) -> dict[str, Tensor]:
+    """Return whole tensors, of which each replica has a part."""
     parts: dict[str, dict[int, Tensor]] = {}
     for state in states:
         for name, values in state.tensors.items():
             parts.setdefault(name, {})[(state.starts or {})[name]] = values
-    whole = {name: torch.cat([each[start] for start in sorted(each)]) for name, each in parts.items()}
-    return replace(states[0], tensors=whole, starts=dict.fromkeys(whole, 0))
+    return {name: torch.cat([each[start] for start in sorted(each)]) for name, each in parts.items()}
 
 
 def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
@@ -184,21 +175,6 @@ def mean_of_rows(rows: Tensor, collectives: ReplicaCollectives) -> Tensor:
     mean = rows.mean(0, dtype=torch.promote_types(rows.dtype, torch.float32))
     collectives.sum_over_replicas(mean)
     return mean.div_(collectives.replicas)
-
-
-@torch.no_grad()
-def shared_model(each: Sequence[State], collectives: ReplicaCollectives) -> dict[str, Tensor]:
-    """Return the weights that replicas share, or the mean over replicas if they share none. Collective.
-
-    The all-reduce of the mean is not counted, like all communication of checkpoints.
-
-    Args:
-        each: The state with `on_migration` = "model" of every replica of this process.
-    """
-    first = each[0]
-    if not first.per_replica:
-        return first.tensors
-    return {name: mean_of_rows(torch.stack([s.tensors[name] for s in each]), collectives) for name in first.tensors}
 
 
 def refuse_stash(stashed: int, simulated: int) -> NoReturn:

@@ -18,18 +18,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from torchtitan_scape.checkpoint import failed_steps
-from torchtitan_scape.checkpoint.failures import failure_text
-from torchtitan_scape.checkpoint.folder import call_on_rank_0, first_damage, names_in, read_record, steps_in
+from torchtitan_scape.checkpoint import storage
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
-from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata, read_record
 from torchtitan_scape.checkpoint.migration import migrate
-from torchtitan_scape.checkpoint.model import ModelCheckpoint
-from torchtitan_scape.checkpoint.parts import RANDOM, RandomState, sizes_line
-from torchtitan_scape.checkpoint.reader import OptimizerCheckpoint, StateReader, load_into
-from torchtitan_scape.checkpoint.safe_load import forget_metadata
-from torchtitan_scape.checkpoint.state import load_counters
-from torchtitan_scape.checkpoint.storage import MANIFEST, CheckedWriter, is_complete, is_finished, remove
+from torchtitan_scape.checkpoint.reader import StateReader
+from torchtitan_scape.checkpoint.safe_load import forget_metadata, load_into, names_in
+from torchtitan_scape.checkpoint.state import (
+    RANDOM,
+    ModelCheckpoint,
+    OptimizerCheckpoint,
+    RandomState,
+    load_counters,
+    sizes_line,
+)
+from torchtitan_scape.checkpoint.storage import call_on_rank_0
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.titan.components import (
     DATALOADER,
@@ -70,8 +73,6 @@ class ReplicaCheckpointer(CheckpointManager):
         """Set the values that TorchTitan's constructor does not receive.
 
         Args:
-            record: the metadata of this run.
-            layout: the global layout of the parameters.
             fallback: load the newest intact checkpoint if newer ones are damaged.
             device: the device of the random state.
         """
@@ -117,7 +118,7 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self._create_checkpoint_id(step)
         self._earlier_failed()
         if call_on_rank_0(
-            lambda: step not in self._not_counted and is_complete(path) and RUN_METADATA in names_in(path)
+            lambda: step not in self._not_counted and storage.is_complete(path) and RUN_METADATA in names_in(path)
         ):
             return
         state = self._flattened_model_states_sd()
@@ -148,7 +149,7 @@ class ReplicaCheckpointer(CheckpointManager):
         """Save with checksums and a manifest. The arguments are those of the parent."""
         self._being_written = checkpoint_id
         self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
-        writer = CheckedWriter(checkpoint_id)
+        writer = storage.CheckedWriter(checkpoint_id)
         options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id}
         if async_mode == AsyncMode.DISABLED:
             return dcp.save(state_dict, process_group=self._saving_group, **options)
@@ -172,40 +173,34 @@ class ReplicaCheckpointer(CheckpointManager):
         try:
             write()
         except (OSError, CheckpointException) as error:
-            causes = (
-                [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-            )
-            if not any(isinstance(cause, OSError) for cause in causes):
+            causes = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+            if not any(isinstance(cause, OSError) for cause, _ in causes):
                 raise
             path, self.save_future = self._being_written, None
-            text = failure_text(error, path)
-            if dist.get_rank() == 0 and not is_complete(path):
+            text = storage.failure_text(error, path)
+            if dist.get_rank() == 0 and not storage.is_complete(path):
                 with suppress(OSError):
-                    remove(path)
+                    storage.remove(path)
             intact = self._complete_steps()
             newest = f"the last good checkpoint is step-{intact[-1]}" if intact else "there is no other checkpoint"
             raise ValueError(f"{text}; {newest}") from error
 
     def note_failure(self, step: int) -> None:
-        """Record a step at which damage was found, see `checkpoint.failed_steps`."""
+        """Record a step at which damage was found."""
         if self.enable and not self.load_only and dist.get_rank() == 0:
             with suppress(OSError):
-                failed_steps.note(self.folder, step)
+                storage.note_failed_step(self.folder, step)
 
     def close(self) -> None:
         """Wait for an asynchronous save in progress, so that a failure is reported."""
-        if (
-            getattr(self, "enable", False)
-            and getattr(self, "save_future", None) is not None
-            and hasattr(self, "record")
-        ):
+        if getattr(self, "enable", False) and hasattr(self, "record") and getattr(self, "save_future", None):
             self._guarded(self._async_wait)
         super().close()
 
     def _complete_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints in the folder, ascending, without `_not_counted`."""
-        steps = (step for step in steps_in(self.folder) if step not in self._not_counted)
-        return [step for step in steps if is_complete(self._create_checkpoint_id(step))]
+        steps = (step for step in storage.steps_in(self.folder) if step not in self._not_counted)
+        return [step for step in steps if storage.is_complete(self._create_checkpoint_id(step))]
 
     def saves_at(self, step: int, last_step: bool = False) -> bool:
         """Return whether `save` would write this step."""
@@ -224,7 +219,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self._optimizers.guard.skipped_in_a_row:
             return
         try:
-            kept, existing = self._complete_steps()[-self.keep_latest_k :], steps_in(self.folder)
+            kept, existing = self._complete_steps()[-self.keep_latest_k :], storage.steps_in(self.folder)
         except OSError as error:  # for example of a network file system; the save itself succeeded
             logger.warning(f"no older checkpoint is deleted: {self.folder} cannot be listed ({error.strerror})")
             return
@@ -269,15 +264,17 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _choose(self, step: int) -> str | None:
         """Return the verified folder to resume from, or None if there is none."""
-        existing: list[int] = call_on_rank_0(lambda: steps_in(self.folder))
-        steps: list[int] = call_on_rank_0(lambda: [s for s in existing if is_finished(self._create_checkpoint_id(s))])
+        existing: list[int] = call_on_rank_0(lambda: storage.steps_in(self.folder))
+        steps: list[int] = call_on_rank_0(
+            lambda: [s for s in existing if storage.is_finished(self._create_checkpoint_id(s))]
+        )
         if step != -1:
             return self._path_of_step(step, steps)
         for unfinished in (s for s in existing if s not in steps and s > max(steps, default=-1)):
             logger.warning(
                 f"{self._create_checkpoint_id(unfinished)} has no manifest: it is incomplete and will not be loaded"
             )
-        left_out, failed = call_on_rank_0(lambda: self._left_out(steps))
+        left_out, failed = call_on_rank_0(lambda: storage.newest_to_leave_out(self.folder, steps))
         if left_out:
             logger.warning(
                 f"the run failed {left_out + 1} times at step {failed}: the state of "
@@ -286,7 +283,7 @@ class ReplicaCheckpointer(CheckpointManager):
             self._not_counted |= set(steps[-left_out:])
         for candidate in reversed(steps[: len(steps) - left_out]):
             path = self._create_checkpoint_id(candidate)
-            if (damage := first_damage(path)) is None:
+            if (damage := storage.first_damage(path)) is None:
                 return path
             if not self._fallback:
                 raise ValueError(
@@ -299,20 +296,12 @@ class ReplicaCheckpointer(CheckpointManager):
             raise ValueError(f"all checkpoints in {self.folder} are damaged; start in another --job.dump_folder")
         return None
 
-    def _left_out(self, steps: list[int]) -> tuple[int, int]:
-        """Return the result of `failed_steps.newest_to_leave_out`."""
-
-        def saved_at(step: int) -> float:
-            return os.path.getmtime(os.path.join(self._create_checkpoint_id(step), MANIFEST))
-
-        return failed_steps.newest_to_leave_out(self.folder, steps, saved_at)
-
     def _path_of_step(self, step: int, steps: list[int]) -> str:
         path = self._create_checkpoint_id(step)
         if step not in steps:
             known = f"finished are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is none"
             raise ValueError(f"checkpoint.load_step = {step}, but there is no finished {path}; {known}")
-        if (damage := first_damage(path)) is not None:
+        if (damage := storage.first_damage(path)) is not None:
             raise ValueError(f"{path} is damaged: {damage}; select another step with --checkpoint.load_step")
         self._not_counted |= {later for later in steps if later > step}
         return path
@@ -322,12 +311,12 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self.initial_load_path
         if not path:
             return False
-        is_folder, finished = call_on_rank_0(lambda: (os.path.isfile(f"{path}/.metadata"), is_finished(path)))
+        is_folder, finished = call_on_rank_0(lambda: (os.path.isfile(f"{path}/.metadata"), storage.is_finished(path)))
         if not is_folder:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is not a checkpoint folder")
         if not finished:
             logger.warning(f"{path} has no manifest: its integrity cannot be checked")
-        elif (damage := first_damage(path)) is not None:
+        elif (damage := storage.first_damage(path)) is not None:
             raise ValueError(f"checkpoint.initial_load_path = {path!r} is damaged: {damage}")
         if not self.initial_load_model_only:
             self._load_run(path)
@@ -358,11 +347,8 @@ class ReplicaCheckpointer(CheckpointManager):
         saved = read_record(path)
         same_layout, different = self.record.compare(saved, path)
         excluded = set(self.exclude_from_loading)
-        states = {
-            k: v
-            for k, v in self._states_to_load(False).items()
-            if k not in (RUN_METADATA, RANDOM, DATALOADER, OPTIMIZER)
-        }
+        elsewhere = (RUN_METADATA, RANDOM, DATALOADER, OPTIMIZER)
+        states = {key: state for key, state in self._states_to_load(False).items() if key not in elsewhere}
         random = {f"{RANDOM}.{key}" for key in self.states[RANDOM].state_dict()}
         if RANDOM not in excluded and not different.keys() & set(_AXES) and random <= names:
             states[RANDOM] = self.states[RANDOM]
@@ -375,7 +361,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._layout)
             step = self.states["train_state"].step
-            messages.append(migrate(self._optimizers, reader, same_layout, step).text())
+            messages.append(migrate(self._optimizers, reader, same_layout, step))
             if same_layout and MODEL not in excluded:
                 reader.fill_weights()
             elif self._optimizers.levels is not None:

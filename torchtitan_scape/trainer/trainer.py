@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
-from torchtitan_scape.checkpoint.shared_folder import check_shared
+from torchtitan_scape.checkpoint.storage import check_shared
 from torchtitan_scape.config.checks import remarks
 from torchtitan_scape.config.folders import check_folders
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
