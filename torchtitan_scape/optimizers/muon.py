@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Cut
 from torch.optim import Optimizer
 
-from torchtitan_scape.core.hyperparameters import check_hyperparameters
 from torchtitan_scape.core.parameters import (
     Shard,
     StoredTensors,
@@ -25,6 +24,7 @@ from torchtitan_scape.core.parameters import (
     local,
 )
 from torchtitan_scape.core.tensors import add_to_each_
+from torchtitan_scape.core.type_checks import check_hyperparameters
 from torchtitan_scape.kernels.backends import choose_backend, muon_passes
 from torchtitan_scape.kernels.common.alignment import ALIGNED_BYTES
 from torchtitan_scape.optimizers.adamw_pass import AdamWPass

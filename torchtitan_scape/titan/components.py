@@ -9,23 +9,6 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 
-__all__ = [
-    "DATALOADER",
-    "IGNORE_INDEX",
-    "LR_SCHEDULER",
-    "MODEL",
-    "OPTIMIZER",
-    "AsyncMode",
-    "CheckpointManager",
-    "LRSchedulersContainer",
-    "MetricsProcessor",
-    "OptimizersContainer",
-    "Validator",
-    "build_cross_entropy_loss",
-    "build_lr_schedulers",
-    "model_converters",
-]
-
 
 def model_converters() -> set[str]:
     """Return the names that `[model] converters` may contain."""

@@ -4,15 +4,3 @@ from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhausted
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
-
-__all__ = [
-    "DATASETS",
-    "BaseDataLoader",
-    "BaseTokenizer",
-    "DataloaderExhaustedError",
-    "DatasetConfig",
-    "HuggingFaceTextDataset",
-    "HuggingFaceTokenizer",
-    "ParallelAwareDataloader",
-    "build_hf_tokenizer",
-]

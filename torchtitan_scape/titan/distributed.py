@@ -6,14 +6,3 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.distributed.utils import init_distributed, set_pg_timeouts
 from torchtitan.tools.utils import device_module, device_type
-
-__all__ = [
-    "ParallelDims",
-    "apply_ac",
-    "apply_cp_to_attention_module",
-    "device_module",
-    "device_type",
-    "init_distributed",
-    "maybe_enable_async_tp",
-    "set_pg_timeouts",
-]

@@ -10,23 +10,3 @@ from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import AttentionMasksType, BaseModelArgs, ModelProtocol
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
-
-__all__ = [
-    "SAVED_OPERATIONS",
-    "AttentionMasksType",
-    "BaseModelArgs",
-    "ModelProtocol",
-    "RoPEScalingArgs",
-    "ScaledDotProductAttentionWrapper",
-    "StateDictAdapter",
-    "TrainSpec",
-    "Transformer",
-    "TransformerModelArgs",
-    "apply_compile",
-    "disable_fsdp_gradient_division",
-    "get_train_spec",
-    "llama3_args",
-    "llama3_train_spec",
-    "parallelize_llama",
-    "train_spec",
-]

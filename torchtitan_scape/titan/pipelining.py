@@ -2,5 +2,3 @@
 
 from torchtitan.components.loss import LossFunction
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_llm
-
-__all__ = ["LossFunction", "generate_llm_fqn_per_model_part", "pipeline_llm"]

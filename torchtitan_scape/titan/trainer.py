@@ -2,5 +2,3 @@
 
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
-
-__all__ = ["Trainer", "init_logger"]
