@@ -21,7 +21,7 @@ def train_on_a_gpu(folder: str, arguments: list[str]) -> torch.Tensor:
     """Train; no step may wait, except the first one. Return the local parameters at the end."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
-    from torchtitan_scape.data.exhaustion import EndOfDataSync
+    from torchtitan_scape.data.read_ahead import EndOfDataSync
     from torchtitan_scape.replica.guard import FiniteGuard
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 

@@ -23,7 +23,7 @@ from typing import Any
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.core.files import parse_json, refuse_pointers, write_whole
-from torchtitan_scape.huggingface.loading import DifferentError
+from torchtitan_scape.huggingface.folder import DifferentError
 
 _PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 def fetch(options: argparse.Namespace) -> None:
     """Read the data of all tasks, so that they are cached. Raises ValueError if the hub cannot be reached."""
     names = _names(options)
-    from torchtitan_scape.data.hub import unreachable
+    from torchtitan_scape.data.datasets import unreachable
     from torchtitan_scape.evaluation.harness import find_tasks, load_tasks, sources
 
     manager = find_tasks(names, options.include_path)

@@ -35,17 +35,19 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.huggingface.card import card
-from torchtitan_scape.huggingface.check import check_logits, check_tokenizer, filled
 from torchtitan_scape.huggingface.families import FAMILIES, check_same, resolve_tie
 from torchtitan_scape.huggingface.folder import (
     CONFIG,
+    DifferentError,
     atomic_folder,
     check_finite,
+    check_logits,
+    check_tokenizer,
+    filled,
     read_folder,
     write_json,
     write_weights,
 )
-from torchtitan_scape.huggingface.loading import DifferentError
 from torchtitan_scape.huggingface.tokenizer import tokenizer_of
 from torchtitan_scape.trainer.specs import whole_model
 

@@ -119,7 +119,7 @@ def elastic_arguments(arguments: list[str]) -> list[str]:
     if least == most:
         return arguments
     if "SCAPE_NODE_COUNTS" not in os.environ:
-        counting = ["-m", "torchtitan_scape.trainer.node_counts", str(least), str(most), os.environ["NGPU"]]
+        counting = ["-m", "torchtitan_scape.trainer.layout", str(least), str(most), os.environ["NGPU"]]
         counted = subprocess.run(
             [sys.executable, *counting, *arguments], stdout=subprocess.PIPE, text=True, check=False
         )

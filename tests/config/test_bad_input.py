@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import server
-from torchtitan_scape.config.checks import check_config, import_custom, remarks
-from torchtitan_scape.config.folders import check_folders
+from torchtitan_scape.config.checks import check_config, check_folders, import_custom, remarks
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.models.stages import stage_modules

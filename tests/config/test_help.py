@@ -5,10 +5,9 @@ from typing import Literal
 
 import pytest
 
-from torchtitan_scape.config.help import help_text
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.config.reference import _descriptions, _type_text, sections
+from torchtitan_scape.config.reference import _descriptions, _type_text, help_text, sections
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.methods.registry import METHODS
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_scape.config.library_checks import check_library_keys
+from torchtitan_scape.config.checks import check_library_keys
 from torchtitan_scape.config.parsing import parse
 
 RECIPE = ["--job.config_file=train_configs/embedded.toml"]
@@ -78,7 +78,7 @@ GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 def test_quantization_is_refused_with_the_fix(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan_scape.config.library_checks.find_spec", lambda name: name)
+    monkeypatch.setattr("torchtitan_scape.config.checks.find_spec", lambda name: name)
     with pytest.raises(ValueError, match=message):
         check_library_keys(parse([*RECIPE, *arguments]), "cpu", converters)
 
@@ -86,10 +86,10 @@ def test_quantization_is_refused_with_the_fix(
 def test_float8_needs_torchao_and_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MI250X reports the capability 9.0, which on CUDA is a Hopper GPU, and has no FP8."""
     config = parse([*RECIPE, FP8])
-    monkeypatch.setattr("torchtitan_scape.config.library_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtitan_scape.config.checks.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs torchao: .* -m pip install '.*\[float8\]'"):
         check_library_keys(config, "cpu", converters)
-    monkeypatch.setattr("torchtitan_scape.config.library_checks.find_spec", lambda name: name)
+    monkeypatch.setattr("torchtitan_scape.config.checks.find_spec", lambda name: name)
     check_library_keys(parse([*RECIPE, FP8, EMULATED]), "cpu", converters)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))

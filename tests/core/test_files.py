@@ -12,8 +12,7 @@ import pytest
 from torchtitan_scape.checkpoint.storage import FileSum, _write_manifest, find_damage
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.files import pointer_text, write_whole
-from torchtitan_scape.data.indexed import Pair
-from torchtitan_scape.data.manifest import Manifest
+from torchtitan_scape.data.manifest import Manifest, Pair
 from torchtitan_scape.huggingface.folder import read_folder
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 

@@ -9,10 +9,8 @@ import pytest
 
 from tests.data.test_indexed import literal
 from tests.data.test_prepared import config_of
-from torchtitan_scape.data.blend import PERIOD, Blend
 from torchtitan_scape.data.datasets import build_dataloader
-from torchtitan_scape.data.prepared import PreparedDataLoader
-from torchtitan_scape.data.splits import Split, blend_of
+from torchtitan_scape.data.prepared import PERIOD, Blend, PreparedDataLoader, Split, blend_of
 
 S = 4
 

@@ -12,9 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torchtitan_scape.config.job_config import Data, JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
-from torchtitan_scape.data.borders import BoundaryTokenizer, border_ids
-from torchtitan_scape.data.identity import tokenizer_digest
-from torchtitan_scape.data.loader import TextDataset
+from torchtitan_scape.data.encoding import BoundaryTokenizer, border_ids
+from torchtitan_scape.data.loader import TextDataset, tokenizer_digest
 from torchtitan_scape.data.prepare_parts import Encoder
 from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
 from torchtitan_scape.trainer.trainer import ScapeTrainer

@@ -10,7 +10,6 @@ from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import constants
 
 from torchtitan_scape.data import datasets as ours
-from torchtitan_scape.data import hub
 
 WEB = (
     "hf download Skylion007/openwebtext --repo-type dataset --revision refs/convert/parquet --local-dir "
@@ -20,12 +19,12 @@ WEB = (
 
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "unreachable", lambda: "")
+    monkeypatch.setattr(ours, "unreachable", lambda: "")
 
 
 def test_a_hub_set_is_streamed(monkeypatch: pytest.MonkeyPatch, reachable: None) -> None:
     calls = []
-    monkeypatch.setattr(hub, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(ours, "load_dataset", lambda *args, **kwargs: calls.append((args, kwargs)))
     for name in ("slimpajama_6b", "slimpajama_6b_validation", "openwebtext"):
         config = ours.DATASETS[name]
         config.loader(config.path)
@@ -57,7 +56,7 @@ def test_library_errors_become_one_line(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(hub, "load_dataset", fails)
+    monkeypatch.setattr(ours, "load_dataset", fails)
     with pytest.raises(ValueError) as caught:
         ours.DATASETS["openwebtext"].loader("Skylion007/openwebtext")
     text = str(caught.value)
@@ -80,4 +79,4 @@ def test_an_unreachable_hub_is_contacted_once(monkeypatch: pytest.MonkeyPatch, t
 def test_a_repository_that_is_a_script_is_refused_by_the_library_itself(tmp_path: Path, reachable: None) -> None:
     (tmp_path / f"{tmp_path.name}.py").write_text("")
     with pytest.raises(ValueError, match="its main branch is a loading script, which the datasets library no longer"):
-        hub.HubDataset("some", str(tmp_path)).stream("train")
+        ours.HubDataset("some", str(tmp_path)).stream("train")

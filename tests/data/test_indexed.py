@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_scape.data.indexed import IndexedShard, Pair, PairWriter, damage, dtype_for
+from torchtitan_scape.data.manifest import IndexedShard, Pair, PairWriter, damage, dtype_for
 
 DOCUMENTS = [[3, 1, 4, 1], [5], [9, 2, 65_535]]
 

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from torchtitan_scape.data import datasets as ours
-from torchtitan_scape.data import lines
+from torchtitan_scape.data import local
 
 GOOD = [json.dumps({"text": f"document {i} é", "meta": i}, ensure_ascii=False).encode() for i in range(30)]
 BAD = {
@@ -41,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
-    monkeypatch.setattr(lines.logger, "warning", messages.append)
+    monkeypatch.setattr(local.logger, "warning", messages.append)
     return messages
 
 
@@ -80,7 +80,7 @@ def test_counts_go_over_all_files_and_survive_in_the_cache(tmp_path: Path, messa
 def test_files_are_read_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", GOOD)
     assert len(ours.load_text_files(path)) == 30
-    monkeypatch.setattr(lines, "read_line", None)
+    monkeypatch.setattr(local, "read_line", None)
     assert len(ours.load_text_files(path)) == 30 and len(list(cache.rglob("text.arrow"))) == 1
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_is_no_damage_of_the_data(
 
     write(tmp_path / "a.jsonl", GOOD)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["document"]}), tmp_path / "a.parquet")
-    monkeypatch.setattr(lines, "_load" if name == "a.parquet" else "_copy", full)
+    monkeypatch.setattr(local, "_load" if name == "a.parquet" else "_copy", full)
     with pytest.raises(
         ValueError, match=rf"^HF_DATASETS_CACHE: {cache}/.* \(No space left on device\); free space there"
     ):

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import borders, pieces
 from torchtitan_scape.data import datasets as ours
-from torchtitan_scape.data.borders import BoundaryTokenizer
+from torchtitan_scape.data import encoding
 from torchtitan_scape.data.documents import documents
+from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import TextDataLoader, TextDataset
 from torchtitan_scape.data.prepare_parts import Encoder
 
@@ -79,8 +79,7 @@ def labels(batches: Any, n: int | None = None) -> list[list[int]]:
 @pytest.fixture
 def novel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Documents of 1 to 3,000 words in four files, with pieces of 64 characters."""
-    monkeypatch.setattr(pieces, "PIECE", PIECE)
-    monkeypatch.setattr(borders, "PIECE", PIECE)
+    monkeypatch.setattr(encoding, "PIECE", PIECE)
     for file, lengths in enumerate([(3, 3000), (500, 1), (1, 2), (900,)]):
         texts = [" ".join(f"{file}w{i}" for i in range(n)) for n in lengths]
         (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

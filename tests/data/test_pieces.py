@@ -10,9 +10,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, borders, pieces
-from torchtitan_scape.data.borders import PieceSplitter
-from torchtitan_scape.data.pieces import rule_of
+from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, encoding
+from torchtitan_scape.data.encoding import PieceSplitter, rule_of
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 WORDS = ["the", "foo", "Bar", "don't", "we'LL", "x1y2", "2023", "123456", "é", "e\u0301", "ﬁ", "½", "²3", "日本語"]
@@ -20,7 +19,7 @@ WORDS += ["于2023年", "안녕1", "。", ".", "...", "!!", "/", "//", "_", "__i
 WORDS += ["<s>", "<|end_of_text|>", "</s>1", "▁", "▁a"]
 SPACES = [" "] * 12 + ["\n"] * 6 + [""] * 3
 SPACES += ["  ", "   ", "\n\n", "\r\n", "\t", " \n", "\n ", "\n  ", "\x0b", "\x1c", "\x85", "\xa0", "\u3000"]
-LLAMA_3, QWEN, GPT_OSS = sorted(pieces._KNOWN_SPLITS, key=lambda known: ("Lu" in known, "1,3" not in known))
+LLAMA_3, QWEN, GPT_OSS = sorted(encoding._KNOWN_SPLITS, key=lambda known: ("Lu" in known, "1,3" not in known))
 WITHOUT_SPACE = [AddedToken("<s>"), AddedToken("</s>1"), AddedToken("2023", normalized=False)]
 ADDED = [*WITHOUT_SPACE, AddedToken("<a b>", normalized=False), AddedToken("  "), AddedToken("!!", rstrip=True)]
 
@@ -87,7 +86,7 @@ SAFE = {
 @pytest.mark.parametrize("name", SAFE)
 def test_pieces_have_the_tokens_of_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resuming at any piece too."""
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(encoding, "PIECE", 1)
     tokenizer = SAFE[name]()
     rule = rule_of(tokenizer)
     assert rule is not None
@@ -125,7 +124,7 @@ def test_other_tokenizers_encode_texts_whole(
 ) -> None:
     tokenizer = UNKNOWN[name]()
     assert rule_of(tokenizer) is None
-    monkeypatch.setattr(borders, "LONG", 1 << 16)
+    monkeypatch.setattr(encoding, "LONG", 1 << 16)
     split, text = PieceSplitter(SimpleNamespace(tokenizer=tokenizer)), "a b " * (1 << 15)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         assert list(split(text)) == list(split(text)) == [(0, text, True)]
@@ -135,7 +134,7 @@ def test_other_tokenizers_encode_texts_whole(
 
 
 def test_a_text_without_a_place_is_one_piece(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(borders, "LONG", 1 << 16)
+    monkeypatch.setattr(encoding, "LONG", 1 << 16)
     split = PieceSplitter(SimpleNamespace(tokenizer=repository(BYTE_TOKENIZER)))  # type: ignore[arg-type]
     text = "x" * 100_000 + " y"
     assert list(split(text)) == [(0, text[:100_000], False), (100_000, " y", True)]

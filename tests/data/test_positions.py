@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
-from torchtitan_scape.data import identity
-from torchtitan_scape.data.borders import BoundaryTokenizer
+from torchtitan_scape.data import loader as loading
 from torchtitan_scape.data.documents import Documents, _split_ranges, documents
+from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset
-from torchtitan_scape.data.simulated import SimulatedDataLoader
+from torchtitan_scape.data.read_ahead import SimulatedDataLoader
 
 N = 40
 
@@ -221,11 +221,11 @@ def test_a_mismatched_position_is_refused(texts: Path, tokenizer: Any, tmp_path:
         loader(texts / "1.jsonl", tokenizer, 0, 2).load_state_dict(state)
 
 
-@pytest.mark.parametrize("whole", [identity.WHOLE, 0])
+@pytest.mark.parametrize("whole", [loading.WHOLE, 0])
 def test_other_data_of_the_same_size_are_refused(
     whole: int, texts: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "WHOLE", whole)  # with 0 the documents are sampled
+    monkeypatch.setattr(loading, "WHOLE", whole)  # with 0 the documents are sampled
     state = loader(texts, tokenizer, 0, 1).state_dict()
     for file in texts.glob("*.jsonl"):
         (texts / "other").mkdir(exist_ok=True)
@@ -260,11 +260,11 @@ def test_a_stream_is_identified_by_its_files(tmp_path: Path) -> None:
         file = tmp_path / folder / "a.jsonl"
         file.parent.mkdir(exist_ok=True)
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-        return identity.data_digest(load_dataset("json", data_files=[str(file)], split="train", streaming=True))
+        return loading.data_digest(load_dataset("json", data_files=[str(file)], split="train", streaming=True))
 
     first = digest("a", ["one", "two"])
     assert len(first) == 16 and digest("a", ["one", "two", "three"]) == first != digest("b", ["one", "two"])
-    assert identity.data_digest(Dataset.from_dict({"tokens": [1]})) == ""
+    assert loading.data_digest(Dataset.from_dict({"tokens": [1]})) == ""
 
 
 @pytest.mark.parametrize("workers", [0, 1])

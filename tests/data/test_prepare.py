@@ -16,8 +16,7 @@ from datasets import Dataset, load_dataset
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare, prepare_parts
 from torchtitan_scape.data.datasets import build_dataloader
-from torchtitan_scape.data.indexed import Pair, PairWriter
-from torchtitan_scape.data.manifest import Manifest
+from torchtitan_scape.data.manifest import Manifest, Pair, PairWriter
 from torchtitan_scape.titan.data import DATASETS, DatasetConfig
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 
 from tests.data.test_indexed import literal
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import BYTE_TOKENIZER, splits
+from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.data import prepared as splits
 from torchtitan_scape.data.datasets import build_dataloader
-from torchtitan_scape.data.indexed import PairWriter
-from torchtitan_scape.data.manifest import Manifest, tokenizer_facts
-from torchtitan_scape.data.prepared import PreparedDataLoader
-from torchtitan_scape.data.splits import Permutation, Split
+from torchtitan_scape.data.manifest import Manifest, PairWriter, tokenizer_facts
+from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split
 from torchtitan_scape.data.validation_batches import by_rows, validation_batches
 
 S = 4  # Sequence length.

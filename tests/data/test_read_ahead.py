@@ -10,8 +10,7 @@ import torch
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.data.loader import NoTextError
-from torchtitan_scape.data.read_ahead import ReadAheadLoader
-from torchtitan_scape.data.simulated import Batch
+from torchtitan_scape.data.read_ahead import Batch, ReadAheadLoader
 
 
 class Numbers:

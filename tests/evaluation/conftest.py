@@ -48,7 +48,7 @@ def model_of() -> Callable[[str], tuple[Any, dict[str, Tensor]]]:
     """Factory of a family's model with random weights, and the weights by name."""
     from tests.training import RECIPE
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.huggingface.check import filled
+    from torchtitan_scape.huggingface.folder import filled
     from torchtitan_scape.trainer.specs import whole_model
 
     def model_of(family: str) -> tuple[Any, dict[str, Tensor]]:

@@ -288,7 +288,7 @@ def test_unknown_tasks_and_missing_data_are_one_line(
         "nobody/nothing has not been fetched" in message
         and f"fetch --tasks far_away --include-path {local}," in message
     )
-    with patch("torchtitan_scape.data.hub.unreachable", lambda: "no network"):
+    with patch("torchtitan_scape.data.datasets.unreachable", lambda: "no network"):
         message = error_line(["fetch", "--tasks", "far_away", "--include-path", str(local)], capsys)
     assert "nobody/nothing: the hub cannot be reached (no network)" in message
     assert main(["fetch", "--tasks", "local", "--include-path", str(local)]) == 0

@@ -23,7 +23,7 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data import standard_library
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface import families, folder
-from torchtitan_scape.huggingface.check import filled
+from torchtitan_scape.huggingface.folder import filled
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.specs import whole_model
 

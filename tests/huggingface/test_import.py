@@ -14,8 +14,8 @@ from tests.training import RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.export import main
-from torchtitan_scape.huggingface.check import distance, filled
 from torchtitan_scape.huggingface.families import _DEFAULTS, FAMILIES, check_same
+from torchtitan_scape.huggingface.folder import distance, filled
 from torchtitan_scape.trainer.specs import whole_model
 
 FAMILY_KEYS = {

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tests.pool import Pool
 from tests.training import RECIPE, train
-from torchtitan_scape.config.model_sizes import Model, ModelSizes
+from torchtitan_scape.config.job_config import Model, ModelSizes
 from torchtitan_scape.config.parsing import parse, resolve
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
-from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.models.sizes import with_sizes
+from torchtitan_scape.models.registry import with_sizes, workload_of
 from torchtitan_scape.runtime.rank_comparison import facts
 from torchtitan_scape.trainer.specs import whole_model
 

@@ -8,7 +8,7 @@ import torch
 from torchtitan.config.job_config import LRScheduler
 
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.trainer.schedule import build_schedulers, schedule_text
+from torchtitan_scape.trainer.optimizers import build_schedulers, schedule_text
 
 RECIPE = ["--job.config_file=train_configs/embedded.toml"]
 

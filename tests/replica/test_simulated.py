@@ -117,7 +117,7 @@ def test_simulated_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.Monk
 
 def test_data_that_end_within_a_step_cancel_it() -> None:
     """As on ranks, where the step is canceled: the batches of the other replicas are not used in another step."""
-    from torchtitan_scape.data.simulated import SimulatedDataLoader
+    from torchtitan_scape.data.read_ahead import SimulatedDataLoader
 
     loader: Any = SimulatedDataLoader([[0, 1, 2, 3], [10, 11, 12]], each=2)  # type: ignore[list-item]
     assert list(loader) == [0, 1, 10, 11, 2, 3, 12]

@@ -10,7 +10,7 @@ import pytest
 from scripts.faults.lost_nodes import ARGUMENTS, ElasticRun, repeated_by_hand
 from tests.runtime.test_launch import launch
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.trainer.node_counts import usable_counts
+from torchtitan_scape.trainer.layout import usable_counts
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan_scape.runtime import liveness
-from torchtitan_scape.runtime.liveness import LOST, WRONG_INPUT, Failure, Liveness, failure_known
-from torchtitan_scape.runtime.stalls import Place
-from torchtitan_scape.runtime.store_records import from_json, to_json
+from torchtitan_scape.runtime.listening import from_json, to_json
+from torchtitan_scape.runtime.liveness import LOST, WRONG_INPUT, Failure, Liveness, Place, failure_known
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.runtime.setup_errors import setup_error
+from torchtitan_scape.runtime.shutdown import setup_error
 from torchtitan_scape.titan import patches
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.trainer.metrics import ReplicaMetrics

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchtitan_scape.runtime.stalls import Place, main_thread_place, places_in_words, stalled_rank
+from torchtitan_scape.runtime.liveness import Place, main_thread_place, places_in_words, stalled_rank
 
 WAITING, READING = Place("topology/primitives.py:40 (all_reduce)", True), Place("data/loader.py:7 (read)", False)
 

@@ -1,100 +1,38 @@
-"""Checks across sections, and ranges of TorchTitan's own keys."""
+"""Checks of a configuration before the run is set up. They raise ValueError with the key, its value and the fix."""
 
+import os
+from collections.abc import Callable, Collection
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
+
+import torch
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.config.pipeline_checks import check_pipeline
 from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.methods.registry import METHODS
+
+SCHEDULES = ("1F1B", "GPipe")  # with one stage per rank
+FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 
 
 def check_config(config: JobConfig, device_type: str) -> None:
-    """Check combinations of sections and the ranges of TorchTitan's keys.
-
-    Args:
-        device_type: "cpu" or "cuda".
-
-    Raises:
-        ValueError: A combination or a value is not supported; the message contains the fix.
-    """
-    optimizer, parallelism, method = config.optimizer, config.parallelism, config.sync.method
-    known = METHODS[method].optimizers
-    if optimizer.name not in known:
-        raise ValueError(
-            f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which supports "
-            f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
-        )
-    if config.sync.overlap and not options_of(config.sync).cost().supports_overlap:
-        names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
-        why = " and these options" if METHODS[method].supports_overlap else ""
-        raise ValueError(
-            f"[sync] overlap = true with method = {method!r}{why}, which needs all gradients before its exchange "
-            f"starts; set overlap = false, or method = {names} with its default options"
-        )
+    """Check combinations of sections and the ranges of TorchTitan's keys, on "cpu" or "cuda"."""
+    _check_method(config)
     _check_levels(config)
     _check_hugging_face(config)
-    if parallelism.pipeline_parallel_degree > 1:
-        check_pipeline(config)
-    refused = {
-        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
-        "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
-        "training.enable_cpu_offload": config.training.enable_cpu_offload,
-        "fault_tolerance.enable": config.fault_tolerance.enable,
-    }
-    for key, on in refused.items():
-        if on:
-            raise ValueError(f"{key} is not supported together with [sync]; set it to its default")
-    if config.sharding.active and parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} with [sharding], which was "
-            "not tested with it; set it to 1, or omit [sharding]"
-        )
-    if device_type == "cpu" and parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
-            "attention does not call the CPU's kernels; set it to 1, or run on GPUs"
-        )
-    if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
-        raise ValueError(
-            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: pinned memory is for copies from a GPU; set "
-            "'async'"
-        )
-    if config.comm.mode == "local_tensor":
-        raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
-    if config.training.dtype != "float32":
-        raise ValueError(
-            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round to zero; "
-            "set it to 'float32' and mixed_precision_param = 'bfloat16'; SCAPE can also store weights in BF16, with "
-            "[sync.scape] weights_dtype"
-        )
-    simulated, reason = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
-    if simulated > 1 and reason:
-        raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {reason}")
-    implementation = METHODS[method].method
-    differs = implementation.per_replica_weights or implementation.holds_optimizer_state
-    if config.sharding.sparse and (differs or simulated > 1):
-        raise ValueError(
-            f"[sharding] gradients_code = {config.sharding.gradients_code!r} with [sync] method = {method!r} and "
-            f"simulate_replicas = {simulated}: the residuals of the shard axis would differ between replicas; set "
-            "simulate_replicas = 1 and method = 'dense', or [sync] method = 'tagc' and gradients_code = 'dense'"
-        )
-    if not config.training.max_norm > 0:
-        raise ValueError(
-            f"[training] max_norm = {config.training.max_norm}; it must be positive: the trainer always clips, and a "
-            "large value, such as 1e9, changes no gradient"
-        )
+    if config.parallelism.pipeline_parallel_degree > 1:
+        _check_pipeline(config)
+    _check_features(config, device_type)
     _check_ranges(config)
     if config.training.steps:  # 0 in a dry run
         config.observe.check(config.training.steps)
 
 
 def import_custom(config: JobConfig) -> None:
-    """Import the user's module, which may register model converters, before its names are checked.
-
-    Raises:
-        ValueError: It cannot be imported.
-    """
+    """Import the user's module, which may register model converters, before its names are checked."""
     module = config.experimental.custom_import
     if not module:
         return
@@ -125,8 +63,79 @@ def remarks(config: JobConfig) -> list[str]:
     return lines
 
 
+def _check_method(config: JobConfig) -> None:
+    """Check the method with the optimizer, the overlap, simulated replicas and codes of the shard axis."""
+    optimizer, method = config.optimizer, config.sync.method
+    known = METHODS[method].optimizers
+    if optimizer.name not in known:
+        raise ValueError(
+            f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which supports "
+            f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
+        )
+    if config.sync.overlap and not options_of(config.sync).cost().supports_overlap:
+        names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
+        why = " and these options" if METHODS[method].supports_overlap else ""
+        raise ValueError(
+            f"[sync] overlap = true with method = {method!r}{why}, which needs all gradients before its exchange "
+            f"starts; set overlap = false, or method = {names} with its default options"
+        )
+    simulated, reason = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
+    if simulated > 1 and reason:
+        raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {reason}")
+    implementation = METHODS[method].method
+    differs = implementation.per_replica_weights or implementation.holds_optimizer_state
+    if config.sharding.sparse and (differs or simulated > 1):
+        raise ValueError(
+            f"[sharding] gradients_code = {config.sharding.gradients_code!r} with [sync] method = {method!r} and "
+            f"simulate_replicas = {simulated}: the residuals of the shard axis would differ between replicas; set "
+            "simulate_replicas = 1 and method = 'dense', or [sync] method = 'tagc' and gradients_code = 'dense'"
+        )
+
+
+def _check_features(config: JobConfig, device_type: str) -> None:
+    """Refuse features of TorchTitan that are not supported, or not on this device."""
+    parallelism = config.parallelism
+    refused = {
+        "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
+        "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "fault_tolerance.enable": config.fault_tolerance.enable,
+    }
+    for key, on in refused.items():
+        if on:
+            raise ValueError(f"{key} is not supported together with [sync]; set it to its default")
+    if config.sharding.active and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} with [sharding], which was "
+            "not tested with it; set it to 1, or omit [sharding]"
+        )
+    if device_type == "cpu" and parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} on a CPU: PyTorch's ring "
+            "attention does not call the CPU's kernels; set it to 1, or run on GPUs"
+        )
+    if device_type == "cpu" and config.checkpoint.enable and config.checkpoint.async_mode == "async_with_pinned_mem":
+        raise ValueError(
+            "[checkpoint] async_mode = 'async_with_pinned_mem' on a CPU: pinned memory is for copies from a GPU; set "
+            "'async'"
+        )
+    if config.comm.mode == "local_tensor":
+        raise ValueError("comm.mode = 'local_tensor' is not supported; use 'fake_backend' for a dry run")
+    if config.training.dtype != "float32":
+        raise ValueError(
+            f"[training] dtype = {config.training.dtype!r}: without an FP32 master small updates round to zero; "
+            "set it to 'float32' and mixed_precision_param = 'bfloat16'; SCAPE can also store weights in BF16, with "
+            "[sync.scape] weights_dtype"
+        )
+    if not config.training.max_norm > 0:
+        raise ValueError(
+            f"[training] max_norm = {config.training.max_norm}; it must be positive: the trainer always clips, and a "
+            "large value, such as 1e9, changes no gradient"
+        )
+
+
 def _check_levels(config: JobConfig) -> None:
-    """Raise ValueError for settings that [sharding.levels] does not support: they need entire parameters or shards."""
+    """Refuse settings that [sharding.levels] does not support: they need entire parameters or shards."""
     levels, method = config.sharding.levels, config.sync.method
     if not levels.active:
         return
@@ -165,8 +174,58 @@ def _check_levels(config: JobConfig) -> None:
             raise ValueError(f"{given} is not supported with {setting}; {fix}")
 
 
+def _check_pipeline(config: JobConfig) -> None:
+    """Refuse settings that several pipeline stages do not support."""
+    parallelism, method, simulated = config.parallelism, config.sync.method, config.topology.simulate_replicas
+    training, validation, sharding = config.training, config.validation, config.sharding
+    degree, context = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
+    schedule, size = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_microbatch_size
+    table, batch = parallelism.pipeline_parallel_schedule_csv, training.local_batch_size
+    names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_pipeline)
+    differ = [
+        name
+        for name in ("local_batch_size", "seq_len")
+        if validation.enable and getattr(validation, name) != getattr(training, name)
+    ]
+    for given, wrong, fix in (
+        (f"[sync] method = {method!r}", not METHODS[method].supports_pipeline, f"set {names}"),
+        ("[sync] overlap = true", config.sync.overlap, "set it to false"),
+        (f"[topology] simulate_replicas = {simulated}", simulated > 1, "set it to 1, and start real replicas"),
+        ("[sharding]", sharding.active or sharding.levels.active, "omit it: FSDP's own collectives are supported"),
+        ("[observe] enable = true", config.observe.enable, "set it to false"),
+        (f"parallelism.context_parallel_degree = {context}", context > 1, "set it to 1"),
+        (f"[model] converters = {config.model.converters}", bool(config.model.converters), "omit it"),
+        (
+            f"parallelism.pipeline_parallel_schedule = {schedule!r}",
+            schedule.lower() not in [name.lower() for name in SCHEDULES],
+            f"set {' or '.join(map(repr, SCHEDULES))}, with one stage per rank",
+        ),
+        (f"parallelism.pipeline_parallel_schedule_csv = {table!r}", bool(table), "omit it"),
+        (
+            f"parallelism.pipeline_parallel_microbatch_size = {size} and [training] local_batch_size = {batch}",
+            size < 1 or batch % size != 0 or batch // size < degree,
+            f"the size must divide the local batch into {degree} micro-batches or more",
+        ),
+        *(
+            (
+                f"[validation] {name} = {getattr(validation, name)} and [training] {name} = {getattr(training, name)}",
+                True,
+                "set both to the same value: stages receive tensors of one shape",
+            )
+            for name in differ
+        ),
+        (
+            f"[validation] steps = {validation.steps}",
+            validation.enable and validation.steps == -1,
+            "set a number of batches: the last batch of a split may be smaller",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{given} is not supported with parallelism.pipeline_parallel_degree = {degree}; {fix}")
+
+
 def _check_hugging_face(config: JobConfig) -> None:
-    """Raise ValueError for Hugging Face checkpoints in training; `torchtitan_scape.export` converts them.
+    """Refuse Hugging Face checkpoints in training; `torchtitan_scape.export` converts them.
 
     The conversion needs entire parameters, because shards may split attention heads, and the RoPE theta, which the
     weights do not contain.
@@ -268,3 +327,138 @@ def _check_ranges(config: JobConfig) -> None:
         raise ValueError(
             f"[activation_checkpoint] selective_ac_option = {option!r}; it must be 'op' or a number from '1'"
         )
+
+
+def check_library_keys(config: JobConfig, device_type: str, converters: Callable[[], Collection[str]]) -> None:
+    """Check keys of TorchTitan and PyTorch before the run is set up.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        converters: returns the names of TorchTitan's model converters.
+
+    Raises:
+        ValueError: A value is unknown, or not supported on this device; the message contains the fix.
+    """
+    compiled, mode = config.compile, config.activation_checkpoint.mode
+    if mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
+        raise ValueError(
+            "activation_checkpoint.mode = 'memory_budget' needs a compiled model; set --compile.enable, or another mode"
+        )
+    if compiled.enable:
+        _check_known("compile.components", compiled.components, ("model", "loss"))
+        _check_known("compile.backend", [compiled.backend], torch._dynamo.list_backends(exclude_tags=()))
+    if config.model.converters:
+        _check_known("model.converters", config.model.converters, converters())
+        _check_quantization(config)
+    module = config.experimental.custom_import
+    if module and not _is_importable(module):
+        raise ValueError(
+            f"experimental.custom_import = {module!r}: Python finds no such module on its path (PYTHONPATH)"
+        )
+    if device_type == "cpu":
+        gpu_only = {
+            "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+            "training.gc_debug": config.training.gc_debug,
+        }
+        for key, on in gpu_only.items():
+            if on:
+                raise ValueError(f"{key} = true on a CPU: it records the memory of a GPU; set it to false")
+    longest = config.training.seq_len
+    # GPT-2 has learned positions, whose number the trainer checks.
+    rotary = config.model.name == "llama3"
+    if rotary and config.validation.enable and config.validation.seq_len > longest:
+        raise ValueError(
+            f"validation.seq_len = {config.validation.seq_len} is larger than training.seq_len = {longest}, for which "
+            f"the positions are computed; set --validation.seq_len={longest}"
+        )
+
+
+def _check_quantization(config: JobConfig) -> None:
+    """Raise ValueError for converters to FP8 and MX formats that fail later, or that change nothing."""
+    names = [name for name in config.model.converters if name.startswith("quantize.")]
+    float8, compiled = config.quantize.linear.float8, config.compile.enable and "model" in config.compile.components
+    emulates = float8.emulate and names == [FLOAT8]
+    fp8, mx = _has_capability((8, 9), (9, 4)), _has_capability((10, 0), (9, 5))
+    gathers = float8.enable_fsdp_float8_all_gather
+    for name in names:
+        grouped, needed = ".grouped_mm." in name, "10.0 (MI350)" if name == MX else "8.9 (MI300)"
+        for wrong, text in (
+            (grouped, "is for MoE layers, which Llama and GPT-2 do not have; remove it"),
+            (len(names) > 1, f"and {len(names) - 1} more quantization: select one of quantize.linear.*"),
+            (find_spec("torchao") is None, f"needs torchao: {install_command('float8')}, or remove it"),
+            (
+                name == FLOAT8 and emulates and not fp8 and compiled,
+                "with quantize.linear.float8.emulate and a compiled model; set --compile.no-enable",
+            ),
+            (
+                not (mx if name == MX else fp8 or emulates),
+                f"needs a GPU of compute capability {needed} or later; remove it"
+                + (", or set --quantize.linear.float8.emulate for a slow test" if name == FLOAT8 else ""),
+            ),
+            (
+                name == FLOAT8 and gathers and float8.recipe_name is not None,
+                f"with enable_fsdp_float8_all_gather = true and recipe_name = {float8.recipe_name!r}: only tensorwise "
+                "scaling supports it; set enable_fsdp_float8_all_gather = false",
+            ),
+            (
+                name == FLOAT8 and gathers and (config.sharding.active or config.sharding.levels.active),
+                "with enable_fsdp_float8_all_gather = true and [sharding], which encodes the same messages; set "
+                "enable_fsdp_float8_all_gather = false",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"model.converters has {name!r}, {text}")
+
+
+def _has_capability(cuda: tuple[int, int], rocm: tuple[int, int]) -> bool:
+    """Return whether this GPU has at least this compute capability. Those of AMD have other numbers."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (rocm if torch.version.hip else cuda)
+
+
+def _check_known(key: str, values: Collection[str], known: Collection[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise ValueError(f"{key} has {value!r}; known are {', '.join(sorted(known))}")
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # A parent package is missing, or the name is no name of a module.
+        return False
+
+
+def check_folders(config: JobConfig) -> None:
+    """Check that the run may write to its folders. Nothing is created.
+
+    Raises:
+        ValueError: A folder, or the nearest existing one above it, is a file or cannot be written to.
+    """
+    metrics, profiling, checkpoint = config.metrics, config.profiling, config.checkpoint
+    folders = {
+        "metrics.save_tb_folder": (metrics.save_tb_folder, metrics.enable_tensorboard or metrics.enable_wandb),
+        "comm.save_traces_folder": (config.comm.save_traces_folder, config.comm.trace_buf_size > 0),
+        "profiling.save_traces_folder": (profiling.save_traces_folder, profiling.enable_profiling),
+        "profiling.save_memory_snapshot_folder": (
+            profiling.save_memory_snapshot_folder,
+            profiling.enable_memory_snapshot,
+        ),
+        "checkpoint.folder": (checkpoint.folder, checkpoint.enable and not checkpoint.load_only),
+    }
+    _check("job.dump_folder", Path(config.job.dump_folder))
+    for key, (name, used) in folders.items():
+        if used:
+            _check(key, Path(config.job.dump_folder, name))
+
+
+def _check(key: str, folder: Path) -> None:
+    existing = Path(os.path.abspath(folder))
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        reason = f"{existing} is not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = f"{existing} is not writable for this user"
+    else:
+        return
+    raise ValueError(f"{key}: nothing can be written to {folder}: {reason}; set --{key} to another folder")

@@ -19,9 +19,9 @@ from unicodedata import category
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from torchtitan_scape.config.help import help_text
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
+from torchtitan_scape.config.reference import help_text
 from torchtitan_scape.config.resolved import Resolved
 from torchtitan_scape.core.files import packaged, parse_json
 from torchtitan_scape.core.patching import environment

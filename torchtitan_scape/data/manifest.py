@@ -2,15 +2,244 @@
 
 import hashlib
 import json
+import os
+import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name, write_whole
-from torchtitan_scape.data.indexed import IndexedShard, paths_of
+from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name, sync_folder, write_whole
 from torchtitan_scape.titan.data import BaseTokenizer
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+_HEADER = struct.Struct("<9sQBQQ")
+# Megatron's dtype codes that can represent token ids.
+DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+LARGEST_UINT16 = 65_535
+_CHUNK = 1 << 22
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+def dtype_for(entries: int) -> np.dtype[Any]:
+    """Return the dtype of the ids of a tokenizer: two bytes per token up to 65,535 entries, else four."""
+    return DTYPES[8 if entries <= LARGEST_UINT16 else 4]
+
+
+def paths_of(prefix: Path) -> tuple[Path, Path]:
+    """Return the paths of the pair's `.bin` and `.idx`."""
+    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class IndexedShard:
+    """A pair of files as recorded in a manifest.
+
+    Attributes:
+        name: Name of the files, without extension.
+        split: "train" or "validation".
+        documents, tokens: Number of documents and of tokens, borders of documents included.
+        bytes: UTF-8 bytes of the documents' text.
+        bin_sha256, idx_sha256: SHA-256 of the two files.
+        special_documents: Documents whose text spells a special token.
+    """
+
+    name: str
+    split: str
+    documents: int
+    tokens: int
+    bytes: int
+    bin_sha256: str
+    idx_sha256: str
+    special_documents: int = 0
+
+    def sizes(self, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Return the sizes of the two files in bytes."""
+        return self.tokens * dtype.itemsize, _HEADER.size + 20 * self.documents + 8
+
+
+class PairWriter:
+    """Writer of a pair, as `.part` files in one folder; `finish` moves the complete pair to another folder."""
+
+    def __init__(self, folder: Path, name: str, split: str, dtype: np.dtype[Any]) -> None:
+        self.name, self.split, self.dtype = name, split, dtype
+        self._parts = [path.with_name(path.name + ".part") for path in paths_of(folder / name)]
+        self._file: IO[bytes] = open(self._parts[0], "wb")  # noqa: SIM115  # Closed by finish or discard.
+        self._digest = hashlib.sha256()
+        self._lengths = array("i")
+        self.tokens = self.bytes = self.special_documents = 0
+
+    def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int, special_documents: int = 0) -> None:
+        """Append documents.
+
+        Args:
+            ids: Concatenated ids of all documents.
+            lengths: Tokens of each document.
+            n_bytes: Bytes of their text.
+            special_documents: Number of them whose text spells a special token.
+
+        Raises:
+            OverflowError: An id does not fit the dtype.
+        """
+        # Python's `array` converts a list in a third of numpy's time.
+        data = array("H" if self.dtype.itemsize == 2 else "i", ids).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._lengths.extend(lengths)
+        self.tokens, self.bytes = self.tokens + len(ids), self.bytes + n_bytes
+        self.special_documents += special_documents
+
+    def finish(self, folder: Path) -> IndexedShard | None:
+        """Sync the pair to disk and rename it. Return its record, or None, without a file, if it contains no token."""
+        if not self.tokens:
+            self.discard()
+            return None
+        self._flush(self._file)
+        index = _index(np.frombuffer(self._lengths, np.int32), self.dtype)
+        with open(self._parts[1], "wb") as file:
+            file.write(index)
+            self._flush(file)
+        for part, path in zip(self._parts, paths_of(folder / self.name), strict=True):
+            os.replace(part, path)
+        sync_folder(folder)
+        sums = self._digest.hexdigest(), hashlib.sha256(index).hexdigest()
+        counts = len(self._lengths), self.tokens, self.bytes
+        return IndexedShard(self.name, self.split, *counts, *sums, self.special_documents)
+
+    def discard(self) -> None:
+        """Delete the partial files."""
+        self._file.close()
+        for part in self._parts:
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def _flush(file: IO[bytes]) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+
+def _index(lengths: Tokens, dtype: np.dtype[Any]) -> bytes:
+    n = len(lengths)
+    offsets = np.zeros(n, "<i8")
+    np.cumsum(lengths[:-1], out=offsets[1:])
+    header = _HEADER.pack(MAGIC, VERSION, _CODES[dtype], n, n + 1)
+    return (
+        header
+        + lengths.astype("<i4").tobytes()
+        + (offsets * dtype.itemsize).tobytes()
+        + np.arange(n + 1, dtype="<i8").tobytes()
+    )
+
+
+def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    """Memory-map the ids of a `.bin` as unsigned numbers, so that a negative id exceeds every vocabulary."""
+    unsigned = np.dtype(f"<u{dtype.itemsize}")
+    if path.stat().st_size == 0:
+        return np.empty(0, unsigned)
+    return np.asarray(np.memmap(path, unsigned, "r"))
+
+
+class Pair:
+    """A memory-mapped pair.
+
+    Args:
+        prefix: Path without extension.
+
+    Attributes:
+        tokens: All ids, of unsigned type.
+        lengths: Tokens of each sequence, int32.
+        documents: Number of documents.
+        dtype: Stored dtype of the ids.
+
+    Raises:
+        ValueError: A file is missing, has another format, or is damaged: its size is inconsistent, or sequences are not
+            contiguous.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        path, index_path = paths_of(prefix)
+        try:
+            refuse_pointers(path, index_path)
+            index = np.asarray(np.memmap(index_path, np.uint8, "r")) if index_path.stat().st_size else np.empty(0, "u1")
+            size = path.stat().st_size
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename}: {error.strerror}; a pair is {path.name} and {index_path.name}"
+            ) from None
+        if len(index) < _HEADER.size or bytes(index[:9]) != MAGIC:
+            raise ValueError(f"{index_path} is not an index of Megatron's format")
+        _, version, code, n, n_documents = _HEADER.unpack(bytes(index[: _HEADER.size]))
+        if version != VERSION or code not in DTYPES:
+            raise ValueError(f"{index_path} has version {version} and type {code}; known are {VERSION} and {[*DTYPES]}")
+        self.dtype, self.documents = DTYPES[code], n_documents - 1
+        min_bytes = _HEADER.size + 12 * n + 8 * n_documents
+        if len(index) not in (min_bytes, min_bytes + n):
+            raise ValueError(f"{index_path} is damaged: {len(index)} bytes, {min_bytes} expected for {n} sequences")
+        # The header of 34 bytes is not a multiple of an item's size, so the views are taken from bytes.
+        ends = np.cumsum([_HEADER.size, 4 * n, 8 * n, 8 * n_documents])
+        self.lengths, offsets, first = (
+            index[begin:end].view(kind) for begin, end, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
+        )
+        # Before any pass over the index, which may be a sparse file of any length.
+        if n and (size == 0 or int(offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize != size):
+            raise ValueError(f"{path} is damaged: {size} bytes, other than {index_path.name} says")
+        filled = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        if n and not ((self.lengths >= 0).all() and offsets[0] == 0 and (offsets[1:] == filled[:-1]).all()):
+            raise ValueError(f"{index_path} is damaged: its sequences do not follow each other")
+        if n_documents < 1 or first[0] != 0 or first[-1] != n or (np.diff(first) < 0).any():
+            raise ValueError(f"{index_path} is damaged: its documents do not follow each other")
+        if size != (expected := int(filled[-1]) if n else 0):
+            raise ValueError(f"{path} is damaged: {size} bytes, {expected} expected by {index_path.name}")
+        self.tokens = map_tokens(path, self.dtype)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the index, which is different for almost all sets of documents."""
+        return digest_of(paths_of(self.prefix)[1])
+
+    def sampled_digest(self) -> str:
+        """Return the SHA-256 of 1,024 evenly spaced runs of 64 ids."""
+        begins = np.linspace(0, max(0, len(self.tokens) - 64), 1024).astype(int)
+        return hashlib.sha256(b"".join(self.tokens[begin : begin + 64].tobytes() for begin in begins)).hexdigest()
+
+
+def damage(folder: Path, shard: IndexedShard, dtype: np.dtype[Any], entries: int) -> str:
+    """Return a description of a shard's damage after reading its two files completely, or "" if it is intact."""
+    try:
+        for path, size, expected in zip(
+            paths_of(folder / shard.name), shard.sizes(dtype), (shard.bin_sha256, shard.idx_sha256), strict=True
+        ):
+            if (actual := path.stat().st_size) != size:
+                return f"{path} is damaged: {actual} bytes, {size} expected"
+            if digest_of(path) != expected:
+                return f"{path} is damaged: its SHA-256 is not the manifest's"
+        pair = Pair(folder / shard.name)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    if (pair.documents, len(pair.tokens)) != (shard.documents, shard.tokens):
+        return f"{pair.prefix} contains {pair.documents} documents of {len(pair.tokens)} tokens, unlike the manifest"
+    largest = max((int(pair.tokens[i : i + _CHUNK].max()) for i in range(0, shard.tokens, _CHUNK)), default=0)
+    if largest >= entries:
+        return f"{pair.prefix} has a token {largest}; its tokenizer has {entries} entries"
+    return ""
+
 
 MANIFEST, FORMAT = "manifest.json", 1
 TRAIN, VALIDATION = "train", "validation"

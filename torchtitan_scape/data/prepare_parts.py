@@ -22,11 +22,9 @@ from datasets import Dataset, IterableDataset
 
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import parse_json, write_whole
-from torchtitan_scape.data.borders import Border, PieceSplitter
-from torchtitan_scape.data.encoding import SpecialTokenCount, TextEncoder
-from torchtitan_scape.data.indexed import IndexedShard, PairWriter, Tokens, damage
-from torchtitan_scape.data.manifest import TRAIN, VALIDATION, Manifest
-from torchtitan_scape.data.splits import mixed
+from torchtitan_scape.data.encoding import Border, PieceSplitter, SpecialTokenCount, TextEncoder
+from torchtitan_scape.data.manifest import TRAIN, VALIDATION, IndexedShard, Manifest, PairWriter, Tokens, damage
+from torchtitan_scape.data.prepared import mixed
 from torchtitan_scape.titan.data import BaseTokenizer
 
 # Limits of a group of documents that is encoded together.

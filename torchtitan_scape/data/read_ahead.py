@@ -1,19 +1,65 @@
 """Batches of a step, read during the previous one, on the host."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_scape.data.loader import NoTextError, TextDataLoader
 from torchtitan_scape.data.prepared import PreparedDataLoader
-from torchtitan_scape.data.simulated import Batch, SimulatedDataLoader
 from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.titan.components import IGNORE_INDEX
-from torchtitan_scape.titan.data import BaseDataLoader
+from torchtitan_scape.titan.data import BaseDataLoader, DataloaderExhaustedError
+from torchtitan_scape.titan.distributed import device_type
+
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+class SimulatedDataLoader(BaseDataLoader):
+    """Data loader that yields `each` batches of each replica's loader in turn, repeatedly.
+
+    It ends when one of the loaders ends, as a run of N ranks does. Its state is the union of the states of all loaders,
+    under the names that they have on N ranks. TorchTitan saves between two steps, when every loader has yielded the
+    same number of batches.
+    """
+
+    def __init__(self, loaders: Sequence[TextDataLoader], each: int = 1) -> None:
+        self.loaders, self.each = tuple(loaders), each
+
+    def __iter__(self) -> Iterator[Batch]:
+        replicas = [iter(loader) for loader in self.loaders]
+        while True:
+            for batches in replicas:
+                for _ in range(self.each):
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                    yield batch
+
+    def empty_documents(self) -> int:
+        return sum(loader.empty_documents() for loader in self.loaders)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
+
+    def saved_state(self, readers: int) -> dict[str, Any]:
+        """Return `TextDataLoader.saved_state` for the given number of readers."""
+        return self.loaders[0].saved_state(readers)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for loader in self.loaders:
+            loader.load_state_dict(state_dict)
+
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
+        """Apply `TextDataLoader.load_resharded` to every replica. Return a line for the log."""
+        *_, line = (loader.load_resharded(states) for loader in self.loaders)
+        return line
+
 
 Loader = TextDataLoader | SimulatedDataLoader | PreparedDataLoader
 
@@ -132,3 +178,86 @@ class ReadAheadLoader(BaseDataLoader):
     def load_resharded(self, states: list[dict[str, Any]]) -> str:
         """Apply `TextDataLoader.load_resharded`. Return a line for the log."""
         return self.loader.load_resharded(states)
+
+
+def raise_together(error: ValueError | None, what: str) -> None:
+    """Raise this rank's `error`; on the other ranks, an error that names the rank. Collective over all ranks.
+
+    Args:
+        error: None if this rank has no error.
+        what: The operation, for the message on the other ranks.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        flags = [error is not None, dist.get_rank() if error else 0]
+        failed = torch.tensor(flags, dtype=torch.int64, device=device_type)
+        dist.all_reduce(failed)
+        n_failed, rank = failed.tolist()
+        if n_failed and error is None:
+            where = f"rank {rank}" if n_failed == 1 else f"{n_failed} ranks"
+            error = ValueError(f"{what} failed on {where}; see the message there")
+    if error is not None:
+        raise error
+
+
+class EndOfDataSync:
+    """Counts the tokens of a step over all ranks, and ends the run on all of them if the data of one have ended.
+
+    The sum is the first reduction of a TorchTitan step. It is computed on the host, over `group`, and is started during
+    the previous step, when the batches of a step have been read: the host does not wait for the device, and seldom for
+    other ranks. A rank whose data have ended yields batches without labels, so that it takes part in the sum. Then all
+    ranks raise the same error: DataloaderExhaustedError at the end of the data, NoTextError if the share of a rank has
+    no token. No forward pass of that step is run.
+
+    Args:
+        loader: Data loader of this rank.
+        group: Data-parallel ranks, on the host; None if there is only this rank.
+    """
+
+    def __init__(self, loader: ReadAheadLoader, group: dist.ProcessGroup | None) -> None:
+        self._loader, self._group = loader, group
+        self._sum: tuple[dist.Work, torch.Tensor] | None = None
+        self._error: DataloaderExhaustedError | NoTextError | None = None
+
+    def start(self) -> None:
+        """Read the batches of the next step and start the sum of their tokens, unless that was done. Collective."""
+        step = self._loader.read_step()
+        if self._group is None or self._sum is not None:
+            return
+        ended, failed = isinstance(step.end, StopIteration), isinstance(step.end, NoTextError)
+        mine = [float(step.tokens), float(ended), float(failed), failed * float(dist.get_rank())]
+        values = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        assert work is not None
+        self._sum = work, values
+
+    def batches(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of `source`, and if it ends, batches without a label; raise if no other rank exists."""
+        try:
+            for batch in source:
+                yield on_host(batch)
+        except (DataloaderExhaustedError, NoTextError) as error:
+            if self._group is None:
+                raise
+            self._error = error
+        while True:
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+            yield on_host(({"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)))
+
+    def count(self, *args: Any, **kwargs: Any) -> float:
+        """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`.
+
+        Raises:
+            DataloaderExhaustedError, NoTextError: The data of a rank have ended.
+        """
+        assert self._sum is not None
+        (work, values), self._sum = self._sum, None
+        work.wait()
+        total, n_ended, n_failed, rank = values.tolist()
+        if n_failed:
+            where = f"rank {rank:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
+            if isinstance(self._error, NoTextError):
+                raise self._error
+            raise NoTextError(f"the data of {where} have no token; see the message there")
+        if n_ended:
+            raise DataloaderExhaustedError(f"the data of {n_ended:.0f} data-parallel ranks ran out")
+        return float(total)

@@ -31,7 +31,7 @@ from lm_eval.utils import hash_string
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.evaluation import squad
-from torchtitan_scape.huggingface.loading import load_model
+from torchtitan_scape.huggingface.folder import load_model
 
 TASKS = Path(__file__).with_name("tasks")
 _RESAMPLES = 1000  # Bootstrap samples for the standard errors of metrics that are not means.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.data.encoding import border_ids
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.borders import border_ids
+from torchtitan_scape.data.encoding import border_ids
 from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.topology.layout import Layout
 

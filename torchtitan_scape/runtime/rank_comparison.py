@@ -23,8 +23,8 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.core.text import first_text
 from torchtitan_scape.data import speeches, standard_library
-from torchtitan_scape.data.indexed import paths_of
-from torchtitan_scape.data.splits import NAME, blend_of
+from torchtitan_scape.data.manifest import paths_of
+from torchtitan_scape.data.prepared import NAME, blend_of
 from torchtitan_scape.topology.torch_version import all_gather_into
 
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")

@@ -32,8 +32,15 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan_scape.core.files import parse_json
-from torchtitan_scape.runtime.listening import WrongEndpointError, listen_at, resolve, silence
-from torchtitan_scape.runtime.store_records import from_json, shown, to_json
+from torchtitan_scape.runtime.listening import (
+    WrongEndpointError,
+    from_json,
+    listen_at,
+    resolve,
+    shown,
+    silence,
+    to_json,
+)
 
 BACKEND = "launchers"
 DEFAULT_PORT = 29400

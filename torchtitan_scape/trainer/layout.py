@@ -1,11 +1,13 @@
 """Layout of a run from its configuration and launcher."""
 
 import os
+import sys
 
-from torchtitan_scape.config.checks import check_config, import_custom
+from torchtitan_scape.config.checks import check_config, check_library_keys, import_custom
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.config.library_checks import check_library_keys
+from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.titan import DEVICE_TYPE
 from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.distributed import device_module
 from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
@@ -111,3 +113,57 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
 def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
     """Return the full shapes of the model's parameters, without allocating memory."""
     return [tuple(p.shape) for p in whole_model(config)[2].parameters()]
+
+
+def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int) -> tuple[list[int], dict[int, str]]:
+    """Return the usable numbers of nodes, and the reason why each of the others is not. Sets the global batch size.
+
+    Raises:
+        ValueError: Fewer than two are usable, or the run writes no checkpoints.
+    """
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        raise ValueError(
+            f"NNODES={least}:{most} restarts the run when nodes are lost or join; add --checkpoint.enable, without "
+            "load_only"
+        )
+    training = config.training
+    usable: list[int] = []
+    refused: dict[int, str] = {}
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
+    for nodes in range(most, least - 1, -1):
+        os.environ["WORLD_SIZE"] = str(nodes * ranks_per_node)
+        try:
+            layout = checked_layout(config, DEVICE_TYPE)
+        except ValueError as error:
+            refused[nodes] = str(error)
+            continue
+        if training.global_batch_size < 0:
+            training.global_batch_size = training.local_batch_size * layout.replicate * layout.shard
+        usable.insert(0, nodes)
+    if len(usable) < 2:
+        nodes, reason = next(iter(refused.items()))
+        raise ValueError(f"NNODES={least}:{most}: {nodes} nodes of {ranks_per_node} ranks cannot be used: {reason}")
+    return usable, refused
+
+
+def main(arguments: list[str]) -> int:
+    least, most, ranks = (int(argument) for argument in arguments[:3])
+    try:
+        config = resolve(arguments[3:]).config
+        usable, refused = usable_counts(config, least, most, ranks)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for nodes, reason in sorted(refused.items()):
+        print(f"NNODES={least}:{most}: {nodes} nodes will not be used: {reason}", file=sys.stderr)
+    batch = config.training.global_batch_size
+    print(
+        f"NNODES={least}:{most}: every step trains {batch} sequences, with {', '.join(map(str, usable))} nodes",
+        file=sys.stderr,
+    )
+    print(usable, batch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
 from torchtitan_scape.topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
-from torchtitan_scape.trainer.pipeline import from_last_stage
+from torchtitan_scape.trainer.parallelize import from_last_stage
 
 logger = logging.getLogger(__name__)
 

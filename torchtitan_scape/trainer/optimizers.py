@@ -1,7 +1,7 @@
 """Construction of the optimizers that `[sync] method` and `[optimizer] name` select."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import build_levels, holder_of
-from torchtitan_scape.titan.components import OptimizersContainer
+from torchtitan_scape.titan.components import LRSchedulersContainer, OptimizersContainer, build_lr_schedulers
 from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
@@ -36,6 +36,34 @@ from torchtitan_scape.topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
 
 logger = logging.getLogger(__name__)
+
+
+def build_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: int) -> LRSchedulersContainer:
+    """Build TorchTitan's schedulers for its TrainSpec.
+
+    TorchTitan's formulas continue beyond `total_steps`, where the linear and the root decay become negative, and the
+    cosine rises again. Here the rate stays at its value of the last step.
+    """
+    total = lr_scheduler_config.total_steps if lr_scheduler_config.total_steps is not None else training_steps
+    schedulers = build_lr_schedulers(optimizers, lr_scheduler_config, training_steps)
+    for scheduler in schedulers.schedulers:
+        scheduler.lr_lambdas = [partial(_until, total, factor) for factor in scheduler.lr_lambdas]
+    return schedulers
+
+
+def _until(total: int, factor: Callable[[int], float], step: int) -> float:
+    return factor(min(step, total))
+
+
+def schedule_text(config: JobConfig) -> str:
+    """Return the schedule in words, for the record of a checkpoint."""
+    schedule = config.lr_scheduler
+    total = config.training.steps if schedule.total_steps is None else schedule.total_steps
+    share = "" if schedule.decay_ratio is None else f" in the last {schedule.decay_ratio:g} of them"
+    return (
+        f"{total} steps, {schedule.warmup_steps} of them warm-up, {schedule.decay_type} decay{share} to "
+        f"{schedule.min_lr_factor:g}"
+    )
 
 
 class TitanOptimizers(OptimizersContainer):

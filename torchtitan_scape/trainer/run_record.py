@@ -6,7 +6,7 @@ from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.trainer.schedule import schedule_text
+from torchtitan_scape.trainer.optimizers import schedule_text
 
 
 def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -> RunMetadata:

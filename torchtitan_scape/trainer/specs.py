@@ -30,10 +30,8 @@ from torchtitan_scape.titan.pipelining import LossFunction
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.topology.torch_version import FLEX_ON_PARTS
 from torchtitan_scape.trainer.metrics import build_metrics_processor
-from torchtitan_scape.trainer.optimizers import build_optimizers
-from torchtitan_scape.trainer.parallelize import parallelize
-from torchtitan_scape.trainer.pipeline import LossPerToken, build_pipeline
-from torchtitan_scape.trainer.schedule import build_schedulers
+from torchtitan_scape.trainer.optimizers import build_optimizers, build_schedulers
+from torchtitan_scape.trainer.parallelize import LossPerToken, build_pipeline, parallelize
 from torchtitan_scape.trainer.validator import build_validator
 
 

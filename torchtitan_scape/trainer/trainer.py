@@ -16,16 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.storage import check_shared
-from torchtitan_scape.config.checks import remarks
-from torchtitan_scape.config.folders import check_folders
+from torchtitan_scape.config.checks import check_folders, remarks
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
 from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.workloads import local_shapes
-from torchtitan_scape.data.exhaustion import EndOfDataSync
 from torchtitan_scape.data.loader import NoTextError
 from torchtitan_scape.data.manifest import tokenizer_entries
-from torchtitan_scape.data.read_ahead import ReadAheadLoader
+from torchtitan_scape.data.read_ahead import EndOfDataSync, ReadAheadLoader
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -50,8 +48,7 @@ from torchtitan_scape.trainer.health import Health
 from torchtitan_scape.trainer.layout import checked_layout, is_dry_run
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
-from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
-from torchtitan_scape.trainer.pipeline import LossPerToken
+from torchtitan_scape.trainer.parallelize import LossPerToken, ReplicaParallelDims
 from torchtitan_scape.trainer.run_record import run_record
 from torchtitan_scape.trainer.specs import register
 

@@ -17,7 +17,7 @@ from torchtitan_scape.titan.components import MetricsProcessor, Validator
 from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
 from torchtitan_scape.titan.distributed import ParallelDims, device_type
 from torchtitan_scape.titan.patches import no_validation_loader
-from torchtitan_scape.trainer.pipeline import from_last_stage
+from torchtitan_scape.trainer.parallelize import from_last_stage
 
 logger = logging.getLogger(__name__)
 
