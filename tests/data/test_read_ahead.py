@@ -9,8 +9,8 @@ import torch
 
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, train
-from torchtitan_scape.data.loader import NoTextError
-from torchtitan_scape.data.read_ahead import Batch, ReadAheadLoader
+from torchtitan_scape.data.loader import Batch, NoTextError
+from torchtitan_scape.data.read_ahead import ReadAheadLoader
 
 
 class Numbers:

@@ -70,7 +70,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 FORMAT = 2
 FORMATS = (1, 2)  # Format 1 stores the rest of a document as tokens.
 Partial = list[Any]  # Unit of a document, first character of a piece, tokens of the piece to skip.
-Item = tuple[dict[str, torch.Tensor], torch.Tensor]
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # Inputs and labels; without a batch dimension, of a sequence.
 
 
 class NoTextError(ValueError):
@@ -145,7 +145,7 @@ class TextDataset(HuggingFaceTextDataset):
             return iter(())
         return iter(self._data)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yield sequences as TorchTitan does, with the documents encoded in pieces."""
         yield from self._sequences()  # Tokens restored from a checkpoint.
         while self._partial:
@@ -160,7 +160,7 @@ class TextDataset(HuggingFaceTextDataset):
             logger.warning(f"{self.dataset_name}: end of epoch, the data are repeated")
             self._data.set_epoch(self._data.epoch + 1)
 
-    def _document(self, sample: dict[str, Any], unit: Unit, begin: int = 0, skip: int = 0) -> Iterator[Item]:
+    def _document(self, sample: dict[str, Any], unit: Unit, begin: int = 0, skip: int = 0) -> Iterator[Batch]:
         """Yield the sequences that a document completes.
 
         Args:
@@ -176,7 +176,7 @@ class TextDataset(HuggingFaceTextDataset):
             yield from self._sequences()
             self._piece = None
 
-    def _sequences(self) -> Iterator[Item]:
+    def _sequences(self) -> Iterator[Batch]:
         """Yield all complete sequences in the buffer."""
         while len(self._token_buffer) - self._begin > self.seq_len:
             end = self._begin + self.seq_len + 1

@@ -1,11 +1,12 @@
-"""Local text files: selection of the files of a folder, and checks of their format.
+"""Local text files as one data set: selection of the files of a folder, checks of their format, and a copy of the text.
 
-Several files form one dataset: they must have the same format and the same columns.
+Files are read once, and their text is copied next to the cache of the datasets library, as one column. Damaged and
+empty lines are counted and reported, and damaged ones are left out. (The library's own reader of JSON fails as a whole
+on a single bad line, and crashes on one that is nested thousands of levels deep.) Nothing is kept of refused files.
 """
 
 import codecs
 import functools
-import glob
 import gzip
 import hashlib
 import io
@@ -18,7 +19,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,269 +26,13 @@ import datasets.config
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
-from datasets import Dataset, Value, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset
 from filelock import FileLock
 
 from torchtitan_scape.core.command import one_line
-from torchtitan_scape.core.files import FULL, parse_json, pointer_text
+from torchtitan_scape.core.files import parse_json, pointer_text
 
 logger = logging.getLogger(__name__)
-
-# Share of bad lines above which the files are assumed to have another format.
-MAX_BAD = 0.1
-KEY_OF_COLUMN = "; training.text_column names the column"
-_READ_ERRORS = (OSError, EOFError, zlib.error)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of reading a set of files.
-
-    Attributes:
-        documents: Number of usable documents.
-        bad: Lines (or rows) that are not JSON or not UTF-8, or have no text.
-        empty: Empty texts, which readers skip.
-        first: Location and reason of the first bad or empty line; "" if there is none.
-        copied: The good lines were copied; else the files are read directly.
-    """
-
-    documents: int
-    bad: int
-    empty: int
-    first: str
-    copied: bool
-
-    def line(self, path: str) -> str:
-        kinds = [f"{count:,} {kind}" for count, kind in ((self.bad, "unusable"), (self.empty, "empty")) if count]
-        return f"{path}: {' and '.join(kinds)} of {self.documents + self.bad + self.empty:,} documents are left out"
-
-
-def open_lines(file: Path) -> Any:
-    """Open a file, which may be compressed, for its lines."""
-    name = file.name.lower()
-    if name.endswith(".zst"):
-        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
-    return gzip.open(file, "rb") if name.endswith(".gz") else open(file, "rb")
-
-
-def read_line(line: bytes, column: str = "text") -> str:
-    """Return the text, in a column, of one line of JSON.
-
-    Raises:
-        ValueError: With the defect of the line.
-    """
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
-        raise ValueError(f"no JSON in UTF-8 ({one_line(error)})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"is a {type(row).__name__}, not an object")
-    if column not in row:
-        raise ValueError(f"has no column {column!r}, but {list(row)[:10]}{KEY_OF_COLUMN}")
-    text = row[column]
-    if not isinstance(text, str):
-        raise ValueError(f"has a text of type {type(text).__name__}; expected strings")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # For example a lone surrogate.
-        raise ValueError(f"has a text that is no Unicode ({error.reason})") from None
-    return text
-
-
-def _numbered(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (file:line, content) of every line of a file that is not blank.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
-    try:
-        with open_lines(file) as lines:
-            for number, line in enumerate(lines, 1):
-                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
-                    raise ValueError("it is UTF-16 or UTF-32; convert it with iconv -t UTF-8")
-                if line.strip():
-                    yield f"{file}:{number}", line
-    except (ValueError, *_READ_ERRORS) as error:
-        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
-
-
-def _first_defect(files: list[Path], builder: str, column: str) -> str:
-    """Return location and reason of the first text that is not UTF-8, "" if there is none."""
-    for file in files:
-        if builder == "text":
-            for number, line in enumerate(file.read_bytes().splitlines(), 1):
-                try:
-                    line.decode()
-                except UnicodeDecodeError as error:
-                    return f"{file}:{number} is not UTF-8 ({error.reason})"
-        elif builder == "parquet":
-            stored = pyarrow.parquet.ParquetFile(file)
-            for group in range(stored.num_row_groups):
-                try:
-                    stored.read_row_group(group, [column]).column(column).validate(full=True)
-                except pyarrow.ArrowInvalid:
-                    return f"{file}, row group {group}, has a text that is not UTF-8"
-    return ""
-
-
-def _refuse(path: str, builder: str, report: Report) -> None:
-    total = report.documents + report.bad
-    if report.bad > MAX_BAD * total:
-        raise ValueError(
-            f"dataset_path: {path!r} cannot be read as {builder}: {report.bad:,} of {total:,} documents are unusable; "
-            f"the first: {report.first}"
-        )
-    if report.documents == 0:
-        raise ValueError(f"dataset_path: {path!r} has zero documents with text")
-
-
-def _texts(file: Path, column: str) -> Iterator[tuple[str | None, str]]:
-    """Yield (text, defect) of every line of a file that is not blank; the text of a bad line is None.
-
-    Raises:
-        ValueError: The file cannot be read, or has bad lines only: it is another file than its name says.
-    """
-    first, good = "", False
-    for location, line in _numbered(file):
-        try:
-            text = read_line(line, column)
-        except ValueError as error:
-            first = first or f"{location} {error}"
-            yield None, f"{location} {error}"
-            continue
-        good = True
-        yield text, "" if text else f"{location} has an empty text"
-    if first and not good:
-        raise ValueError(
-            f"dataset_path: {str(file)!r} cannot be read as json: none of its lines is usable; the first: {first}"
-        )
-
-
-def _copy(files: list[Path], target: Path, column: str) -> Report:
-    """Write the good lines as an arrow stream of one column, line by line."""
-    schema = pyarrow.schema([("text", pyarrow.large_string())])
-    documents = bad = empty = size = 0
-    first, rows = "", []
-    with pyarrow.ipc.new_stream(str(target), schema) as writer:
-        for text, defect in chain.from_iterable(_texts(file, column) for file in files):
-            first = first or defect
-            if text is None:
-                bad += 1
-                continue
-            documents, empty = documents + bool(text), empty + (not text)
-            rows.append(text)  # Also an empty one, so that positions are those in the files; readers skip it.
-            size += len(text)
-            if size > 1 << 23:
-                writer.write_table(pyarrow.table({"text": rows}, schema=schema))
-                rows, size = [], 0
-        writer.write_table(pyarrow.table({"text": rows}, schema=schema))
-    return Report(documents, bad, empty, first, copied=True)
-
-
-def _inspect(data: Dataset) -> Report | None:
-    """Return the report of the library's result, or None if it cannot be used directly: other types, or not UTF-8."""
-    if getattr(data.features.get("text"), "dtype", "") not in ("string", "large_string"):
-        return None
-    column = data.data.table.column("text")
-    try:
-        # Columnar files may contain bytes that are not UTF-8; decoding them during training would raise an error.
-        column.validate(full=True)
-    except pyarrow.ArrowInvalid:
-        return None
-    empty = pyarrow.compute.sum(pyarrow.compute.equal(pyarrow.compute.binary_length(column), 0)).as_py() or 0
-    bad, first = column.null_count, ""
-    if bad or empty:
-        first = "a row without text"
-    return Report(len(data) - bad - empty, bad, empty, first, copied=False)
-
-
-def _load(files: list[Path], builder: str, links: Path, column: str) -> Dataset:
-    """Read a column of files by the datasets library, as the column "text".
-
-    The library takes names for patterns and for addresses: files with wildcards or "::" are read by links.
-    """
-    options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
-    names = [str(file) for file in files]
-    for i, file in enumerate(files):
-        if glob.has_magic(names[i]) or "::" in names[i]:
-            links.mkdir(exist_ok=True)
-            link = links / f"{i:06}"
-            names[i] = str(link)
-            if not link.is_symlink():
-                link.symlink_to(file.resolve())
-    data = load_dataset(builder, data_files=names, split="train", **options).select_columns([column])
-    if getattr(data.features[column], "dtype", "") == "string_view":  # Arrow cannot compute the lengths of views.
-        data = data.cast_column(column, Value("large_string"))
-    return data if column == "text" else data.rename_column(column, "text")
-
-
-def _examine(files: list[Path], builder: str, path: str, folder: Path, links: Path, column: str) -> Report:
-    if builder == "json":
-        report = _copy(files, folder / "text.arrow", column)
-        _refuse(path, builder, report)
-        return report
-    try:
-        data = _load(files, builder, links, column)
-        found = _inspect(data)
-        kind = getattr(data.features.get("text"), "dtype", "nested")
-        cause = "no UTF-8" if kind in ("string", "large_string") else f"has a column {column!r} of {kind}"
-        cause += "; expected strings"
-    except (DatasetGenerationError, ValueError, *_READ_ERRORS) as error:
-        source = error.__cause__ or error
-        if isinstance(source, OSError) and source.errno in FULL:
-            raise source from None
-        found, cause = None, one_line(source)
-    if found is None:
-        raise ValueError(
-            f"dataset_path: {path!r} cannot be read as {builder}: {_first_defect(files, builder, column) or cause}"
-        )
-    _refuse(path, builder, found)
-    return found
-
-
-def load_files(files: list[Path], builder: str, path: str, column: str = "text") -> Dataset:
-    """Read files of one format without the bad documents. Several processes may do so at the same time.
-
-    Args:
-        files: Paths; not empty.
-        builder: "json", "parquet", "arrow" or "text" of the datasets library.
-        path: The user's path, for messages.
-        column: Column with the text; "text" for the builder "text".
-
-    Returns:
-        A dataset with the single column "text". It may contain empty and null texts, which readers skip.
-
-    Raises:
-        ValueError: A file is damaged as a whole, or has no good line; more than a tenth of all lines are bad; no
-            document is left; or the library's cache cannot be written to.
-    """
-    stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([3, builder, stats] + [column] * (column != "text")).encode()).hexdigest()[:32]
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
-    folder, links = cache / key, cache / f"{key}.files"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(folder) + ".lock"):
-            if not (folder / "report.json").exists():
-                work = Path(tempfile.mkdtemp(dir=cache))
-                try:
-                    report = _examine(files, builder, path, work, links, column)
-                    (work / "report.json").write_text(json.dumps(asdict(report)))
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.rename(work, folder)
-                finally:
-                    shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:  # Errors of reading the files are ValueErrors.
-        raise ValueError(
-            f"HF_DATASETS_CACHE: {cache} cannot be written to ({error.strerror or one_line(error)}); free space there, "
-            "or set HF_DATASETS_CACHE to another folder"
-        ) from error
-    report = Report(**json.loads((folder / "report.json").read_text()))
-    if report.bad or report.empty:
-        logger.warning(f"{report.line(path)}; the first: {report.first}")
-    return Dataset.from_file(str(folder / "text.arrow")) if report.copied else _load(files, builder, links, column)
-
 
 # File extension -> format. Plain .json is excluded: next to data it is usually metadata.
 _BUILDERS = {
@@ -304,6 +48,11 @@ _BUILDERS = {
 }
 EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a column "text" (training.text_column)'
 _SPLITS = ("train", "validation", "test")
+MAX_BAD = 0.1  # Share of bad lines above which the files are assumed to have another format.
+KEY_OF_COLUMN = "; training.text_column names the column"
+_READ_ERRORS = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
+_STRING, _LARGE = pyarrow.string(), pyarrow.large_string()
+_CHUNK = 1 << 23  # Characters of JSON lines that are copied at once.
 
 
 class TextPath(str):
@@ -336,9 +85,6 @@ def _files_below(root: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the files below a folder, hidden ones excluded, and whether each may contain documents.
 
     Links are followed, but no folder is visited twice.
-
-    Raises:
-        ValueError: A folder cannot be read, a link leads nowhere, or a file of a saved dataset is missing.
     """
 
     def fail(error: OSError) -> None:
@@ -373,8 +119,7 @@ def _files_below(root: Path) -> Iterator[tuple[Path, bool]]:
 def _saved_names(folder: Path, names: set[str]) -> set[str] | None:
     """Return the files or sub-folders of a dataset that `save_to_disk` wrote to a folder; None for another folder.
 
-    Raises:
-        ValueError: One of them is not among the folder's `names`.
+    Raises ValueError if one of them is not among the folder's `names`.
     """
     for record, key in (("state.json", "_data_files"), ("dataset_dict.json", "splits")):
         try:
@@ -470,72 +215,240 @@ def _examples(first: dict[str, Path]) -> str:
     return " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
 
 
-def _columns(file: Path, builder: str) -> tuple[pyarrow.Schema, bool]:
-    """Return the schema of a columnar file, and whether it has a row, without reading rows."""
-    if builder == "parquet":
-        metadata = pyarrow.parquet.read_metadata(file)
-        return metadata.schema.to_arrow_schema(), metadata.num_rows > 0
-    with pyarrow.memory_map(str(file)) as source:
-        try:
-            stream = pyarrow.ipc.open_stream(source)
-            return stream.schema, any(batch.num_rows for batch in stream)
-        except pyarrow.ArrowInvalid:
-            source.seek(0)
-            stored = pyarrow.ipc.open_file(source)
-            return stored.schema, any(stored.get_batch(i).num_rows for i in range(stored.num_record_batches))
+@dataclass(frozen=True)
+class Report:
+    """Result of reading a set of files.
+
+    Attributes:
+        documents: Number of usable documents.
+        bad: Lines (or rows) that are not JSON or not UTF-8, or have no text.
+        empty: Empty texts, which readers skip.
+        first: Location and reason of the first bad or empty line; "" if there is none.
+    """
+
+    documents: int
+    bad: int
+    empty: int
+    first: str
+
+    def line(self, path: str) -> str:
+        kinds = [f"{count:,} {kind}" for count, kind in ((self.bad, "unusable"), (self.empty, "empty")) if count]
+        return f"{path}: {' and '.join(kinds)} of {self.documents + self.bad + self.empty:,} documents are left out"
+
+    def check(self, path: str, builder: str) -> None:
+        """Raise ValueError if more than `MAX_BAD` of the documents are bad, or none has text."""
+        total = self.documents + self.bad
+        if self.bad > MAX_BAD * total:
+            raise ValueError(
+                f"dataset_path: {path!r} cannot be read as {builder}: {self.bad:,} of {total:,} documents are "
+                f"unusable; the first: {self.first}"
+            )
+        if self.documents == 0:
+            raise ValueError(f"dataset_path: {path!r} has zero documents with text")
 
 
-def _with_documents(files: list[Path], text_column: str) -> list[Path]:
-    """Return the files that contain a document, judged by metadata or a line of JSON, with clearer errors than the
-    library's.
+@dataclass(frozen=True)
+class _Texts:
+    """Consecutive texts of a file, null where a row has none.
+
+    Attributes:
+        values: Strings.
+        dropped: Number of bad lines among them, which are left out.
+        first: As in `Report`.
+    """
+
+    values: pyarrow.ChunkedArray
+    dropped: int = 0
+    first: str = ""
+
+
+def open_lines(file: Path) -> Any:
+    """Open a file, which may be compressed, for its lines."""
+    name = file.name.lower()
+    if name.endswith(".zst"):
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    return gzip.open(file, "rb") if name.endswith(".gz") else open(file, "rb")
+
+
+def read_line(line: bytes, column: str = "text") -> str:
+    """Return the text, in a column, of one line of JSON.
 
     Raises:
-        ValueError: A file is damaged, or has other columns than the first one, or is columnar without `text_column`.
+        ValueError: With the defect of the line.
     """
-    with_documents: list[Path] = []
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
+        raise ValueError(f"no JSON in UTF-8 ({one_line(error)})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"is a {type(row).__name__}, not an object")
+    if column not in row:
+        raise ValueError(f"has no column {column!r}, but {list(row)[:10]}{KEY_OF_COLUMN}")
+    text = row[column]
+    if not isinstance(text, str):
+        raise ValueError(f"has a text of type {type(text).__name__}; expected strings")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # For example a lone surrogate.
+        raise ValueError(f"has a text that is no Unicode ({error.reason})") from None
+    return text
+
+
+def _numbered(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (file:line, content) of every line of a file that is not blank.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    try:
+        with open_lines(file) as lines:
+            for number, line in enumerate(lines, 1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+                    raise ValueError("it is UTF-16 or UTF-32; convert it with iconv -t UTF-8")
+                if line.strip():
+                    yield f"{file}:{number}", line
+    except (ValueError, *_READ_ERRORS) as error:
+        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
+
+
+def _json_texts(file: Path, column: str) -> Iterator[_Texts]:
+    rows, dropped, size, first, first_bad, good = list[str](), 0, 0, "", "", False
+    for location, line in _numbered(file):
+        try:
+            text = read_line(line, column)
+        except ValueError as error:
+            dropped, first_bad = dropped + 1, first_bad or f"{location} {error}"
+            first = first or first_bad
+            continue
+        first = first or ("" if text else f"{location} has an empty text")
+        rows.append(text)  # Also an empty one, so that positions are those in the files; readers skip it.
+        size, good = size + len(text), True
+        if size > _CHUNK:
+            yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
+            rows, dropped, size = [], 0, 0
+    if first_bad and not good:
+        raise ValueError(
+            f"dataset_path: {str(file)!r} cannot be read as json: none of its lines is usable; the first: {first_bad}"
+        )
+    yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
+
+
+def _whole_text(file: Path) -> _Texts:
+    """Return a .txt file as one document."""
+    content = file.read_bytes()
+    try:
+        text = io.StringIO(content.decode("utf-8-sig"), newline=None).getvalue()
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file}:{number} is not UTF-8 ({error.reason})") from None
+    return _Texts(pyarrow.chunked_array([[text]], _STRING), 0, "" if text else f"{file} is empty")
+
+
+class _ColumnarFile:
+    """A parquet or arrow file, read by row groups or record batches.
+
+    Attributes:
+        schema: Names and types of the columns.
+        rows: Number of rows.
+    """
+
+    def __init__(self, file: Path, builder: str) -> None:
+        self._file = file
+        if builder == "parquet":
+            stored = pyarrow.parquet.ParquetFile(file)
+            self.schema, self.rows, self._parts = stored.schema_arrow, stored.metadata.num_rows, stored.num_row_groups
+            self._read: Any = lambda number, column: stored.read_row_group(number, [column]).column(column)
+            return
+        source = pyarrow.memory_map(str(file))
+        try:
+            reader = pyarrow.ipc.open_stream(source)
+            batches = list(reader)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            reader = pyarrow.ipc.open_file(source)
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self.schema, self.rows, self._parts = reader.schema, sum(batch.num_rows for batch in batches), len(batches)
+        self._read = lambda number, column: pyarrow.chunked_array([batches[number].column(column)])
+
+    def texts(self, column: str, kind: pyarrow.DataType) -> Iterator[_Texts]:
+        for number in range(self._parts):
+            values = self._read(number, column)
+            where = f"{self._file}, row group {number},"
+            try:
+                values.validate(full=True)  # Decoding other bytes would raise an error during training.
+            except pyarrow.ArrowInvalid:
+                raise ValueError(f"{where} has a text that is not UTF-8") from None
+            yield _Texts(values.cast(kind), 0, f"{where} has a row without text")
+
+
+def _texts(files: list[Path], builder: str, column: str, kind: pyarrow.DataType) -> Iterator[_Texts]:
+    for file in files:
+        if builder == "json":
+            yield from _json_texts(file, column)
+            continue
+        try:
+            yield from [_whole_text(file)] if builder == "text" else _ColumnarFile(file, builder).texts(column, kind)
+        except (ValueError, *_READ_ERRORS) as error:
+            raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
+
+
+def _copy(files: list[Path], builder: str, column: str, kind: pyarrow.DataType, target: Path) -> Report:
+    """Write the texts as an arrow stream of one column."""
+    schema, documents, bad, empty, first = pyarrow.schema([("text", kind)]), 0, 0, 0, ""
+    with pyarrow.ipc.new_stream(str(target), schema) as writer:
+        for texts in _texts(files, builder, column, kind):
+            values, nulls = texts.values, texts.values.null_count
+            lengths = pyarrow.compute.binary_length(values)
+            zeros = pyarrow.compute.sum(pyarrow.compute.equal(lengths, 0)).as_py() or 0
+            documents, bad, empty = documents + len(values) - nulls - zeros, bad + texts.dropped + nulls, empty + zeros
+            first = first or (texts.first if texts.dropped or nulls or zeros else "")
+            writer.write_table(pyarrow.table({"text": values}, schema=schema))
+    return Report(documents, bad, empty, first)
+
+
+def _columnar(files: list[Path], builder: str, column: str) -> tuple[list[Path], pyarrow.DataType]:
+    """Return the columnar files that have rows, and the type of their texts together.
+
+    Raises:
+        ValueError: A file is damaged, has no such column of strings, or has other columns than the first one.
+    """
+    with_rows, kind = [], _STRING
     schemas: dict[str, Path] = {}
     for file in files:
-        builder = _BUILDERS[cast(str, _ending(file))]
         try:
-            if builder == "text":
-                with_documents.append(file)
-                continue
-            if builder == "json":
-                with open_lines(file) as lines:
-                    with_documents += [file] if any(line.strip() for line in lines) else []
-                continue
-            schema, rows = _columns(file, builder)
-        except (ValueError, OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+            stored = _ColumnarFile(file, builder)
+        except (ValueError, *_READ_ERRORS) as error:
             raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
-        if not rows:
+        if not stored.rows:
             continue
-        if text_column not in schema.names:
+        if column not in stored.schema.names:
             raise ValueError(
-                f"dataset_path: {str(file)!r} has no column {text_column!r}, but {schema.names}; expected a column of "
-                f"strings{KEY_OF_COLUMN}"
+                f"dataset_path: {str(file)!r} has no column {column!r}, but {stored.schema.names}; expected a column "
+                f"of strings{KEY_OF_COLUMN}"
             )
-        with_documents.append(file)
         # Arrow uses a different type for texts above 2 GiB, and Polars writes views.
-        kinds = {field.name: str(field.type).removeprefix("large_").removesuffix("_view") for field in schema}
-        columns = sorted(f"{name}: {kind}" for name, kind in kinds.items())
-        schemas.setdefault(", ".join(columns), file)
+        kinds = {field.name: str(field.type).removeprefix("large_").removesuffix("_view") for field in stored.schema}
+        if kinds[column] != "string":
+            raise ValueError(
+                f"dataset_path: {str(file)!r} has a column {column!r} of {kinds[column]}; expected strings"
+            )
+        with_rows.append(file)
+        kind = kind if stored.schema.field(column).type == _STRING else _LARGE
+        schemas.setdefault(", ".join(sorted(f"{name}: {one}" for name, one in kinds.items())), file)
         if len(schemas) > 1:
             raise ValueError(
                 f"dataset_path: files with other columns cannot be read as one data set: {_examples(schemas)}; give a "
                 "file, or a folder of files with the same columns"
             )
-    return with_documents
+    return with_rows, kind
 
 
 def load_text_files(path: str | os.PathLike[str], split: str | None = None, column: str = "text") -> Dataset:
-    """Read local text, map-style, so that a run resumes by document index.
+    """Read local text, map-style, so that a run resumes by document index. Several processes may do so at once.
 
     A line of .jsonl and a row of .parquet or .arrow are one document. A .txt file is one document as a whole, because a
-    line break does not end a document; use .jsonl for one document per line. The datasets library converts the files
-    once into its own cache (HF_DATASETS_CACHE), about as large as their text.
-
-    Lines that are not JSON or not UTF-8, and lines without text, are left out; the log contains their number and the
-    location of the first one. If more than a tenth of the lines is bad, the format is assumed to be wrong.
+    line break does not end a document; use .jsonl for one document per line. The copy of the text below
+    HF_DATASETS_CACHE is about as large as the text.
 
     Args:
         path: A file, or a folder, which is searched recursively.
@@ -543,16 +456,45 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None, colu
         column: Column with the text.
 
     Returns:
-        A dataset with the single column "text".
+        A dataset with the single column "text". It may contain empty and null texts, which readers skip.
 
     Raises:
         ValueError: As `find_text_files`; or a file is damaged as a whole, does not have the column, of strings, or has
-            other columns than the first; or a column is named for .txt files; or there are zero documents.
+            other columns than the first; or a column is named for .txt files; or more than a tenth of all lines are
+            bad; or there are zero documents; or the cache cannot be written to.
     """
-    files = _with_documents(find_text_files(path, split), column)
-    if not files:
-        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
+    files = find_text_files(path, split)
     builder = _BUILDERS[cast(str, _ending(files[0]))]
     if builder == "text" and column != "text":
         raise ValueError(f"training.text_column: {column!r}, but {str(path)!r} has .txt files, which have no columns")
-    return load_files(files, builder, str(path), column)
+    kind = _LARGE if builder == "json" else _STRING
+    if builder in ("parquet", "arrow"):
+        files, kind = _columnar(files, builder, column)
+    if not files:
+        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
+    stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
+    key = hashlib.sha256(json.dumps([4, builder, stats, column]).encode()).hexdigest()[:32]
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
+    folder = cache / key
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder) + ".lock"):
+            if not (folder / "report.json").exists():
+                work = Path(tempfile.mkdtemp(dir=cache))
+                try:
+                    report = _copy(files, builder, column, kind, work / "text.arrow")
+                    report.check(str(path), builder)
+                    (work / "report.json").write_text(json.dumps(asdict(report)))
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(work, folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:  # Errors of reading the files are ValueErrors.
+        raise ValueError(
+            f"HF_DATASETS_CACHE: {cache} cannot be written to ({error.strerror or one_line(error)}); free space there, "
+            "or set HF_DATASETS_CACHE to another folder"
+        ) from error
+    report = Report(**json.loads((folder / "report.json").read_text()))
+    if report.bad or report.empty:
+        logger.warning(f"{report.line(str(path))}; the first: {report.first}")
+    return Dataset.from_file(str(folder / "text.arrow"))

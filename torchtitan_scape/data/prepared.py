@@ -20,6 +20,7 @@ import torch
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.files import parse_json
+from torchtitan_scape.data.loader import Batch
 from torchtitan_scape.data.manifest import (
     TRAIN,
     VALIDATION,
@@ -30,7 +31,6 @@ from torchtitan_scape.data.manifest import (
     paths_of,
     tokenizer_facts,
 )
-from torchtitan_scape.data.read_ahead import Batch
 from torchtitan_scape.titan.config import Training, Validation
 from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
 

@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader
+from torchtitan_scape.data.loader import Batch, NoTextError, TextDataLoader
 from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.titan.components import IGNORE_INDEX
 from torchtitan_scape.titan.data import BaseDataLoader, DataloaderExhaustedError
 from torchtitan_scape.titan.distributed import device_type
-
-Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class SimulatedDataLoader(BaseDataLoader):

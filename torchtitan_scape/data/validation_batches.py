@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import check_dataset
-from torchtitan_scape.data.loader import text_loader
+from torchtitan_scape.data.loader import Batch, text_loader
 from torchtitan_scape.data.prepared import NAME, Split, open_split
-from torchtitan_scape.data.read_ahead import Batch, SimulatedDataLoader, raise_together
+from torchtitan_scape.data.read_ahead import SimulatedDataLoader, raise_together
 from torchtitan_scape.titan.data import BaseTokenizer
 
 logger = logging.getLogger(__name__)
