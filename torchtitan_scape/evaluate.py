@@ -109,11 +109,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _place(options: argparse.Namespace, names: list[str]) -> tuple[Path, str]:
-    """Return the folder for the results, and the name of their files.
-
-    Raises:
-        ValueError: The folder is not writable, or contains the scores of another model under this name.
-    """
+    """Return the folder for the results, and the name of their files, or raise ValueError if they cannot be written."""
     folder = options.output or options.model / "evaluation"
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -145,11 +141,7 @@ def _shown(name: str, results: dict[str, Any], manager: Any) -> list[str]:
 
 
 def _names(options: argparse.Namespace) -> list[str]:
-    """Return the requested tasks.
-
-    Raises:
-        ValueError: There are none, a folder is missing, or the extra is not installed.
-    """
+    """Return the requested tasks, or raise ValueError if they, a folder or the extra are missing."""
     names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
     if not names:
         raise ValueError(f"--tasks {options.tasks!r} names none")

@@ -42,7 +42,6 @@ from torchtitan_scape.huggingface.folder import (
     atomic_folder,
     check_finite,
     check_logits,
-    check_tokenizer,
     filled,
     read_folder,
     write_json,
@@ -90,11 +89,7 @@ def _import_parser() -> argparse.ArgumentParser:
 
 
 def choose(which: str, config: JobConfig) -> Path:
-    """Return the folder of a checkpoint: `which` itself, or the "latest" or "best" one of the recipe's run.
-
-    Raises:
-        ValueError: The run has no such checkpoint.
-    """
+    """Return the folder of a checkpoint: `which` itself, or the "latest" or "best" one of the recipe's run."""
     run = Path(config.job.dump_folder)
     folder = run / config.checkpoint.folder
     if which == "latest":
@@ -114,15 +109,9 @@ def choose(which: str, config: JobConfig) -> Path:
 
 
 def export(options: argparse.Namespace, keys: list[str]) -> None:
-    """Export a checkpoint, compare it with transformers, and print a summary.
+    """Export a checkpoint, compare it with transformers, and print a summary. `keys` are further keys of the recipe.
 
-    Args:
-        options: The command's options.
-        keys: Keys of the recipe, as on the trainer's command line.
-
-    Raises:
-        ValueError: Invalid input.
-        DifferentError: The comparison failed.
+    Raises ValueError for invalid input, and DifferentError if the comparison failed.
     """
     resolved = resolve(["--job.config_file", options.config, *keys])
     config, dtype = resolved.config, DTYPES[options.dtype]
@@ -153,7 +142,7 @@ def export(options: argparse.Namespace, keys: list[str]) -> None:
             said = check_logits(
                 part, filled(spec.model_cls, args, values), written["vocab_size"], config.training.seq_len
             )
-            check_tokenizer(part, tokenizer)
+            tokenizer.check(part)
         (part / "README.md").write_text(card(resolved, path, saved, options, said), encoding="utf-8")
     print(f"{options.output}: {path} with {count:,} parameters in {options.dtype}, {len(files)} file(s) of weights")
     print(f"weights: {options.weights}; {said}")

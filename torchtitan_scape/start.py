@@ -21,12 +21,9 @@ EMBEDDED = "train_configs/embedded.toml"
 
 
 def recipe_files(given: str) -> str:
-    """Return the recipes with the paths of existing files.
+    """Return the recipes with the paths of existing files, or raise ValueError.
 
     A relative path is looked up in the folder of the call, then in the working directory, then in this package.
-
-    Raises:
-        ValueError: A file does not exist.
     """
     found, folder = [], os.environ.get("SCAPE_CALLED_FROM", "")
     for name in split_names(given):
@@ -40,11 +37,7 @@ def recipe_files(given: str) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number in an environment variable; 0 if it is not set.
-
-    Raises:
-        ValueError: The value is not a number from 1.
-    """
+    """Return the number from 1 in an environment variable, 0 if it is not set, or raise ValueError."""
     value = os.environ.get(name, "")
     if value and not re.fullmatch("[1-9][0-9]*", value):
         raise ValueError(f"{name}={value}; it must be a number, 1 or more")
@@ -52,11 +45,7 @@ def number_of(name: str) -> int:
 
 
 def node_range() -> tuple[int, int]:
-    """Return the smallest and the largest number of nodes in NNODES, such as 2 or 2:4.
-
-    Raises:
-        ValueError: The value is neither.
-    """
+    """Return the smallest and the largest number of nodes in NNODES, such as 2 or 2:4, or raise ValueError."""
     value = os.environ.get("NNODES") or "1"
     match = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", value)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
@@ -68,9 +57,7 @@ def node_range() -> tuple[int, int]:
 def count_devices() -> int:
     """Return the number of GPUs. In a process of its own, because torch reads variables when it is imported.
 
-    Raises:
-        ImportError: There is no torch, or it cannot be imported.
-        ValueError: The process failed otherwise.
+    Raises ImportError if torch cannot be imported, ValueError if the process failed otherwise.
     """
     counting = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     counted = subprocess.run(counting, capture_output=True, text=True, check=False)
@@ -83,11 +70,7 @@ def count_devices() -> int:
 
 
 def prepare() -> tuple[list[str], str]:
-    """Set the variables of the ranks, and return the options of the launcher and the recipe.
-
-    Raises:
-        ValueError: An environment variable has an invalid value.
-    """
+    """Set the variables of the ranks, and return the options of the launcher and the recipe, or raise ValueError."""
     ranks, (least, nodes), endpoint = number_of("NGPU"), node_range(), os.environ.get("RDZV_ENDPOINT")
     shown = os.environ.get("LOG_RANK") or "0"
     if not re.fullmatch("[0-9]+(,[0-9]+)*", shown):
@@ -111,9 +94,7 @@ def elastic_arguments(arguments: list[str]) -> list[str]:
     """Return the arguments of the trainer for NNODES=MIN:MAX, and set SCAPE_NODE_COUNTS for the launcher.
 
     A process of its own reads the recipe, because it imports torch and may use a device. Restarts use its result.
-
-    Raises:
-        SystemExit: The recipe cannot be used with several numbers of nodes; the process has printed the reason.
+    Raises SystemExit if the recipe cannot be used with several numbers of nodes; the process has printed the reason.
     """
     least, most = node_range()
     if least == most:

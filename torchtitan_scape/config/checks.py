@@ -330,14 +330,9 @@ def _check_ranges(config: JobConfig) -> None:
 
 
 def check_library_keys(config: JobConfig, device_type: str, converters: Callable[[], Collection[str]]) -> None:
-    """Check keys of TorchTitan and PyTorch before the run is set up.
+    """Check keys that TorchTitan and PyTorch check late, or by an exception without the key's name.
 
-    Args:
-        device_type: "cpu" or "cuda".
-        converters: returns the names of TorchTitan's model converters.
-
-    Raises:
-        ValueError: A value is unknown, or not supported on this device; the message contains the fix.
+    `converters` returns the names of TorchTitan's model converters.
     """
     compiled, mode = config.compile, config.activation_checkpoint.mode
     if mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
@@ -374,7 +369,7 @@ def check_library_keys(config: JobConfig, device_type: str, converters: Callable
 
 
 def _check_quantization(config: JobConfig) -> None:
-    """Raise ValueError for converters to FP8 and MX formats that fail later, or that change nothing."""
+    """Refuse converters to FP8 and MX formats that fail later, or that change nothing."""
     names = [name for name in config.model.converters if name.startswith("quantize.")]
     float8, compiled = config.quantize.linear.float8, config.compile.enable and "model" in config.compile.components
     emulates = float8.emulate and names == [FLOAT8]
@@ -429,11 +424,7 @@ def _is_importable(module: str) -> bool:
 
 
 def check_folders(config: JobConfig) -> None:
-    """Check that the run may write to its folders. Nothing is created.
-
-    Raises:
-        ValueError: A folder, or the nearest existing one above it, is a file or cannot be written to.
-    """
+    """Check that the run may write to its folders, or to the nearest existing ones above them. Nothing is created."""
     metrics, profiling, checkpoint = config.metrics, config.profiling, config.checkpoint
     folders = {
         "metrics.save_tb_folder": (metrics.save_tb_folder, metrics.enable_tensorboard or metrics.enable_wandb),

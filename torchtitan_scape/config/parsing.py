@@ -62,10 +62,8 @@ class _Composed(ConfigManager):
     def parse_args(self, args: list[str]) -> Any:  # type: ignore[override]
         """Return the config. Only the keys on the command line get a parser, because a parser of all is slow to build.
 
-        The keys of a user's config module may have any type, and get TorchTitan's parser.
-
-        Raises:
-            _ArgumentError: A key is unknown, or its section refuses the value.
+        The keys of a user's config module may have any type, and get TorchTitan's parser. Raises _ArgumentError for an
+        unknown key, or a value that its section refuses.
         """
         if self._maybe_add_custom_config(args, self._table) is not JobConfig:
             return super().parse_args(args)
@@ -162,20 +160,12 @@ def _merged(section: Any, named: Any) -> Any:
 
 
 def parse(arguments: list[str]) -> JobConfig:
-    """Return the config of the recipe and the command line, which takes precedence.
-
-    Raises:
-        ValueError: A key is unknown or a value is invalid.
-    """
+    """Return the config of the recipe and the command line, which takes precedence, or raise ValueError."""
     return resolve(arguments).config
 
 
 def resolve(arguments: list[str]) -> Resolved:
-    """Return the config of `parse` together with the origin of each value.
-
-    Raises:
-        SystemExit: after printing help, if the arguments contain --help.
-    """
+    """Return the config of `parse` together with the origin of each value. With --help, print and raise SystemExit."""
     _print_help(arguments)
     types = _key_types(JobConfig)
     for argument in arguments:

@@ -46,11 +46,11 @@ class Recipe:
 def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Recipe:
     """Read the files of `given`, for example "a.toml,b.toml", in order, each after the files that it extends.
 
-    Tables are merged key by key; a list replaces an earlier one. A file that is named twice is merged twice.
+    Tables are merged key by key; a list replaces an earlier one. A file that is named twice is merged twice. Paths are
+    relative to the working directory, see `packaged`; those in `extends` are relative to their file, or name a recipe
+    of this package.
 
     Args:
-        given: comma-separated paths, relative to the working directory, see `packaged`. Paths in `extends` are relative
-            to their file, or name a recipe of this package.
         check: called with the table of every file; the file's name is added to a ValueError that it raises.
 
     Raises:
@@ -64,11 +64,7 @@ def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Rec
 
 
 def split_names(given: str) -> list[str]:
-    """Return the paths of a comma-separated list.
-
-    Raises:
-        ValueError: A path is empty.
-    """
+    """Return the paths of a comma-separated list. Raises ValueError for an empty one."""
     paths = [path.strip() for path in given.split(",")]
     if not all(paths):
         raise ValueError(f"the recipe {given!r} contains an empty name; write a.toml, or a.toml,b.toml")

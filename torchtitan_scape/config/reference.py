@@ -56,13 +56,7 @@ _TITAN_KEYS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section.
-
-    Attributes:
-        type: in words, for example "list of strings", or the allowed values.
-        default: a TOML value; "" for none.
-        marks: "layout" or "free", see `core.options`.
-    """
+    """One key of a section: its type in words, its default as TOML ("" for none), and the marks "layout" and "free"."""
 
     name: str
     type: str
@@ -222,13 +216,9 @@ examples:
 
 
 def help_text(topic: str = "") -> str:
-    """Return the help.
+    """Return the help on a section, on "all" of them, or the list of sections. Raises ValueError for an unknown one.
 
-    Args:
-        topic: a section, "all", or "" for the list of sections. A section that has only subsections prints these.
-
-    Raises:
-        ValueError: there is no such section.
+    A section that has only subsections prints these.
     """
     found = sections()
     if not topic:

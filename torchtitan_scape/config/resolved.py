@@ -37,12 +37,8 @@ def values_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config before the trainer changes it.
-
-    Attributes:
-        files: the files of the recipe, in order.
-        values: the values of all keys.
-        origins: the origin of each key that a file or the command line set.
+    """A config before the trainer changes it: the files of the recipe, the values of all keys, and the origin of each
+    key that a file or the command line set.
     """
 
     config: JobConfig
@@ -89,10 +85,8 @@ class Resolved:
         return not section.startswith("sync.") or section.split(".")[1] == self.values["sync.method"]
 
     def write(self, folder: str) -> None:
-        """Write resolved.toml atomically. A file with the same values is kept, because it may have more origins.
-
-        Raises:
-            ValueError: The folder cannot be written to.
+        """Write resolved.toml atomically, or raise ValueError. A file with the same values is kept: it may have more
+        origins.
         """
         path, text = Path(folder) / FILE, self.text()
         try:

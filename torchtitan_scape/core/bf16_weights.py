@@ -110,9 +110,7 @@ class ScaledTensor(torch.Tensor):
 
 
 def share_scale(parameter: Tensor, scale: Tensor, writes: bool = True) -> None:
-    """Copy the parameter's scale into `scale`, float64 (). If `writes`, the parameter and its views use `scale` from
-    now on.
-    """
+    """Copy the parameter's scale into `scale`, float64 (). If `writes`, the parameter and its views use that."""
     local_tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     if not isinstance(local_tensor, ScaledTensor) or local_tensor.scale is None:
         raise ValueError("update = 'sharded' needs weights with a scale; call hold_in_bfloat16 with scaled=True")
@@ -126,11 +124,7 @@ def hold_in_bfloat16(module: nn.Module, scaled: bool) -> None:
     """Convert the module's parameters to `ScaledTensor`s, in place, and free the FP32 numbers.
 
     Values are rounded to BF16 once; masters are initialized from the rounded values. Call it after `fully_shard` and
-    initialization, before the first forward pass.
-
-    Args:
-        module: The module.
-        scaled: Give each parameter a scale, for a sharded update.
+    initialization, before the first forward pass. With `scaled` each parameter has a scale, for a sharded update.
 
     Raises:
         ValueError: The shards of a parameter differ in size; FSDP2 would pad them with FP32 numbers.

@@ -225,9 +225,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _repair(finding: _Mismatch, collectives: ReplicaCollectives, device: torch.device, group_rank: int) -> None:
-    """Overwrite the deviating parts from the source, and the state where it is replicated; per-replica residuals
-    stay.
-    """
+    """Overwrite the deviating parts, and the state where it is replicated, from the source; residuals stay."""
     source, is_odd = finding.source, group_rank in finding.odd
     assert source is not None
     for number in finding.parts:

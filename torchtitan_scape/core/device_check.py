@@ -18,13 +18,8 @@ _PAGE = "docs/getting_started/install.md"
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed build of torch.
-
-    Attributes:
-        version: Version with its local part, such as "2.10.0+rocm7.1".
-        cuda: CUDA release that it was built for, or "".
-        rocm: ROCm release that it was built for, or "".
-        error: Message with which the runtime refuses the GPU, or "".
+    """The installed build of torch: its version with the local part, the CUDA or ROCm release that it was built for,
+    and the message with which the runtime refuses the GPU; "" for none.
     """
 
     version: str
@@ -60,15 +55,8 @@ def check_device(
 ) -> None:
     """Check that nothing asks for a GPU. Call it only where torch finds none, on every rank.
 
-    A variable such as CUDA_VISIBLE_DEVICES that is empty or -1 hides the GPUs, and turns the check off.
-
-    Args:
-        machine: Value of `[topology] machine`.
-        root: Root of the file system with /dev, /proc and /sys.
-        build: The build of torch; None for the installed one.
-
-    Raises:
-        ValueError: The recipe, the environment or a device node says that there is a GPU.
+    A variable such as CUDA_VISIBLE_DEVICES that is empty or -1 hides the GPUs, and turns the check off. Raises
+    ValueError if the recipe, the environment or a device node says that there is a GPU.
     """
     if any(environment.get(name, "0").split(",")[0].strip() in ("", "-1") for name in _VISIBLE):
         return

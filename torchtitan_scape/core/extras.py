@@ -48,21 +48,15 @@ def import_advice(error: ImportError) -> str:
 
 
 def is_own_command(arguments: Sequence[str]) -> bool:
-    """Return whether Python was started with a module of this package: `python -m torchtitan_scape.export ...`.
-
-    Args:
-        arguments: All arguments of the interpreter, as in `sys.orig_argv`.
+    """Return whether Python was started, with these arguments, with a module of this package: `python -m
+    torchtitan_scape.X`.
     """
     module = next((after for word, after in pairwise(arguments) if word == "-m"), "")
     return f"{module}.".startswith(f"{PACKAGE.name}.")
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Exception hook of the commands: an import that failed is the user's environment, and needs no traceback.
-
-    Raises:
-        SystemExit: The import of a package failed.
-    """
+    """Exception hook of the commands: an import that failed is the user's environment, and needs no traceback."""
     if not isinstance(error, ImportError) or os.environ.get("SCAPE_TRACEBACK"):
         return sys.__excepthook__(kind, error, trace)
     print(f"error: {import_advice(error)}", file=sys.stderr)

@@ -31,11 +31,7 @@ def packaged(path: str) -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: The content is not JSON, or is nested so deeply that the parser gives up.
-    """
+    """Parse JSON. Raises ValueError if it is none, or is nested so deeply that the parser gives up."""
     try:
         return json.loads(content)
     except RecursionError:

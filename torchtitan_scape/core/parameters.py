@@ -19,8 +19,8 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.
 
 
 class SliceParameter(torch.nn.Parameter):
-    """Entries [start, start + n) of a parameter of `whole` shape, flat, with the same number of dimensions, (1, ...,
-    n).
+    """Entries [start, start + n) of a parameter of `whole` shape, flat, of the shape (1, ..., n) with as many
+    dimensions.
 
     Usually a view of a larger buffer. It takes part in steps and checkpoints under the parameter's name.
     """
@@ -38,9 +38,7 @@ class SliceParameter(torch.nn.Parameter):
 
 
 def is_slice(tensor: Any) -> TypeGuard[SliceParameter]:
-    """Return whether a tensor is a `SliceParameter`. Fake tensors of a dry run have its attributes but not its
-    class.
-    """
+    """Return whether this is a `SliceParameter`: fake tensors of a dry run have its attributes but not its class."""
     return hasattr(tensor, "whole")
 
 
@@ -154,11 +152,7 @@ def _address(parameter: Tensor) -> int:
 
 
 def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
-    """Return the shards of all parameters in constructor order.
-
-    Raises:
-        ValueError: A parameter cannot be trained.
-    """
+    """Return the shards of all parameters in constructor order. Raises ValueError for one that cannot be trained."""
     shards = []
     for index, group in enumerate(param_groups):
         named = group.get("param_names") or []
@@ -183,11 +177,7 @@ def check_contiguous(shards: Sequence[Shard], method: str) -> None:
 
 
 def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
-    """Return the compressed shards (global ndim of 2 or more, not named dense) and the others.
-
-    Raises:
-        ValueError: A name matches no parameter.
-    """
+    """Return the compressed shards (global ndim of 2 or more, not named dense) and the others."""
     unknown = set(dense_names) - {s.name for s in shards}
     if unknown:
         raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
@@ -256,10 +246,8 @@ def copies_key(shard: Shard) -> tuple[Any, ...] | None:
 def model_group_of(shards: Iterable[Shard]) -> ProcessGroup | None:
     """Return the group over which DTensor parameters are sharded, from their mesh; None for plain tensors.
 
-    Used if replicas are given as a plain ProcessGroup.
-
-    Raises:
-        ValueError: The mesh has several axes, or parameters have different meshes; `ReplicaGroups` is then required.
+    Used if replicas are given as a plain ProcessGroup. Raises ValueError if there is more than one mesh dimension;
+    `ReplicaGroups` is then required.
     """
     meshes = {p.device_mesh for p in (s.parameter for s in shards) if isinstance(p, DTensor)}
     if not meshes:

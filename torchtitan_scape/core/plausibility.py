@@ -52,14 +52,9 @@ def _largest_magnitude(values: Tensor) -> Tensor:
 def check_plausible(
     tensors: Iterable[tuple[str, Tensor]], collectives: ReplicaCollectives, step: int, what: str = "parameters"
 ) -> None:
-    """Check the tensors of all ranks. Collective; waits for the device.
+    """Check the results of `is_plausible` of this process, with their descriptions. Collective; waits for the device.
 
-    Args:
-        tensors: (description, result of `is_plausible`) of those of this process; there is at least one.
-        what: all of them, in the message.
-
-    Raises:
-        DamagedParametersError: on every rank, with ranks and parameters.
+    `what` is all of them, in the message. Raises DamagedParametersError on every rank, with ranks and parameters.
     """
     if collectives.is_fake:
         return

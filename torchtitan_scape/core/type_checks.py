@@ -9,11 +9,7 @@ MAX_INTEGER = 2**63 - 1  # Largest integer in tensors, files and collectives.
 
 
 def check_section(section: Any, name: str) -> None:
-    """Check the values of a section and of its subsections.
-
-    Raises:
-        ValueError: A value has the wrong type.
-    """
+    """Check the values of a section and of its subsections. Raises ValueError for a wrong type."""
     for field in fields(section):
         value = getattr(section, field.name)
         if is_dataclass(field.type) and is_dataclass(value):
@@ -23,11 +19,7 @@ def check_section(section: Any, name: str) -> None:
 
 
 def check_value(section: str, key: str, value: Any, expected: Any) -> None:
-    """Check one value.
-
-    Raises:
-        ValueError: Names key, value and the expected type.
-    """
+    """Check one value. Raises ValueError with key, value and the expected type."""
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise ValueError(f"[{section}] {key} = {short(value)}; it is beyond 64 bits")
     if isinstance(value, float) and not math.isfinite(value):

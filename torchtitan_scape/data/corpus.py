@@ -60,14 +60,7 @@ def join(units: Iterable[str], max_bytes: int) -> Iterator[str]:
 def build(
     name: str, train: Mapping[str, str], validation: Mapping[str, str], cut: Callable[[str], Iterable[str]]
 ) -> Corpus:
-    """Split, shuffle and count a corpus; logs one line.
-
-    Args:
-        name: Name of the corpus, for the log.
-        train: Training text by name of its source, sorted.
-        validation: Held-out text, likewise.
-        cut: Splits a source's text into documents, none of them empty.
-    """
+    """Split, shuffle and count a corpus of training and held-out texts, sorted by name; logs one line."""
 
     def documents(sources: Mapping[str, str]) -> tuple[str, ...]:
         cuts = [piece for text in sources.values() for piece in cut(text)]

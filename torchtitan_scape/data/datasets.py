@@ -40,13 +40,7 @@ SECONDS = 5.0  # Timeout of the hub's first response; the library itself would r
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the hub.
-
-    Attributes:
-        name: Value of `training.dataset`.
-        repository: Owner/name.
-        revision: Revision to download if it is not the repository's main branch.
-    """
+    """A dataset of the hub: `training.dataset`, its repository, and a revision other than the main branch."""
 
     name: str
     repository: str
@@ -62,11 +56,7 @@ class HubDataset:
         return f"data/{self.name}"
 
     def stream(self, split: str) -> Any:
-        """Return the streamed split.
-
-        Raises:
-            ValueError: The split cannot be streamed; the message contains the remedy.
-        """
+        """Return the streamed split. Raises ValueError, with the remedy, if it cannot be streamed."""
         offline = unreachable()
         try:
             # Offline, the library uses its cache without attempting a connection.
@@ -150,11 +140,7 @@ DATASETS.update(_OURS)
 
 
 def check_dataset(section: str, config: Training | Validation, text_column: str, dp_world_size: int) -> None:
-    """Refuse configurations in which ranks read nothing, or read documents twice. The result is the same on all ranks.
-
-    Raises:
-        ValueError: Unknown name, several workers, or fewer documents than ranks.
-    """
+    """Refuse configurations in which ranks read nothing, or documents twice. The result is the same on all ranks."""
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted({*DATASETS, NAME}))}")
@@ -182,18 +168,11 @@ def build_dataloader(
     job_config: JobConfig,
     simulated: int = 1,
 ) -> TextDataLoader | SimulatedDataLoader | PreparedDataLoader:
-    """Return the data loader for training, after checks.
+    """Return the data loader for training, after checks, for data-parallel rank `dp_rank`.
 
-    Args:
-        dp_world_size: Number of data-parallel ranks, replicas times shards.
-        dp_rank: Index of this rank among them.
-        tokenizer: Encodes each document.
-        job_config: Uses the sections `training`, `training.dataloader` and `data`.
-        simulated: Simulated replicas of this rank. It reads the data of as many ranks in turn.
-
-    Returns:
-        A loader that yields `{"input": tokens}, labels`, both int64 of shape (local_batch_size, seq_len), labels
-        shifted by one token. The last batch of a finite run (`data.epochs`) may be smaller.
+    With simulated replicas it reads the data of as many ranks in turn. It yields `{"input": tokens}, labels`, both
+    int64 of shape (local_batch_size, seq_len), labels shifted by one token. The last batch of a finite run
+    (`data.epochs`) may be smaller.
 
     Raises:
         ValueError: Unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers; prepared data

@@ -58,11 +58,7 @@ class Documents:
         raise NotImplementedError
 
     def document(self, unit: Unit) -> dict[str, Any]:
-        """Return the document that a value of `current` refers to.
-
-        Raises:
-            ValueError: It does not exist.
-        """
+        """Return the document that a value of `current` refers to. Raises ValueError if it does not exist."""
         raise NotImplementedError
 
     def deal(self, units: list[Units]) -> Units:

@@ -127,11 +127,7 @@ def _sentence_piece_prefix(normalizers: list[dict[str, Any]], splitters: list[di
 
 
 class TextEncoder:
-    """Encoder of texts by the tokenizers library, without the tokenizer's template.
-
-    Args:
-        tokenizer: Tokenizer of the tokenizers library; its `encode_special_tokens` makes special tokens ordinary text.
-    """
+    """Encoder of texts by the tokenizers library, without the tokenizer's template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._as_text = tokenizer, tokenizer.encode_special_tokens
@@ -162,14 +158,7 @@ class TextEncoder:
 
 
 class SpecialTokenCount:
-    """Count of the documents that spell a special token of a tokenizer.
-
-    Args:
-        tokenizer: Tokenizer of the tokenizers library.
-
-    Attributes:
-        documents: Number of such documents.
-    """
+    """Count of the `documents` that spell a special token of a tokenizer of the tokenizers library."""
 
     def __init__(self, tokenizer: Any) -> None:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
@@ -199,12 +188,7 @@ LONG = 1 << 23  # Characters of a piece that are reported, because its tokens ne
 
 
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:
-    """Return the ids before and after a document; empty if the tokenizer has no such token.
-
-    Args:
-        tokenizer: The tokenizer.
-        border: "bos_eos" or "eos".
-    """
+    """Return the ids before and after a document; empty if the tokenizer has no such token."""
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
@@ -216,13 +200,7 @@ class Border:
         self._before, self._after = border_ids(tokenizer, border)
 
     def around(self, first: int, ids: list[int], last: bool) -> list[int]:
-        """Return the ids of a piece with those before and after its document.
-
-        Args:
-            first: First character of the piece; 0 if it begins the document.
-            ids: Ids of the piece.
-            last: Whether it ends the document.
-        """
+        """Return the ids of a piece with those before and after its document, if the piece begins or ends it."""
         return (self._before if first == 0 else []) + ids + (self._after if last else [])
 
 

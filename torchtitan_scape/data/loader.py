@@ -28,13 +28,10 @@ _BATCH = 4096
 
 
 def data_digest(data: Any) -> str:
-    """Return a digest of a dataset; "" if it has nothing to identify it by.
+    """Return a digest of a dataset or a stream of the datasets library; "" if it has nothing to identify it by.
 
     Of more than `WHOLE` bytes, the first characters of 1,024 evenly spaced documents are hashed. The digest of a stream
     is that of the names of its files, which contain the revision in the case of a dataset of the hub.
-
-    Args:
-        data: A dataset or a stream of the datasets library.
     """
     if not isinstance(data, Dataset):
         arguments = getattr(getattr(data, "_ex_iterable", None), "kwargs", {})
@@ -82,15 +79,7 @@ class NoTextError(ValueError):
 
 
 class TextDataset(HuggingFaceTextDataset):
-    """Sequences of `seq_len` tokens from the documents of one reader.
-
-    Args:
-        name: Name of the dataset.
-        path: `dataset_path`.
-        tokenizer: Encodes each document, in pieces.
-        seq_len: Tokens per sequence.
-        rank, world: This reader and the number of readers.
-        passes: Epochs to read; 0 for no end.
+    """Sequences of `seq_len` tokens from the documents of reader `rank` of `world`, for `passes` epochs, 0 for no end.
 
     The token buffer contains fewer tokens than a sequence and those of one piece of a document. The position refers to
     that piece by its document and its first character, so that its size does not depend on the documents.
@@ -128,10 +117,8 @@ class TextDataset(HuggingFaceTextDataset):
         return digests | {"data.allow_special_tokens": allowed}
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:
-        """Return the documents of an epoch. Called at the beginning of every epoch.
-
-        Raises:
-            NoTextError: The previous epoch contained no token.
+        """Return the documents of an epoch, at its beginning. Raises NoTextError if the previous one contained no
+        token.
         """
         now = self._sequences_yielded, len(self._token_buffer)
         if now == self._at_epoch_start:
@@ -164,7 +151,6 @@ class TextDataset(HuggingFaceTextDataset):
         """Yield the sequences that a document completes.
 
         Args:
-            sample: The document.
             unit: Reference to it.
             begin: First character of the piece to start with.
             skip: Tokens of that piece that were yielded before.
@@ -221,11 +207,7 @@ class TextDataset(HuggingFaceTextDataset):
         self._begin, self._piece, self._at_epoch_start = 0, None, None
 
     def _checked(self, text: str) -> dict[str, Any]:
-        """Parse a checkpoint's position.
-
-        Raises:
-            ValueError: The position is damaged, or belongs to other data or another tokenizer.
-        """
+        """Parse a checkpoint's position. Raises ValueError if it is damaged, or of other data or another tokenizer."""
         restart = "start the data from the beginning with --checkpoint.exclude_from_loading=dataloader"
         try:
             position: dict[str, Any] = parse_json(text)
@@ -285,11 +267,7 @@ class TextDataLoader(ParallelAwareDataloader):
         return {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a run with the same number of ranks, so that the batches continue without a gap.
-
-        Raises:
-            ValueError: The state is of another number of ranks (see `load_resharded`) or of other data.
-        """
+        """Restore the state of a run with the same number of ranks, so that the batches continue without a gap."""
         if not state_dict:
             return
         if state_dict["world_size"] != self.dp_world_size or self._rank_id not in state_dict:
@@ -301,16 +279,12 @@ class TextDataLoader(ParallelAwareDataloader):
         self.dataset.load_state_dict({"position": state_dict[self._rank_id]})
 
     def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
-        """Continue with the data of a run with another (or the same) number of data-parallel ranks.
+        """Continue with the data of a run with another (or the same) number of data-parallel ranks. Return a line for
+        the log.
 
-        Not collective: every rank receives all states. The rest of an epoch is divided among the new ranks by the rule
-        in documents.py. Tokens that old ranks had read but not yielded are assigned to the new ranks round-robin.
-
-        Args:
-            states: `state_dict()` of all old ranks, in any order (or one dict with all entries).
-
-        Returns:
-            One line for the log.
+        Not collective: every rank receives the states of all old ranks, in any order. The rest of an epoch is divided
+        among the new ranks by the rule in documents.py. Tokens that old ranks had read but not yielded are assigned
+        round-robin.
 
         Raises:
             ValueError: An old rank's state is missing or damaged, or belongs to other data.

@@ -160,10 +160,9 @@ def _log_skipped(root: Path, files: Sequence[Path]) -> None:
 
 
 def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
-    """Return the text files of a local path, sorted, without hidden and empty files.
+    """Return the text files of a file or a folder with its sub-folders, sorted, without hidden and empty files.
 
     Args:
-        path: A file, or a folder, which is searched recursively.
         split: "train" or "validation" selects the files of a folder whose name, or else the nearest folder's name,
             starts with it; None selects all.
 
@@ -271,11 +270,7 @@ def open_lines(file: Path) -> Any:
 
 
 def read_line(line: bytes, column: str = "text") -> str:
-    """Return the text, in a column, of one line of JSON.
-
-    Raises:
-        ValueError: With the defect of the line.
-    """
+    """Return the text, in a column, of one line of JSON. Raises ValueError with the defect of the line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
@@ -295,11 +290,7 @@ def read_line(line: bytes, column: str = "text") -> str:
 
 
 def _numbered(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (file:line, content) of every line of a file that is not blank.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
+    """Yield (file:line, content) of every line of a file that is not blank. Raises ValueError if it cannot be read."""
     try:
         with open_lines(file) as lines:
             for number, line in enumerate(lines, 1):
@@ -448,19 +439,12 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None, colu
 
     A line of .jsonl and a row of .parquet or .arrow are one document. A .txt file is one document as a whole, because a
     line break does not end a document; use .jsonl for one document per line. The copy of the text below
-    HF_DATASETS_CACHE is about as large as the text.
-
-    Args:
-        path: A file, or a folder, which is searched recursively.
-        split: See `find_text_files`.
-        column: Column with the text.
-
-    Returns:
-        A dataset with the single column "text". It may contain empty and null texts, which readers skip.
+    HF_DATASETS_CACHE is about as large as the text. Its only column "text" may contain empty and null texts, which
+    readers skip.
 
     Raises:
-        ValueError: As `find_text_files`; or a file is damaged as a whole, does not have the column, of strings, or has
-            other columns than the first; or a column is named for .txt files; or more than a tenth of all lines are
+        ValueError: As `find_text_files`; or a file is damaged as a whole, does not have the `column`, of strings, or
+            has other columns than the first; or a column is named for .txt files; or more than a tenth of all lines are
             bad; or there are zero documents; or the cache cannot be written to.
     """
     files = find_text_files(path, split)

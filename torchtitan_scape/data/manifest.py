@@ -47,15 +47,8 @@ def digest_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class IndexedShard:
-    """A pair of files as recorded in a manifest.
-
-    Attributes:
-        name: Name of the files, without extension.
-        split: "train" or "validation".
-        documents, tokens: Number of documents and of tokens, borders of documents included.
-        bytes: UTF-8 bytes of the documents' text.
-        bin_sha256, idx_sha256: SHA-256 of the two files.
-        special_documents: Documents whose text spells a special token.
+    """A pair of files as recorded in a manifest, with its split, the UTF-8 bytes of its text, and SHA-256 of both
+    files.
     """
 
     name: str
@@ -84,16 +77,13 @@ class PairWriter:
         self.tokens = self.bytes = self.special_documents = 0
 
     def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int, special_documents: int = 0) -> None:
-        """Append documents.
+        """Append documents. Raises OverflowError if an id does not fit the dtype.
 
         Args:
             ids: Concatenated ids of all documents.
             lengths: Tokens of each document.
             n_bytes: Bytes of their text.
             special_documents: Number of them whose text spells a special token.
-
-        Raises:
-            OverflowError: An id does not fit the dtype.
         """
         # Python's `array` converts a list in a third of numpy's time.
         data = array("H" if self.dtype.itemsize == 2 else "i", ids).tobytes()
@@ -157,14 +147,9 @@ def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
 class Pair:
     """A memory-mapped pair.
 
-    Args:
-        prefix: Path without extension.
-
     Attributes:
         tokens: All ids, of unsigned type.
         lengths: Tokens of each sequence, int32.
-        documents: Number of documents.
-        dtype: Stored dtype of the ids.
 
     Raises:
         ValueError: A file is missing, has another format, or is damaged: its size is inconsistent, or sequences are not
@@ -248,11 +233,7 @@ _TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.t
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return the first 16 digits of the SHA-256 of the tokenizer's file or files.
-
-    Raises:
-        ValueError: The folder contains no tokenizer.
-    """
+    """Return the first 16 digits of the SHA-256 of the tokenizer's files. Raises ValueError if there are none."""
     for names in _TOKENIZER_FILES:
         if (folder / names[0]).is_file():
             files = [folder / name for name in names if (folder / name).is_file()]
@@ -279,7 +260,6 @@ class Manifest:
         source: Origin of the text: dataset, path, revision, documents and bytes of text.
         tokenizer: See `tokenizer_facts`.
         border: Tokens between documents, as [data] border.
-        dtype: Dtype of the ids.
         shard_tokens: Approximate tokens per shard, as requested.
         held_out: Share of held-out documents; None if the source has its own validation split.
         shards: Shards in token order, training shards first.
@@ -320,8 +300,7 @@ class Manifest:
         """Read the manifest of a folder, and check that its files exist with the recorded sizes.
 
         Raises:
-            ValueError: The folder has no manifest, because preparation is unfinished; or the manifest or a shard is
-                damaged.
+            ValueError: Preparation is unfinished, or the manifest or a shard is damaged.
         """
         path = folder / MANIFEST
         refuse_pointers(path)

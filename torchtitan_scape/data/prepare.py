@@ -47,12 +47,10 @@ RESUME_HINT = "run the same command again to continue"
 
 
 def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, workers: int, total: int) -> None:
-    """Call `work(index, count)` for every index below `n`, each in one of `workers` processes.
+    """Call `work(index, count)` for every index below `n` in `workers` processes.
 
     Args:
         work: Processes one index, and reports completed documents, tokens and bytes of text to `count`.
-        n: Number of indices.
-        workers: Number of processes.
         total: Bytes of all text; 0 if unknown, in which case the progress is that of completed indices.
 
     Raises:
@@ -299,11 +297,10 @@ def _head(path: Path) -> dict[str, Any]:
 
 
 def _check_plan(path: Path, folder: Path, plan: Manifest, finished: bool = False) -> None:
-    """Compare the plan with that of a folder.
+    """Raise ValueError if the plan differs from that of a folder.
 
-    Raises:
-        ValueError: They differ. Earlier versions recorded no digest of all text. They encoded text that spells a
-            special token as that token: such data can be continued with --allow-special-tokens.
+    Earlier versions recorded no digest of all text. They encoded text that spells a special token as that token: such
+    data can be continued with --allow-special-tokens.
     """
     found = _head(path)
     found.setdefault("allow_special_tokens", plan.allow_special_tokens if finished else True)
@@ -400,11 +397,7 @@ def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = Non
 
 
 def verify(folder: Path, workers: int) -> None:
-    """Read all files of finished data.
-
-    Raises:
-        ValueError: Names the first damaged shard.
-    """
+    """Read all files of finished data. Raises ValueError with the first damaged shard."""
     manifest = Manifest.read(folder)
     dtype, entries = np.dtype(manifest.dtype), manifest.tokenizer["entries"]
 

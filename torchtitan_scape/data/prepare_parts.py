@@ -39,13 +39,9 @@ Count = Callable[[int, int, int], None]  # Reports completed documents, tokens a
 
 @dataclass(frozen=True)
 class PrepareTask:
-    """A unit of work.
+    """A unit of work: a range of documents, or of files in a stream. `bytes` is 0 if unknown.
 
-    Attributes:
-        split: Split of the source. If documents are held out, a training task also produces validation data.
-        number: Index within the split.
-        begin, end: Range of documents, or of files in a stream.
-        bytes: UTF-8 bytes of text; 0 if unknown.
+    If documents are held out, a training task also produces validation data.
     """
 
     split: str
@@ -89,12 +85,8 @@ class Encoder:
 
 
 class TextSource:
-    """The documents of one split, numbered; empty documents are left out.
-
-    Attributes:
-        data: Dataset or stream.
-        split: Name of the split.
-        sizes: Bytes of each document's text, if known in advance.
+    """The documents of one split, numbered, without empty ones. `sizes` are the bytes of each text, if known in
+    advance.
     """
 
     def __init__(self, data: Dataset | IterableDataset, split: str) -> None:
@@ -131,11 +123,7 @@ class TextSource:
         ]
 
     def read(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
-        """Yield (number, text) of a task's documents.
-
-        Raises:
-            ValueError: The documents cannot be read.
-        """
+        """Yield (number, text) of a task's documents. Raises ValueError if they cannot be read."""
         try:
             if self.sizes is None:
                 stream = self.data.shard(self.data.num_shards, part.begin)
@@ -214,13 +202,7 @@ def _grouped(documents: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], 
 class PrepareWork:
     """Preparation of the shards of all tasks. A task is complete if its record exists and its files match the record.
 
-    Args:
-        folder: Folder of the prepared data.
-        unfinished: Folder of records and of incomplete files.
-        plan: Manifest without shards.
-        parts: The tasks.
-        sources: The text of each split.
-        encoder: Encoder of the texts.
+    Records and incomplete files are in the folder `unfinished`. `plan` is the manifest without shards.
     """
 
     def __init__(

@@ -83,10 +83,6 @@ class Split:
         entries: Entries of the tokenizer.
         bytes_per_token: UTF-8 bytes of text per token; None if unknown.
         sampled: Digest of a sample of the tokens, for a pair, whose index has only their number; "" otherwise.
-
-    Attributes:
-        tokens: Number of tokens.
-        digest, bytes_per_token, sampled: As above.
     """
 
     def __init__(
@@ -107,12 +103,9 @@ class Split:
         return max(0, (self.tokens - 1) // seq_len)
 
     def ordered(self, indices: Tokens, seq_len: int, *key: int) -> Tokens:
-        """Return the samples at these indices of the order of all passes, int64.
+        """Return the samples at these indices of the order of all passes with this key, int64 of any shape.
 
-        Args:
-            indices: From 0 on, of any shape; pass p begins at p times the number of samples.
-            seq_len: Sequence length.
-            key: Key of the order.
+        Pass p begins at p times the number of samples.
         """
         n = self.samples(seq_len)
         passes, within = np.divmod(indices, n)
@@ -123,11 +116,7 @@ class Split:
         return samples
 
     def read(self, begin: int, end: int) -> Tokens:
-        """Return tokens `begin` to `end` - 1.
-
-        Raises:
-            ValueError: A token is outside the tokenizer's vocabulary.
-        """
+        """Return tokens `begin` to `end` - 1. Raises ValueError if one is outside the tokenizer's vocabulary."""
         shard = bisect.bisect_right(self._ends, begin)
         first = self._ends[shard - 1] if shard else 0
         if end <= self._ends[shard]:
@@ -153,11 +142,7 @@ class Split:
 
 
 def blend_of(path: str) -> list[tuple[float, str]]:
-    """Return weight and path of every set that `dataset_path` names: one, or several as in "0.7 a, 0.3 b".
-
-    Raises:
-        ValueError: A weight is missing or is not positive.
-    """
+    """Return weight and path of every set that `dataset_path` names: one, or several as in "0.7 a, 0.3 b"."""
     if "," not in path or Path(path).exists():
         return [(1.0, path)]
     sets = []
@@ -179,14 +164,11 @@ def blend_of(path: str) -> list[tuple[float, str]]:
 def open_split(
     section: str, given: str, config: Training | Validation, tokenizer: BaseTokenizer, job: JobConfig
 ) -> Split:
-    """Open a split, after checks: of a folder with a manifest, or a pair.
+    """Open the split of a section, after checks: of a folder with a manifest, or a pair.
 
     Args:
         section: "training" or "validation"; also selects the split.
         given: The folder, or the path of the pair.
-        config: The section.
-        tokenizer: Tokenizer of the run, from the folder `model.hf_assets_path`.
-        job: Configuration of the run.
 
     Raises:
         ValueError: The path is missing; the data are unfinished or damaged, or were prepared with another tokenizer or
@@ -289,10 +271,7 @@ PERIOD = 1 << 16  # Samples after which the pattern of sets repeats.
 
 
 class Blend:
-    """Several sets as one, with the interface of `Split` that the loader uses.
-
-    Args:
-        parts: Weight and tokens of each set; weights are relative.
+    """Several sets, with relative weights, as one, with the interface of `Split` that the loader uses.
 
     Attributes:
         counts: Samples of each set per period, int64.
@@ -348,11 +327,7 @@ class Blend:
 
 
 def open_training(config: Training, tokenizer: BaseTokenizer, job: JobConfig) -> Split | Blend:
-    """Open the set, or the sets of a blend, that `training.dataset_path` names; see `open_split`.
-
-    Raises:
-        ValueError: As `open_split`; or a set of a blend has no sample, or `data.epochs` is set with a blend.
-    """
+    """Open the set, or the sets of a blend, that `training.dataset_path` names; see `open_split`."""
     sets = blend_of(config.dataset_path or "")
     parts = [(weight, open_split("training", path, config, tokenizer, job)) for weight, path in sets]
     if len(parts) == 1:
@@ -379,18 +354,15 @@ CHUNK_INDICES = 4096
 class PreparedDataLoader(BaseDataLoader):
     """Data loader of one rank, which reads for `simulated` replicas in turn.
 
-    Its state is {"position": JSON of format, data (the manifest's digest), samples, seq_len, seed, consumed}, and for
-    a pair also `sampled`. Between two steps it is equal on all ranks. The seed is restored from it.
+    Its state is {"position": JSON of format, data (the manifest's digest), samples, seq_len, seed, consumed}, and for a
+    pair also `sampled`. Between two steps it is equal on all ranks. The seed is restored from it.
 
     Args:
-        data: The training split, or a blend of several.
         batch, seq_len: Rows and sequence length of a micro-batch.
         seed: Seed of the permutation.
         rank, world: This data-parallel rank and their number. Replica k of this rank is reader k * world + rank.
-        simulated: Replicas of this rank.
         each: Micro-batches of a reader per step.
         passes: Passes over the data, 0 for no end. The last step is the last one whose samples are all within them.
-        pin_memory: Copy batches to pinned memory.
 
     Raises:
         ValueError: The split has fewer samples than a global batch.
@@ -471,11 +443,7 @@ class PreparedDataLoader(BaseDataLoader):
         return {"position": ""}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position.
-
-        Raises:
-            ValueError: The position is damaged, or belongs to other data or another sequence length.
-        """
+        """Restore the position. Raises ValueError if it is damaged, or of other data or another sequence length."""
         if not state_dict:
             return
         restart = "restart the data with --checkpoint.exclude_from_loading=dataloader"

@@ -84,12 +84,9 @@ def on_host(batch: Batch) -> Batch:
 
 @dataclass
 class StepBatches:
-    """The batches of one step.
+    """The batches of one step, the time that it took to read each, and the number of labels that count.
 
-    Attributes:
-        seconds: Time that it took to read each batch.
-        tokens: Labels that count.
-        end: StopIteration if the data ended before the step was complete, or NoTextError.
+    `end` is StopIteration if the data ended before the step was complete, or NoTextError.
     """
 
     batches: list[Batch] = field(default_factory=list)
@@ -99,15 +96,9 @@ class StepBatches:
 
 
 class ReadAheadLoader(BaseDataLoader):
-    """Data loader that can read the batches of the next step during a step.
+    """Data loader that can read the `per_step` batches of the next step during a step.
 
     Its state does not include batches that were read ahead: it is that after the last step that began.
-
-    Args:
-        loader: The loader of the batches.
-
-    Attributes:
-        per_step: Batches of a step.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -143,11 +134,7 @@ class ReadAheadLoader(BaseDataLoader):
         return self._seconds[-1]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of one step after the other. Can be called once.
-
-        Raises:
-            NoTextError: As the loader does.
-        """
+        """Yield the batches of one step after the other. Can be called once. Raises NoTextError as the loader does."""
         while True:
             step = self.read_step()
             self._next = self._state = None
@@ -179,12 +166,7 @@ class ReadAheadLoader(BaseDataLoader):
 
 
 def raise_together(error: ValueError | None, what: str) -> None:
-    """Raise this rank's `error`; on the other ranks, an error that names the rank. Collective over all ranks.
-
-    Args:
-        error: None if this rank has no error.
-        what: The operation, for the message on the other ranks.
-    """
+    """Raise this rank's `error`; on the other ranks, an error that names the rank. Collective over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         flags = [error is not None, dist.get_rank() if error else 0]
         failed = torch.tensor(flags, dtype=torch.int64, device=device_type)
@@ -200,15 +182,11 @@ def raise_together(error: ValueError | None, what: str) -> None:
 class EndOfDataSync:
     """Counts the tokens of a step over all ranks, and ends the run on all of them if the data of one have ended.
 
-    The sum is the first reduction of a TorchTitan step. It is computed on the host, over `group`, and is started during
-    the previous step, when the batches of a step have been read: the host does not wait for the device, and seldom for
-    other ranks. A rank whose data have ended yields batches without labels, so that it takes part in the sum. Then all
-    ranks raise the same error: DataloaderExhaustedError at the end of the data, NoTextError if the share of a rank has
-    no token. No forward pass of that step is run.
-
-    Args:
-        loader: Data loader of this rank.
-        group: Data-parallel ranks, on the host; None if there is only this rank.
+    The sum is the first reduction of a TorchTitan step. It is computed on the host, over `group` (None for a single
+    rank), and is started during the previous step, when the batches of a step have been read: the host does not wait
+    for the device, and seldom for other ranks. A rank whose data have ended yields batches without labels, so that it
+    takes part in the sum. Then all ranks raise the same error: DataloaderExhaustedError at the end of the data,
+    NoTextError if the share of a rank has no token. No forward pass of that step is run.
     """
 
     def __init__(self, loader: ReadAheadLoader, group: dist.ProcessGroup | None) -> None:
@@ -242,11 +220,7 @@ class EndOfDataSync:
             yield on_host(({"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)))
 
     def count(self, *args: Any, **kwargs: Any) -> float:
-        """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`.
-
-        Raises:
-            DataloaderExhaustedError, NoTextError: The data of a rank have ended.
-        """
+        """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`, or raise, see above."""
         assert self._sum is not None
         (work, values), self._sum = self._sum, None
         work.wait()

@@ -22,12 +22,7 @@ _UNITS = tuple(re.compile(rf"\S.*?(?:{end}|\Z)", re.DOTALL) for end in (r"\n\s*\
 def cut(text: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
     """Split a text into slices of at most `max_bytes` bytes of UTF-8: whole paragraphs, else sentences, else words.
 
-    Args:
-        text: Text without leading white space.
-        max_bytes: Maximum size of a slice.
-
-    Yields:
-        Slices without surrounding white space. A single longer word is a slice of its own.
+    Slices have no surrounding white space. A single longer word is a slice of its own.
     """
     return (piece.rstrip() for piece in join(_units(text, max_bytes), max_bytes))
 
@@ -42,14 +37,7 @@ def _units(text: str, max_bytes: int, level: int = 0) -> Iterator[str]:
 
 
 def read_messages(folder: Path | None = None) -> dict[str, str]:
-    """Return the messages by name (`1790-Washington-1`), in the order of years.
-
-    Args:
-        folder: Folder of text files; None for the installed package's.
-
-    Raises:
-        ValueError: The package is not installed, or contains no messages.
-    """
+    """Return the messages by name (`1790-Washington-1`), in the order of years; by default those of the package."""
     if folder is None:
         found = importlib.util.find_spec(PACKAGE)
         if found is None or not found.submodule_search_locations:
@@ -68,15 +56,7 @@ def read_messages(folder: Path | None = None) -> dict[str, str]:
 
 @functools.cache
 def read_corpus(folder: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> Corpus:
-    """Read, split and shuffle the messages, once per process.
-
-    Args:
-        folder: Folder of text files; None for the installed package's.
-        max_bytes: Maximum size of a document, UTF-8.
-
-    Raises:
-        ValueError: See `read_messages`.
-    """
+    """Read, split and shuffle the messages, once per process. See `read_messages`."""
     messages = read_messages(folder)
     held_out = dict(list(messages.items())[HELD_OUT - 1 :: HELD_OUT])
     train = {name: text for name, text in messages.items() if name not in held_out}

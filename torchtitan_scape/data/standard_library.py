@@ -37,9 +37,6 @@ def read_sources(root: Path) -> dict[str, str]:
     """Return all Python sources under `root`, `{relative path: text}`, sorted by path.
 
     Tests, installed packages, build data, blank files and unreadable files are left out.
-
-    Raises:
-        ValueError: No source was found.
     """
     paths: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(root):
@@ -74,9 +71,6 @@ def read_corpus(root: Path | None = None, max_bytes: int = MAX_DOCUMENT_BYTES) -
     Args:
         root: Folder of the sources; None for the running Python's standard library.
         max_bytes: Maximum size of a document, UTF-8.
-
-    Raises:
-        ValueError: No source was found, or only one, which leaves nothing for validation.
     """
     sources = read_sources(root if root is not None else Path(sysconfig.get_path("stdlib")))
     if len(sources) < 2:

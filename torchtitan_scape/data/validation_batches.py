@@ -24,16 +24,9 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 class FixedBatches:
     """The first batches of a loader, read once and yielded at every iteration.
 
-    Args:
-        batches: Iterable of `(inputs, labels)`.
-        n_batches: Number of batches to keep in host memory.
-
     Attributes:
         rows: Sequences of each batch.
         bytes_per_token: UTF-8 bytes of text per token; None if unknown.
-
-    Raises:
-        ValueError: `batches` ends before `n_batches`.
     """
 
     bytes_per_token: float | None = None
@@ -54,13 +47,7 @@ class FixedBatches:
 
 
 class PreparedBatches:
-    """Like FixedBatches, for prepared data, which are read on demand.
-
-    Args:
-        data: The split.
-        samples: Samples of each batch.
-        seq_len: Sequence length.
-    """
+    """Like FixedBatches, for the given samples of each batch of prepared data, which are read on demand."""
 
     def __init__(self, data: Split, samples: Sequence[Sequence[int]], seq_len: int) -> None:
         self.bytes_per_token = data.bytes_per_token
@@ -79,11 +66,8 @@ def validation_batches(
 ) -> FixedBatches | PreparedBatches:
     """Return the batches of this rank and its simulated replicas; their number is equal on all ranks. Collective.
 
-    Args:
-        config: Uses the section `validation`; `steps` is the number of batches per reader, -1 for the whole split.
-        world, rank: Number of data-parallel ranks, and this rank's index.
-        tokenizer: Encodes each document.
-        simulated: Replicas of this rank; replica k is reader k * world + rank.
+    `validation.steps` is the number of batches per reader, -1 for the whole split. Replica k of a rank is reader k *
+    world + rank.
 
     Raises:
         ValueError: On every rank, if the data are unusable, end before `steps`, or have fewer sequences than readers.
@@ -131,11 +115,7 @@ def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
 
 
 def _equal_shares(local_rows: dict[int, Rows]) -> list[Rows]:
-    """Move sequences between readers until each has the same number, because documents differ in length. Collective.
-
-    Args:
-        local_rows: Inputs and labels of this rank's readers, by reader.
-    """
+    """Move sequences between readers until each has the same number, because documents differ in length. Collective."""
     counts = _gather_by_reader({reader: len(labels) for reader, (_, labels) in local_rows.items()})
     share, left = divmod(sum(counts.values()), len(counts))
     _log_whole_split(share, len(counts), left)
@@ -164,11 +144,7 @@ def _gather_by_reader(local_values: dict[int, Any]) -> dict[int, Any]:
 
 
 def _log_whole_split(share: int, readers: int, left: int, tail: int = 0) -> None:
-    """Log the size of the split.
-
-    Raises:
-        ValueError: A reader's share is empty.
-    """
+    """Log the size of the split. Raises ValueError if a reader's share is empty."""
     if share == 0:
         raise ValueError(
             f"validation.steps = {WHOLE}: the validation data have less than one sequence for each of {readers} "

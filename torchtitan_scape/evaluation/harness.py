@@ -48,10 +48,8 @@ def find_tasks(names: Sequence[str], include: Sequence[Path]) -> TaskManager:
     """Return a task manager that knows these tasks, groups or tags, and all of their members.
 
     Reading the harness's thousands of files takes 6 s. They are read only if a name is found neither in this project
-    nor in `include`.
-
-    Raises:
-        ValueError: A name is unknown, or two names contain the same task, which the harness refuses.
+    nor in `include`. Raises ValueError if a name is unknown, or two names contain the same task, which the harness
+    refuses.
     """
     folders = [TASKS, *include]
     manager = TaskManager(include_path=folders, include_defaults=False)
@@ -105,16 +103,7 @@ def sources(manager: TaskManager, names: Sequence[str]) -> list[str]:
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dict[str, Any]:
-    """Return the tasks with their data, as the harness evaluates them.
-
-    Args:
-        manager: Task manager from `find_tasks`.
-        names: Names of tasks, groups or tags.
-        offline: Use only data in the local cache.
-
-    Raises:
-        ValueError: Data cannot be read.
-    """
+    """Return the tasks with their data, as the harness evaluates them; `offline` with data of the local cache only."""
     if offline:  # Reading from disk is fast, and progress bars would precede the messages.
         datasets.disable_progress_bars()
     flag = "HF_HUB_OFFLINE"
@@ -148,13 +137,11 @@ class _Model(HFLM):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
-        """Return log-likelihoods of (text, context, continuation).
+        """Return log-likelihoods of (text, context, continuation), or raise ValueError for a continuation that is too
+        long.
 
         The harness evaluates equal token sequences once (`logits_cache`), but reads the logits of a shorter
         continuation at the positions of the longest one. Then sequences are evaluated separately.
-
-        Raises:
-            ValueError: A continuation does not fit into a sequence.
         """
         lengths: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for texts, context, continuation in requests:
@@ -188,8 +175,8 @@ def _aggregate_safely(tasks: Mapping[str, Any]) -> None:
 
 
 def _safe_stderr(metric: Callable[..., Any], bootstrap_iters: int) -> Callable[..., Any] | None:
-    """Return the harness's standard error of an aggregation; NaN if that overflows. NumPy's numbers do not raise later
-    in the averages of groups.
+    """Return the harness's standard error of an aggregation, as NumPy's numbers, which do not raise in averages of
+    groups.
     """
     estimate = stderr_for_metric(getattr(metric, "__wrapped__", metric), bootstrap_iters)
 
@@ -204,13 +191,8 @@ def _safe_stderr(metric: Callable[..., Any], bootstrap_iters: int) -> Callable[.
 
 @dataclass(frozen=True)
 class Scores:
-    """Results of the harness.
-
-    Attributes:
-        results: Metrics by task or group.
-        versions, shots: Version and number of in-context examples by task.
-        hashes: Hash of each task's documents, prompts and answers.
-        facts: Properties of the evaluated model.
+    """Results of the harness: metrics by task or group; version, number of examples in the prompt and hash of each
+    task; and properties of the evaluated model.
     """
 
     results: Mapping[str, Mapping[str, Any]]
@@ -224,10 +206,6 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
     """Evaluate the model in a folder on this process's share of the documents. Return None on all ranks but the first.
 
     Under torchrun each process has a copy of the model, and the harness distributes the documents; on CPUs with gloo.
-
-    Raises:
-        ValueError: A task has fewer documents than processes, or the tokenizer has neither BOS nor EOS.
-        DifferentError: The folder's weights do not match its config.
     """
     # Without `cpu`, Accelerate would treat ranks without a GPU as independent processes.
     process_group_options = InitProcessGroupKwargs(timeout=timedelta(days=7))
@@ -269,9 +247,7 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
 
 
 def _check_generation(tasks: Mapping[str, Any], lm: HFLM) -> None:
-    """Raise ValueError for a task that generates more tokens than a sequence has, before the first task is
-    evaluated.
-    """
+    """Raise ValueError for a task that generates more tokens than a sequence has, before anything is evaluated."""
     for name, task in tasks.items():
         if task.OUTPUT_TYPE == "generate_until":
             generation_options = task.get_config("generation_kwargs") or {}

@@ -13,8 +13,7 @@ _PAPER = Path(__file__).with_name("paper.json")
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return value and standard error by metric, from the harness's results of one task: "acc,none", "acc_stderr,none",
-    names.
+    """Return value and standard error by metric, from the harness's results of one task: "acc,none", "acc_stderr,none".
 
     The name of a filter is kept. Values that are unknown or not a number are None, as are infinite standard errors.
     """

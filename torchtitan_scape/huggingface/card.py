@@ -12,15 +12,7 @@ from torchtitan_scape.core.files import parse_json
 
 
 def card(resolved: Resolved, checkpoint: Path, saved: CheckpointInfo, options: Namespace, compared: str) -> str:
-    """Return the text of the model card.
-
-    Args:
-        resolved: Resolved configuration of the run.
-        checkpoint: Path of the exported checkpoint.
-        saved: Contents of the checkpoint's record.
-        options: Command-line options; uses `dtype` and `weights`.
-        compared: Result of the check.
-    """
+    """Return the text of the model card of an exported checkpoint. `compared` is the result of the check."""
     rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(resolved, checkpoint, saved, options))
     return (
         "---\nlibrary_name: transformers\n---\n\n"

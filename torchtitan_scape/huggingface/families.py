@@ -112,14 +112,9 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Of Llama.
 
 
 def check_same(ours: Config, theirs: Config) -> None:
-    """Check that two configurations describe the same model, as transformers reads the second one.
+    """Check that two configurations describe the same model, as transformers reads the second one, of a config.json.
 
-    Args:
-        ours: Configuration of the recipe's model, from `FAMILIES`.
-        theirs: Contents of a config.json.
-
-    Raises:
-        ValueError: Names the first key that differs.
+    Raises ValueError with the first key that differs.
     """
     stated, found = _stated(ours, theirs), _with_defaults(ours, theirs)
     pairs = [(key, ours[key], found[key]) for key in _COMPARED if key in ours]
@@ -180,9 +175,7 @@ def resolve_tie(ours: Config, theirs: Config, tensors: Mapping[str, Tensor]) -> 
     """Return the tensors with the output layer of a model that ties it to the embedding, and a note on that.
 
     Llama has separate parameters here, so its output layer becomes a copy of the embedding. GPT-2 is tied here too.
-
-    Raises:
-        ValueError: The folder contradicts its config.json, so that versions of transformers read different models.
+    Raises ValueError if the folder contradicts its config.json, so that versions of transformers read different models.
     """
     found = dict(tensors)
     tied = _with_defaults(ours, theirs)["tie_word_embeddings"]

@@ -1,4 +1,4 @@
-"""Model folders: tensors as safetensors and text files, written atomically."""
+"""Model folders: tensors as safetensors and text files, written atomically, and compared with transformers' model."""
 
 import json
 import shutil
@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name
-from torchtitan_scape.huggingface.tokenizer import Tokenizer
+
+MAX_FILE_BYTES = 5_000_000_000
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+# Exceptions for damaged files, or for JSON of another structure.
+_STRUCTURE = (KeyError, TypeError, AttributeError, RecursionError)
+_DAMAGES = (SafetensorError, ValueError, *_STRUCTURE)
+MAX_DISTANCE = 1e-5  # FP32: the order of sums explains 1e-6; the rest is margin.
+_TOKENS = 512
 
 
 class DifferentError(Exception):
@@ -21,19 +28,13 @@ class DifferentError(Exception):
 
 
 def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Return the model of a folder, for inference.
-
-    Args:
-        folder: The model folder.
-        dtype: Dtype of the tensors; "auto" for that of config.json.
+    """Return the model of a folder, for inference, in this dtype; "auto" for that of config.json.
 
     Raises:
-        DifferentError: Tensors are missing, unexpected or of another shape; transformers would initialize them
-            randomly.
+        DifferentError: Tensors are missing, unexpected or of another shape; transformers would draw them randomly.
         ValueError: Weight files cannot be read.
     """
     import transformers
-    from safetensors import SafetensorError
 
     try:
         with quiet():
@@ -64,13 +65,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-MAX_FILE_BYTES = 5_000_000_000
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# Exceptions for damaged files, or for JSON of another structure.
-_STRUCTURE = (KeyError, TypeError, AttributeError, RecursionError)
-_DAMAGES = (SafetensorError, ValueError, *_STRUCTURE)
 
 
 @contextmanager
@@ -131,11 +125,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and all tensors.
-
-    Raises:
-        ValueError: A file is missing or damaged.
-    """
+    """Return config.json and all tensors. Raises ValueError if a file is missing or damaged."""
     try:
         config = parse_json((folder / CONFIG).read_bytes())
         if not isinstance(config, dict):
@@ -157,11 +147,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-MAX_DISTANCE = 1e-5  # FP32: the order of sums explains 1e-6; the rest is margin.
-_TOKENS = 512
-_TEXT = "It's 3.14,\n\tdef f(x):  # two  spaces\n        return 'é'"
-
-
 def filled(model_cls: type[nn.Module], args: Any, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a model with these parameters, without copying them."""
     with torch.device("meta"):
@@ -180,17 +165,10 @@ def distance(logits: Tensor, reference: Tensor) -> float:
 
 @torch.no_grad()
 def check_logits(folder: Path, model: nn.Module, entries: int, length: int) -> str:
-    """Compare FP32 logits on random tokens. Return a summary.
+    """Compare FP32 logits of a model with those of the folder, on random tokens, and return a summary.
 
-    Args:
-        folder: The exported folder.
-        model: Model with the folder's weights, in FP32.
-        entries: Logits to compare; further entries of the model are ignored.
-        length: Maximum sequence length.
-
-    Raises:
-        DifferentError: Logits differ by more than `MAX_DISTANCE`, or the folder's tensors do not match transformers'
-            model.
+    Further logits than `entries` are ignored. Raises DifferentError if they differ by more than `MAX_DISTANCE`, or if
+    the folder's tensors do not match transformers' model.
     """
     import transformers
 
@@ -204,18 +182,3 @@ def check_logits(folder: Path, model: nn.Module, entries: int, length: int) -> s
             f"(at most {MAX_DISTANCE:.0e})"
         )
     return f"logits of transformers {transformers.__version__} agree to {error:.1e}"
-
-
-def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Check that transformers encodes a text as in training.
-
-    Raises:
-        DifferentError: The tokens differ.
-    """
-    import transformers
-
-    with quiet():
-        tokens = transformers.AutoTokenizer.from_pretrained(folder)(_TEXT)["input_ids"]
-    expected = tokenizer.encode(_TEXT)
-    if tokens != expected:
-        raise DifferentError(f"the tokenizer of transformers encodes {_TEXT!r} as {tokens}, not as {expected}")

@@ -8,16 +8,17 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.encoding import border_ids
+from torchtitan_scape.huggingface.folder import DifferentError, quiet
 from torchtitan_scape.titan.tokenizer import build_tokenizer
+
+_TEXT = "It's 3.14,\n\tdef f(x):  # two  spaces\n        return 'é'"
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """tokenizer.json, tokenizer_config.json, and the ids for config.json.
+    """The contents of tokenizer.json and tokenizer_config.json, and the ids for config.json.
 
     Attributes:
-        encoder: Contents of tokenizer.json.
-        config: Contents of tokenizer_config.json.
         start: Token before a text in training: BOS, or the EOS of the previous text; None if there was none.
         eos: Token after a text.
         encode: Encodes a text as in training, without the token after it.
@@ -33,15 +34,20 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text(self.encoder, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
+    def check(self, folder: Path) -> None:
+        """Raise DifferentError if transformers, with the folder's files, encodes a text otherwise than in training."""
+        import transformers
+
+        with quiet():
+            tokens = transformers.AutoTokenizer.from_pretrained(folder)(_TEXT)["input_ids"]
+        if tokens != (expected := self.encode(_TEXT)):
+            raise DifferentError(f"the tokenizer of transformers encodes {_TEXT!r} as {tokens}, not as {expected}")
+
 
 def tokenizer_of(config: JobConfig, length: int) -> Tokenizer:
     """Return the recipe's tokenizer. It adds BOS before a text if `[data] border` does, and nothing after it.
 
     Its class reads tokenizer.json unchanged; other classes rebuild it and split runs of spaces differently.
-
-    Args:
-        config: Configuration of the run.
-        length: Tokens per sequence in training.
     """
     built = build_tokenizer(config)
     before, _ = border_ids(built, config.data.border)

@@ -53,8 +53,7 @@ class GPT2Args(BaseModelArgs):
                 )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return the number of parameters, and FLOPs per token of forward and backward, with full attention as in
-        TorchTitan.
+        """Return the number of parameters, and FLOPs per token of forward and backward, with full attention.
 
         The token embedding is multiplied as the output layer; the position embedding is only looked up.
         """
@@ -88,9 +87,7 @@ class Attention(nn.Module):
         self.inner_attention = ScaledDotProductAttentionWrapper()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, sequence, dim) to the same shape. The number of heads is inferred, because tensor parallelism
-        splits it.
-        """
+        """Map (batch, sequence, dim) to the same shape. The number of heads, which TP splits, is inferred."""
         rows, length, _ = x.shape
         heads = [w(x).view(rows, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)]
         mixed = self.inner_attention(*heads).transpose(1, 2).contiguous()
@@ -121,7 +118,7 @@ class Block(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """The output layer. It has no parameter, because a second name of the tied one would occur in FSDP2's units and in
+    """The output layer. A parameter of its own would be a second name of the tied one, in FSDP2's units and in
     checkpoints.
     """
 
@@ -175,14 +172,12 @@ class GPT2(ModelProtocol):
         tokenizer: BaseTokenizer,
         extra_inputs: dict[str, Tensor] | None = None,
     ) -> AttentionMasksType:
-        """Raise TypeError, because attention is causal. TorchTitan's validator calls this for every model and handles
-        the error.
-        """
+        """Raise TypeError, because attention is causal. TorchTitan's validator calls this, and handles the error."""
         raise TypeError("GPT-2's attention is causal and takes no masks")
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits. `positions` has the shape of `tokens` and defaults to 0, 1, ...; context parallelism
-        passes it.
+        """Return the logits. `positions` (of the shape of `tokens`, 0, 1, ... by default) are those of context
+        parallelism.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

@@ -35,15 +35,11 @@ _OURS, _THEIRS = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)$"), re.compile(
 
 
 class GPT2StateDictAdapter(StateDictAdapter):
-    """Adapter of state dicts.
+    """Adapter of state dicts of plain tensors or DTensors of any layout.
 
     Hugging Face's matrices have the input dimension first (`Conv1D`), and one contains queries, keys and values. The
-    output layer is tied and has no entry. Rows of the token embedding beyond the tokenizer's entries are not exported.
-    Tensors are plain or DTensors of any layout.
-
-    Args:
-        model_args: Sizes of the model.
-        hf_assets_path: Folder with the tokenizer; without a tokenizer, all rows are exported.
+    output layer is tied and has no entry. Rows of the token embedding beyond the entries of the tokenizer in
+    `hf_assets_path` are not exported.
     """
 
     def __init__(self, model_args: GPT2Args, hf_assets_path: str | None) -> None:
@@ -62,11 +58,7 @@ class GPT2StateDictAdapter(StateDictAdapter):
             return rows
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return Hugging Face's entries, contiguous.
-
-        Raises:
-            KeyError: A name is not a parameter of GPT-2.
-        """
+        """Return Hugging Face's entries, contiguous. Raises KeyError for a name that is not a parameter of GPT-2."""
         entries: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name in _OUTER:

@@ -89,8 +89,7 @@ def _split_heads(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> Non
 
 
 def _save_products(model: nn.Module, config: ActivationCheckpoint) -> None:
-    """Apply TorchTitan's selective checkpointing by operation: save the listed operations, and every second matrix
-    product.
+    """Apply TorchTitan's selective checkpointing by operation: save the listed ones, and every second matrix product.
 
     TorchTitan's own function counts only products without bias, and would recompute all products of GPT-2.
     """
@@ -118,9 +117,7 @@ def _contexts(recomputed: set[tuple[int, int]]) -> Callable[[], Any]:
 
 
 def _policy(recomputed: set[tuple[int, int]]) -> Callable[..., CheckpointPolicy]:
-    """Return a checkpoint policy. Products of matrices with the (inputs, outputs) in `recomputed` are always
-    recomputed.
-    """
+    """Return a checkpoint policy that always recomputes products of matrices with these (inputs, outputs)."""
     counts: defaultdict[bool, int] = defaultdict(int)  # Products in the forward pass, and in its recomputation.
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -16,13 +16,8 @@ def initialize(model: nn.Module, draw: Callable[[], None], whole: Callable[[], n
     """Initialize the model's parameters and direct buffers, whose memory exists already.
 
     DTensor draws no random numbers on a CPU: every rank would fill its shard from the same seed, so that all shards
-    were equal. On a CPU each rank therefore draws the whole model and keeps its shards, which limits the model size to
-    the host's memory. A GPU draws in place.
-
-    Args:
-        model: The model.
-        draw: Initializes the model in place.
-        whole: Returns an initialized, unsharded model of the same kind on the CPU.
+    were equal. On a CPU each rank therefore draws the `whole` model and keeps its shards, which limits the model size
+    to the host's memory. A GPU draws in place.
     """
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))

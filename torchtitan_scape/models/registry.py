@@ -21,8 +21,7 @@ _NEEDED = ("dim", "n_layers", "n_heads", "vocab_size")
 def with_sizes(args: BaseModelArgs, model: Model) -> BaseModelArgs:
     """Return the arguments of the flavor with the sizes that [model.sizes] sets.
 
-    Raises:
-        ValueError: The family does not have a size, sizes do not divide each other, or "custom" needs more.
+    Raises ValueError if the family has no such size, sizes do not divide each other, or "custom" needs more.
     """
     given = model.sizes.given()
     if model.flavor == CUSTOM and (missing := [key for key in _NEEDED if key not in given]):
@@ -84,10 +83,8 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # by the model's arguments
 
 
 def model_args(model: Model) -> BaseModelArgs:
-    """Return the model's arguments: those of the flavor with the sizes of [model.sizes].
-
-    Raises:
-        ValueError: The name or the flavor is unknown, or the sizes make no model.
+    """Return the arguments of the flavor with the sizes of [model.sizes], or raise ValueError if there is no such
+    model.
     """
     if model.name not in MODEL_FAMILIES:
         raise ValueError(f"[model] name = {model.name!r}; known are {', '.join(map(repr, MODEL_FAMILIES))}")
@@ -143,14 +140,9 @@ def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:
 
 
 def planned_recipe(arguments: Sequence[str], ranks: int) -> tuple[Workload, JobConfig]:
-    """Return the model and batch of a recipe, and its configuration.
+    """Return the model and batch of a recipe, and its configuration, from the trainer's command line.
 
-    Args:
-        arguments: The trainer's command line.
-        ranks: A recipe without a global batch has one micro-batch on each rank.
-
-    Raises:
-        ValueError: The recipe is not valid, or has no model.
+    A recipe without a global batch has one micro-batch on each of the ranks.
     """
     resolved = resolve(list(arguments))
     if "model.flavor" not in resolved.origins:

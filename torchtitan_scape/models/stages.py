@@ -7,11 +7,7 @@ _DEGREE = "parallelism.pipeline_parallel_degree"
 
 
 def stage_modules(config: JobConfig, layers: int) -> list[list[str]]:
-    """Return the names of the modules of every stage, in the order of the stages.
-
-    Raises:
-        ValueError: The degree does not fit the number of layers, or the given division does not fit the model.
-    """
+    """Return the names of the modules of every stage, in their order. Raises ValueError if they do not fit."""
     parallelism, stages = config.parallelism, config.parallelism.pipeline_parallel_degree
     first, last = (
         parallelism.pipeline_parallel_first_stage_less_layers,

@@ -102,9 +102,7 @@ def largest(values: Tensor, density: float) -> Tensor:
 
 
 def overlap(before: Tensor, after: Tensor) -> float:
-    """Return the number of entries in both masks over that of the larger mask; NaN if `before` is empty (first
-    step).
-    """
+    """Return the number of entries in both masks over that of the larger mask; NaN if `before` is empty."""
     first, second = int(before.sum()), int(after.sum())
     return int((before & after).sum()) / max(first, second) if first else math.nan
 
@@ -129,12 +127,7 @@ class ShadowResidual:
 
 
 class IndexFrequency:
-    """Number of steps in which each entry was among the largest |x| (Radius paper, Figure 1).
-
-    Attributes:
-        steps: Number of steps added.
-        counts: int32 (n,), steps in which the entry was selected.
-    """
+    """Number of steps in which each entry was among the largest |x| (Radius paper, Figure 1), int32 (n,)."""
 
     def __init__(self, like: Tensor) -> None:
         self.steps, self.counts = 0, torch.zeros(like.numel(), dtype=torch.int32, device=like.device)

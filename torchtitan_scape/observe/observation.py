@@ -29,15 +29,8 @@ class Observation:
     """Observations of a run. The optimizers call it only in the steps of `[observe]`; it does not change training.
 
     The ranks of the first replica assemble the tensors, and rank 0 computes and writes. Other ranks take part if a
-    replica's tensors are sharded. If replicas differ, those of the first replica are observed.
-
-    Args:
-        config: Configuration of the run, with `[observe]` enabled.
-        optimizers: The optimizer container.
-        log: Receives scalars by tag, and the step.
-
-    Raises:
-        ValueError: A name matches no parameter.
+    replica's tensors are sharded. If replicas differ, those of the first replica are observed. `log` receives scalars
+    by tag, and the step. Raises ValueError if a name matches no parameter.
     """
 
     def __init__(self, config: JobConfig, optimizers: ReplicaOptimizer, log: Log) -> None:

@@ -63,13 +63,8 @@ class Frequency:
 
 
 class Record:
-    """Records of the writing rank.
-
-    Attributes:
-        rows: All `Row`s.
-        histograms: (step, tensor, distribution of the synchronized gradient) each.
-        frequencies: `Frequency` of each tensor and window.
-        facts: Properties of the run, as text.
+    """Records of the writing rank: rows, frequencies, properties of the run as text, and histograms, which are (step,
+    tensor, distribution of the synchronized gradient).
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, str]) -> None:
@@ -137,11 +132,7 @@ class Record:
 
 
 def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
-    """Return the rows and histograms of a file.
-
-    Raises:
-        OSError, ValueError, KeyError: The file cannot be read or has another format.
-    """
+    """Return the rows and histograms of a file. Raises OSError, ValueError or KeyError for another file."""
     arrays = _load(path)
     columns = {key: arrays[f"series.{key}"].tolist() for key in Row.__dataclass_fields__ if "series.step" in arrays}
     rows = [Row(*values) for values in zip(*columns.values(), strict=True)]

@@ -52,14 +52,8 @@ class Observed:
 def chosen(names: Sequence[str], shards: Sequence[Shard], family: str) -> list[Observed]:
     """Return the tensors that `names` select; by default those of the paper, in layers of the same relative depth.
 
-    Args:
-        names: Patterns of parameter names with "*" as wildcard. Each matching parameter is a separate tensor; those of
-            patterns joined by "+" form one tensor.
-        shards: Shards of all parameters.
-        family: Model family, as `[model] name`.
-
-    Raises:
-        ValueError: A pattern matches no parameter; the message lists the names.
+    Each parameter that matches a pattern (with "*" as wildcard) is a separate tensor; those of patterns joined by "+"
+    form one tensor. Raises ValueError if a pattern matches no parameter; the message lists the names.
     """
     tensors: dict[str, Observed] = {}
     for name in names or _of_paper(family, shards):
@@ -108,16 +102,7 @@ def _name_patterns(shards: Sequence[Shard]) -> list[str]:
 
 
 def whole(shard: Shard, values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Assemble a whole tensor from shards, bitwise. Collective.
-
-    Args:
-        shard: Shard of the parameter.
-        values: This rank's entries, FP32 (n,), laid out like its shard.
-        group: The ranks that hold one replica together.
-
-    Returns:
-        FP32 (entries,).
-    """
+    """Assemble a whole tensor, FP32 (entries,), from this rank's entries, laid out like its shard. Collective."""
     parameter = shard.parameter
     if is_slice(parameter):
         total = torch.zeros(parameter.whole.numel(), dtype=torch.float32, device=values.device)

@@ -12,27 +12,16 @@ def set_allocator(environment: MutableMapping[str, str], torch_version: str) -> 
     """Use expandable segments on CUDA, which avoid fragmentation, unless the user configured the allocator.
 
     Call it before torch is imported. ROCm does not support them, and a CPU ignores them.
-
-    Args:
-        torch_version: Version of the installed torch, for example "2.11.0+rocm6.4".
     """
     if "rocm" not in torch_version and not any(name in environment for name in _ALLOCATORS):
         environment[ALLOCATOR] = "expandable_segments:True"
 
 
 def check_queues(environment: Mapping[str, str], rocm: bool, collectives_overlap: bool) -> list[str]:
-    """Return warnings about the hardware queues of a GPU.
+    """Return warnings about the hardware queues of a GPU, if collectives of several groups may be in flight at once.
 
     With a single queue, kernels run in the order in which the host starts them. The ranks may start collectives of
-    different groups in different orders, and would then wait for each other forever.
-
-    Args:
-        environment: Environment variables.
-        rocm: The GPU is AMD's.
-        collectives_overlap: Collectives of several groups may be in flight at once.
-
-    Raises:
-        ValueError: There is a single queue, and collectives of several groups may be in flight.
+    different groups in different orders, and would then wait for each other forever: ValueError.
     """
     if rocm:
         value = environment.get("GPU_MAX_HW_QUEUES", "4")

@@ -19,11 +19,7 @@ WAIT_SECONDS = 5.0  # for an earlier run that is about to end
 
 
 class FolderLock:
-    """The lock of a folder, held until `release` or the end of this process.
-
-    Raises:
-        ValueError: another run holds it, or the folder cannot be written.
-    """
+    """The lock of a folder, held until `release` or the end of this process. ValueError if another run holds it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if not str(folder):

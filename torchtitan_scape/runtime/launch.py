@@ -137,9 +137,7 @@ class LocalRanks:
         return {process.poll() for process in self.processes}
 
     def watch(self) -> None:
-        """End this launcher some time after its ranks, because the agent may be waiting for a node that does not
-        respond.
-        """
+        """End this launcher some time after its ranks, because the agent may wait for a node that does not respond."""
         known, since = failure_known(*self.store) if self.across_nodes else lambda: False, 0.0
         while None in self.codes():
             time.sleep(1.0)
@@ -163,9 +161,7 @@ class LocalRanks:
         timer.start()
 
     def agent(self) -> type[LocalElasticAgent]:
-        """Return torchrun's agent class, extended to record started ranks and to report a dead rank to the other
-        ranks.
-        """
+        """Return torchrun's agent class, which records started ranks, and reports a dead rank to the other ranks."""
         ranks = self
 
         class Agent(LocalElasticAgent):

@@ -39,10 +39,8 @@ def listen_at(host: str, port: int, nodes: int) -> socket.socket | None:
 def listen_when_free(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens for several nodes, or None if the address is not of this machine.
 
-    A program that uses the port may end soon: a requeued job has the port of its last start.
-
-    Raises:
-        SystemExit: The port remained in use for `PORT_SECONDS`.
+    A program that uses the port may end soon: a requeued job has the port of its last start. Raises SystemExit after
+    `PORT_SECONDS`.
     """
     deadline, waits = time.monotonic() + PORT_SECONDS, False
     while True:
@@ -104,10 +102,8 @@ def to_json(record: Any) -> str:
 
 
 def from_json(kind: type[_Record], value: bytes) -> _Record:
-    """Return the dataclass `kind` from the JSON text of `to_json`.
-
-    Raises:
-        ValueError: The value is something else; the message shows its beginning.
+    """Return the dataclass `kind` from the JSON text of `to_json`, or raise ValueError with the beginning of another
+    value.
     """
     try:
         given = parse_json(value)

@@ -34,12 +34,7 @@ _COLLECTIVES = ("torch.distributed", "topology")
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a rank's main thread.
-
-    Attributes:
-        line: "folder/file.py:line (function)" of the innermost frame.
-        collective: Whether it is in a collective.
-    """
+    """Location of a rank's main thread: "folder/file.py:line (function)", and whether it is in a collective."""
 
     line: str
     collective: bool
@@ -60,9 +55,8 @@ def main_thread_place() -> Place:
 def stalled_rank(places: Mapping[int, Place], names: Mapping[int, str]) -> tuple[int, str] | None:
     """Return the rank that the others wait for and one line, or None if the places do not show it.
 
-    Args:
-        places: Place of each rank that has not completed a step for nearly the timeout of collectives.
-        names: Host and process of ranks.
+    `places` are those of ranks that have not completed a step for nearly the timeout of collectives, `names` their
+    hosts.
     """
     stalled = [rank for rank, place in sorted(places.items()) if not place.collective]
     if not stalled or len(stalled) == len(places):
@@ -103,13 +97,7 @@ _SEARCHERS = 3  # Number of ranks that check all heartbeats after a failure; the
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason for the end of the run.
-
-    Attributes:
-        rank: The failed rank.
-        code: Exit code of all ranks.
-        text: One line.
-    """
+    """Reason for the end of the run, in one line: the failed rank, and the exit code of all ranks."""
 
     rank: int
     code: int
@@ -136,7 +124,6 @@ class Liveness:
     Args:
         connect: Returns the store; called in the thread that communicates with it. None for a single rank, without
             heartbeats.
-        rank, world: This rank and the number of ranks.
         place: Address of the store, for messages.
         hosts: Whether this process hosts the store, which must then outlive the last write.
 
@@ -261,9 +248,7 @@ class Liveness:
             print_error(self.rank, message)
 
     def resume_hint(self) -> str:
-        """Return the effect of a restart. A separate thread reads the checkpoint folder, whose file system may not
-        respond.
-        """
+        """Return the effect of a restart. A thread reads the checkpoint folder, whose file system may not respond."""
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(self.hint()), daemon=True)
         thread.start()
@@ -330,8 +315,9 @@ class Liveness:
         return None if found is None else Failure(found[0], LOST, found[1])
 
     def _report_store_loss(self) -> None:
-        """Log once that the store was lost although the run goes on: the store ends the connection of a rank that reads
-        a counter for which another program wrote a text.
+        """Log once that the store was lost although the run goes on.
+
+        The store ends the connection of a rank that reads a counter for which another program wrote a text.
         """
         lost = self._store_lost_at
         if lost is not None and self._progress > lost + 2 * INTERVAL_SECONDS and not self._store_loss_logged:
@@ -423,11 +409,7 @@ def _store(environment: Mapping[str, Any], is_master: bool = False, timeout: flo
 
 
 def _wait_for_rank_0(environment: Mapping[str, str]) -> None:
-    """Wait until rank 0 of this start serves the store.
-
-    Raises:
-        SystemExit: It does not within `START_SECONDS`.
-    """
+    """Wait until rank 0 of this start serves the store, or raise SystemExit after `START_SECONDS`."""
     deadline = time.monotonic() + START_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(RuntimeError):  # Nothing listens, or the server ended.
@@ -454,9 +436,7 @@ def _reported_failure(store: dist.Store) -> Failure | None:
 
 
 def report_failure_of(rank: int, process: int, outcome: str, address: str, port: int) -> None:
-    """Report the end of a rank on behalf of the rank, so that the others name it immediately. Called by its
-    launcher.
-    """
+    """Report the end of a rank on behalf of the rank, by its launcher, so that the others name it immediately."""
     failure = Failure(rank, LOST, f"rank {rank} ({socket.gethostname()}, process {process}) {outcome}")
     store = _store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0)
     store.compare_set("failed", "", to_json(failure))

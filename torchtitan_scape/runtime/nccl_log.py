@@ -21,9 +21,7 @@ class Transport:
     Attributes:
         kind: "InfiniBand", "RoCE", "Slingshot", "EFA", "libfabric PROVIDER", "sockets", the name of another network
             plugin, or "" if the log names none.
-        adapters: Adapters or interfaces of the network.
         paths: Number of channels by path, such as "NET/IB/0/GDRDMA", "P2P/CUMEM" and "SHM/direct/direct".
-        version: "NCCL 2.27.5" or "".
     """
 
     kind: str
@@ -74,11 +72,8 @@ def _kind(network: str, providers: list[str], links: set[str]) -> str:
 
 
 def advice(transport: Transport, root: Path = Path("/")) -> str:
-    """Return why the transport is slower than the node's adapters allow, and the fix; "" if nothing is known.
-
-    Args:
-        transport: Transport of a rank with channels between nodes.
-        root: Root of the file system with /sys.
+    """Return why the transport between nodes is slower than the node's adapters allow, and the fix; "" if nothing is
+    known.
     """
     if not transport.uses_network:
         return ""

@@ -60,10 +60,7 @@ def code_versions() -> dict[str, str]:
 def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) -> dict[str, str]:
     """Return names, sizes and a fingerprint of the files of a local path, or its error if it does not exist.
 
-    Args:
-        name: Description of the files, for messages.
-        path: A file, a Megatron pair without extension, or a folder, which is searched recursively; None for none.
-        endings: Extensions of the files to include.
+    The path is a file, a Megatron pair without extension, or a folder, whose files with these endings are included.
     """
     if not path:
         return {}
@@ -119,12 +116,7 @@ def facts(config: JobConfig) -> dict[str, str]:
 def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
     """Compare the facts of all ranks. Collective over all ranks: 16 bytes per rank if they agree.
 
-    Args:
-        own: This rank's facts.
-        device: Device of the process group's tensors.
-
-    Raises:
-        ValueError: On every rank; names a rank that differs, the property and both values.
+    Raises ValueError on every rank, with a rank that differs, the property and both values.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()[:16]
@@ -153,15 +145,7 @@ def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
 def describe_difference(
     expected: dict[str, str], rank: int, actual: dict[str, str], other: int, differing: list[int]
 ) -> str:
-    """Return one line about the differences of rank `other` from rank `rank`.
-
-    Args:
-        expected: Facts of `rank`.
-        rank: A rank of the majority.
-        actual: Facts of `other`.
-        other: The first rank that differs.
-        differing: All ranks that differ from `rank`.
-    """
+    """Return one line about the differences of rank `other`, the first of those `differing`, from rank `rank`."""
     keys = [key for key in {**expected, **actual} if expected.get(key) != actual.get(key)]
     # If a path differs, so do its files. The path is the first key.
     key = keys[0]

@@ -67,12 +67,8 @@ class RunEndedError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """The entry of a launcher, which the others read.
-
-    Attributes:
-        host: name of the machine.
-        address: IP address by which it reaches the store.
-        nodes: usable numbers of nodes that it was started with, as text.
+    """The entry of a launcher, which the others read: its host, the IP address by which it reaches the store, and the
+    usable numbers of nodes that it was started with.
     """
 
     host: str
@@ -140,9 +136,7 @@ class LauncherRendezvous(RendezvousHandler):
         """Do nothing: a launcher that fails ends."""
 
     def num_nodes_waiting(self) -> int:
-        """Look for waiting nodes, at most once a second. Return 0, because torchrun would kill the ranks after 30 s, in
-        which a checkpoint may not be complete.
-        """
+        """Look for waiting nodes, at most once a second. Return 0, because torchrun would kill the ranks after 30 s."""
         now = time.monotonic()
         if self._joining is not None and len(self._counts) > 1 and not self.regroups and now >= self._next_look:
             self._next_look = now + 1.0
@@ -215,8 +209,8 @@ class LauncherRendezvous(RendezvousHandler):
             return str(probe.getsockname()[0])
 
     def _open(self, deadline: float) -> tuple[TCPStore, int | None]:
-        """Connect to the store of the first endpoint that answers, or serve it on this machine. Return the index of the
-        endpoint that is served here, or None.
+        """Connect to the store of the first endpoint that answers, or serve it here. Return the index of this endpoint,
+        or None.
         """
         begin = reported = time.monotonic()
         while True:

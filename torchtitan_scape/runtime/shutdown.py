@@ -207,9 +207,7 @@ class Shutdown:
         )
 
     def _announce(self, number: signal.Signals) -> None:
-        """Log the request later, because torchrun sends SIGTERM to the other ranks if one dies, which is reported
-        instead.
-        """
+        """Log the request later: torchrun sends SIGTERM to the other ranks if one dies, which is reported instead."""
 
         def announce() -> None:
             if self.liveness.failure is None:

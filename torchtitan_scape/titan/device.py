@@ -80,9 +80,7 @@ def _check_version() -> None:
 def _end_without_cache(error: OSError) -> NoReturn:
     """End a command of this package in one line, because PyTorch creates its cache folder while it is imported.
 
-    Raises:
-        SystemExit: A command is running.
-        OSError: The package is imported by another program.
+    Raises the error if the package is imported by another program.
     """
     command = getattr(sys.modules["__main__"], "__spec__", None)
     if command is None or not command.name.startswith("torchtitan_scape."):
@@ -92,12 +90,7 @@ def _end_without_cache(error: OSError) -> NoReturn:
 
 
 def prepare() -> str:
-    """Select the device before the first `import torchtitan`, which binds it by name, and return its type.
-
-    Raises:
-        ImportError: Another release of TorchTitan is installed.
-        RuntimeError: TorchTitan was imported before.
-    """
+    """Select the device before the first `import torchtitan`, which binds it by name, and return its type."""
     _check_version()
     available = torch._utils._get_available_device_type()
     try:

@@ -75,11 +75,7 @@ def _report_unavoidable(tokenizer: Any, folder: Path) -> None:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """Return TorchTitan's tokenizer from the folder `model.hf_assets_path`.
-
-    Raises:
-        ValueError: The folder is missing, contains no tokenizer, or one that cannot be read.
-    """
+    """Return TorchTitan's tokenizer from the folder `model.hf_assets_path`, or raise ValueError."""
     folder = Path(job_config.model.hf_assets_path)
     expected = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json, which names BOS and EOS"
     fetch = f"hf download REPOSITORY tokenizer.json tokenizer_config.json --local-dir {shlex.quote(str(folder))}"

@@ -11,11 +11,8 @@ _RANDOM, _LEARNED = 0.98, 0.8  # of ln(vocabulary): a loss of random output, and
 class Health:
     """Judges the loss and the gradient norm of logged steps. Every rank must be given the same values.
 
-    Args:
-        vocabulary: number of outputs; a model with random output has the loss ln(vocabulary).
-
-    Attributes:
-        alarm: what is wrong at the last logged step, "" if nothing is. Meanwhile no checkpoint is written or deleted.
+    A model with random output has the loss ln(vocabulary). `alarm` is what is wrong at the last logged step, "" if
+    nothing is. Meanwhile no checkpoint is written or deleted.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -27,11 +24,7 @@ class Health:
     def judge(self, step: int, loss: float, zero_gradient: bool, last: bool = False) -> str:
         """Return the new `alarm`.
 
-        Args:
-            last: whether this is the last step of the run.
-
-        Raises:
-            DamagedParametersError: the sign has been there for `PATIENCE` logged steps, or is there at the last step.
+        Raises DamagedParametersError if it has been there for `PATIENCE` logged steps, or is there at the last step.
         """
         self.alarm = ""
         if zero_gradient:

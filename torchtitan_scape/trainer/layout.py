@@ -24,10 +24,8 @@ def is_dry_run(config: JobConfig) -> bool:
 def checked_layout(config: JobConfig, device_type: str) -> Layout:
     """Check a configuration as far as that is possible without a process group, and return the run's layout.
 
-    Imports what `experimental.custom_import` names.
-
-    Raises:
-        ValueError: A key has a value that is not possible, alone, with others or with this layout.
+    Imports what `experimental.custom_import` names. Raises ValueError if a value is not possible, alone, with others or
+    with this layout.
     """
     import_custom(config)
     check_config(config, device_type)
@@ -39,10 +37,8 @@ def checked_layout(config: JobConfig, device_type: str) -> Layout:
 
 
 def layout_of(config: JobConfig) -> Layout:
-    """Return the layout that config and launcher select. Needs no process group.
-
-    Raises:
-        ValueError: The number of ranks, the degrees or the batch sizes are not consistent.
+    """Return the layout that config and launcher select. Needs no process group. Raises ValueError if it is not
+    possible.
     """
     fake = config.comm.mode == "fake_backend"
     name = "NGPU" if fake else "WORLD_SIZE"
@@ -118,8 +114,7 @@ def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
 def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int) -> tuple[list[int], dict[int, str]]:
     """Return the usable numbers of nodes, and the reason why each of the others is not. Sets the global batch size.
 
-    Raises:
-        ValueError: Fewer than two are usable, or the run writes no checkpoints.
+    Raises ValueError if fewer than two are usable, or if the run writes no checkpoints.
     """
     if not config.checkpoint.enable or config.checkpoint.load_only:
         raise ValueError(

@@ -36,12 +36,11 @@ PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "upda
 
 
 class SentBytes(NamedTuple):
-    """Bytes that a rank sends per step, averaged over ranks.
+    """Bytes that a rank sends per step, averaged over ranks, without validation.
 
     Attributes:
         replicas: on the replicate axis, by level.
         shards: on the shard axis, by level and kind: FSDP's collectives or their replacements, and the optimizer's.
-            Validation is excluded.
         dense: an all-reduce of all gradients on the replicate axis in FP32, for comparison.
     """
 
@@ -79,10 +78,8 @@ class ReplicaMetrics(MetricsProcessor):
         """Mark the first step of this process in TensorBoard's file.
 
         Names of folders end with the minute: a run that is started again within it writes to the same folder.
-        TensorBoard then drops the values of the earlier start from `step` on, as with `purge_step`.
-
-        Args:
-            sent: The result of `total_sent` in the checkpoint that the run continues from; {} without one.
+        TensorBoard then drops the values of the earlier start from `step` on, as with `purge_step`. `sent` is the
+        result of `total_sent` in the checkpoint that the run continues from; {} without one.
         """
         self._sent_earlier = sent
         for writer in self._writers():
@@ -175,10 +172,8 @@ class ReplicaMetrics(MetricsProcessor):
     def bytes_per_step(self, steps: int, since: Mapping[Entry, float]) -> SentBytes:
         """Return the mean bytes that a rank sends per step over the last `steps` steps. Collective.
 
-        The mean is over all ranks. If a process simulates several replicas, the values are those of one replica.
-
-        Args:
-            since: bytes of the ledger before these steps.
+        The mean is over all ranks; with several replicas in a process, it is that of one replica. `since` are the bytes
+        of the ledger before these steps.
         """
         collectives, simulated = self.optimizers.replica.collectives, self.job_config.topology.simulate_replicas
         grown = TrafficLedger(sent=defaultdict(float))
@@ -200,10 +195,10 @@ class ReplicaMetrics(MetricsProcessor):
         )
 
     def total_sent(self) -> dict[str, float] | None:
-        """Return the bytes that a rank has sent on the replicate axis since step 1, as a mean over ranks. Collective.
+        """Return the bytes that a rank has sent on the replicate axis since step 1, as a mean over ranks, by level.
+        Collective.
 
-        Returns:
-            Bytes by level, earlier starts of the run included; None if its checkpoint does not contain theirs.
+        Earlier starts of the run are included; None if its checkpoint does not contain theirs.
         """
         sent = self.bytes_per_step(1, since={}).replicas
         if (earlier := self._sent_earlier) is None:

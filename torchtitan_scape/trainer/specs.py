@@ -67,9 +67,6 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
     Args:
         with_data: build tokenizer and data loader; False for a dry run.
         device_type: refuse models that cannot be trained on this device.
-
-    Raises:
-        ValueError: The name or the flavor is unknown, or the device or context parallelism does not support it.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
     args = model_args(job_config.model)
@@ -145,11 +142,7 @@ def _build_dataloader(**options: Any) -> ReadAheadLoader:
 
 
 def whole_model(config: JobConfig) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:
-    """Return the TrainSpec, the model's arguments, and the unsharded model on the meta device.
-
-    Raises:
-        ValueError: The name or the flavor is unknown.
-    """
+    """Return the TrainSpec, the model's arguments, and the unsharded model on the meta device."""
     register(config, with_data=False)
     spec = get_train_spec(config.model.name)
     args = deepcopy(spec.model_args[config.model.flavor])

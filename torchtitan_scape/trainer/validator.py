@@ -71,17 +71,12 @@ class FixedValidator(Validator):
     """TorchTitan's validator on fixed batches: `validation.steps` of them, or the entire split for -1.
 
     The parent continues to read where the last validation stopped, so that two losses of a run come from different
-    text. This class selects its batches at construction; with `simulated` > 1 those of all simulated replicas.
+    text. This class selects its batches at construction; with `simulated` > 1 those of all simulated replicas. Loss
+    (nats per token, over all ranks), step and `figures_of` are those of the last validation.
 
     Attributes:
-        last_loss: mean loss of the last validation in nats per token, over all ranks; None before the first one.
-        last_step: training step of the last validation; 0 before the first one.
-        figures: the result of `figures_of` for the last validation; {} before the first one.
         shared_weights: a context manager in which the model contains the weights to validate.
         validated: called after a validation with its step and loss.
-
-    Raises:
-        ValueError: see `validation_batches`.
     """
 
     validation_dataloader: BaseDataLoader
