@@ -16,7 +16,7 @@ from torchtitan_scape.kernels.scape.blocks import density_at
 from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.models.registry import recipe_workload
+from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, predict
 from torchtitan_scape.topology.layout import plan_layout
@@ -108,7 +108,7 @@ def planned_shares(options: Options, run: dict[str, Any]) -> tuple[float, float]
 @functools.cache
 def _model(arguments: tuple[str, ...]) -> LocalModel:
     """Return the model of a run's options, as arguments of the trainer, on one rank."""
-    return recipe_workload(arguments, 1).whole()
+    return planned_recipe(arguments, 1)[0].whole()
 
 
 def shares(options: Options, run: dict[str, Any]) -> tuple[float, float]:

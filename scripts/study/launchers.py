@@ -19,7 +19,7 @@ from scripts.study.grid import CURVE_POINTS, BudgetSet, RunSpec, largest_divisor
 from scripts.study.sittings import checkpoint_arguments
 from scripts.study.store import SETUP, Store
 from torchtitan_scape.core.files import write_whole
-from torchtitan_scape.models.registry import recipe_workload
+from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner.step import Assumptions, predict
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import Links
@@ -169,7 +169,7 @@ def predicted_set(store: Store, one: BudgetSet) -> Callable[[RunSpec], dict[str,
 def predicted(spec: RunSpec, machine: Machine, links: Links) -> dict[str, Any]:
     """Return a step as the planner predicts it, with at most 4 sequences of a rank at a time. Raises ValueError."""
     relevant = ("--job.config_file", "--model.", "--training.")
-    workload = recipe_workload([one for one in spec.arguments if one.startswith(relevant)], spec.size)
+    workload = planned_recipe([one for one in spec.arguments if one.startswith(relevant)], spec.size)[0]
     shard = spec.of.launch.get("shard", 1)
     per_node = min(machine.ranks_per_node or spec.size, spec.size)
     layout = plan_layout(spec.size, ranks_per_node=per_node, machine=machine, replicate=-1, shard=shard)

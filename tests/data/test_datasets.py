@@ -397,7 +397,7 @@ def _validator(tokenizer: Any, config: JobConfig | None = None, **kwargs: Any) -
         "pp_has_first_stage": None,
         "pp_has_last_stage": None,
     }
-    return validator.build_validator(**arguments | kwargs)
+    return validator.FixedValidator(**arguments | kwargs)
 
 
 def test_two_validations_read_the_same_text(tokenizer: Any) -> None:

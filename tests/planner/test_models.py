@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_scape.core.workloads import Recomputation, get_workload
-from torchtitan_scape.models.registry import recipe_workload
+from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner import plan
 from torchtitan_scape.planner.candidates import DENSE, best, make_request
 from torchtitan_scape.planner.numbers import workload_of_numbers
@@ -99,7 +99,7 @@ def test_a_wrong_model_is_one_line_and_exit_2(
 
 @pytest.mark.parametrize("name", ["llama_500m", "llama_1_8b", "gpt_345m"])
 def test_recipes_of_the_papers_equal_the_named_models(name: str) -> None:
-    found, named = recipe_workload([f"--job.config_file={ROOT}/train_configs/{name}.toml"], 32), get_workload(name)
+    found, named = planned_recipe([f"--job.config_file={ROOT}/train_configs/{name}.toml"], 32)[0], get_workload(name)
     assert found.names() == named.names() and found.shapes() == named.shapes()
     assert (found.sequence, found.batch) == (named.sequence, named.batch)
 

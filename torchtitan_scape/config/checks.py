@@ -278,6 +278,7 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "validation.seq_len": (1, _INT32),
         "validation.freq": (1, _INT32),
         "validation.steps": (-1, _INT32),
+        "validation.patience": (0, _INT32),
         "validation.dataloader.num_workers": (0, _INT32),
         "validation.dataloader.prefetch_factor": (1, _INT32),
     },
@@ -306,6 +307,8 @@ def _check_ranges(config: JobConfig) -> None:
                 bound = f"{least:g} or more" if value < least else f"{most:g} or less"
                 bound = "0 or more, and less than 1" if most == _BELOW_1 else bound
                 raise ValueError(f"[{section}] {name} = {value}; it must be {bound}")
+    if not config.training.text_column:
+        raise ValueError("[training] text_column is empty; it must be the name of a column")
     if config.training.global_batch_size == 0:
         raise ValueError("[training] global_batch_size = 0; it must be 1 or more, or -1 for one micro-batch per rank")
     if config.validation.enable and config.validation.steps == 0:

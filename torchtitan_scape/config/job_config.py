@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from torchtitan_scape.core.options import Options
-from torchtitan_scape.core.type_checks import check_section
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -192,9 +191,6 @@ class Checkpoint(TitanCheckpoint):
     fallback: bool = True
     """If the newest checkpoint is damaged, load the newest intact one before it, with a warning; false stops the run"""
 
-    def __post_init__(self) -> None:
-        check_section(self, "checkpoint")
-
 
 @dataclass
 class Optimizer(TitanOptimizer):
@@ -204,9 +200,6 @@ class Optimizer(TitanOptimizer):
     """Parameters without weight decay: "vectors" are those of one dimension, such as norms and biases. Megatron-LM
     excludes these; the papers' recipes exclude nothing"""
 
-    def __post_init__(self) -> None:
-        check_section(self, "optimizer")
-
 
 @dataclass
 class Training(TitanTraining):
@@ -215,11 +208,6 @@ class Training(TitanTraining):
     text_column: str = "text"
     """Column with the text, for the dataset "text_files" in training and validation"""
 
-    def __post_init__(self) -> None:
-        check_section(self, "training")
-        if not self.text_column:
-            raise ValueError("[training] text_column is empty; it must be the name of a column")
-
 
 @dataclass
 class Validation(TitanValidation):
@@ -227,12 +215,6 @@ class Validation(TitanValidation):
 
     patience: int = 0
     """Validations in a row without a lower loss after which the run ends, with a checkpoint; 0 for no early end"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_section(self, "validation")
-        if self.patience < 0:
-            raise ValueError(f"[validation] patience = {self.patience}; it must be 0 (no early end) or more")
 
 
 @dataclass

@@ -25,22 +25,10 @@ from torchtitan_scape.config.reference import help_text
 from torchtitan_scape.config.resolved import Resolved
 from torchtitan_scape.core.files import packaged, parse_json
 from torchtitan_scape.core.patching import environment
-from torchtitan_scape.core.renamed_keys import present_key, renamed
+from torchtitan_scape.core.renamed_keys import REMOVED_KEYS, present_key, renamed
 from torchtitan_scape.core.type_checks import check_section, check_value
 from torchtitan_scape.titan.config import ConfigManager, custom_registry
 
-# Keys of earlier versions that have no present key with the same values, and the advice for each; see also
-# `core.renamed_keys`.
-REMOVED_KEYS = {
-    "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
-    "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
-    "sync.scape.wait_by": 'it was removed, delete it: the former default "row_column" is now the only rule',
-    "sharding.weights_block": "it was removed, delete it: blocks of weights have 256 entries",
-    "sharding.gradients_block": "it was removed, delete it: blocks of gradients have 128 entries",
-    "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
-    "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
-    "of codes in gradients_code",
-}
 _NO_HELP = tyro.conf.arg(help="")  # the parser would search the sources of the fields for comments
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")
 
@@ -257,8 +245,6 @@ def check_table(section: Any, table: dict[str, Any], name: str) -> None:
     """Raise ValueError if a TOML table does not match the dataclass of its section, including nested sections."""
     known = {field.name: field.type for field in fields(section)}
     for key, value in table.items():
-        if f"{name}.{key}" in REMOVED_KEYS:
-            raise ValueError(f"[{name}] {key} = {value!r}: {REMOVED_KEYS[f'{name}.{key}']}")
         if message := renamed(name, key, value):
             raise ValueError(message)
         if key not in known:

@@ -26,6 +26,17 @@ RENAMED_KEYS: dict[str, dict[str, str]] = {
     "sharding.levels": {"sum": "sum_code", "update": "update_code"},
     "sharding.tagc": {"codec": "code", "index": "index_code"},
 }
+# Earlier keys without a present one with the same values, and the advice for each.
+REMOVED_KEYS = {
+    "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
+    "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
+    "sync.scape.wait_by": 'it was removed, delete it: the former default "row_column" is now the only rule',
+    "sharding.weights_block": "it was removed, delete it: blocks of weights have 256 entries",
+    "sharding.gradients_block": "it was removed, delete it: blocks of gradients have 128 entries",
+    "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
+    "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
+    "of codes in gradients_code",
+}
 
 
 def present_key(key: str) -> str:
@@ -49,6 +60,8 @@ def with_present_keys(values: dict[str, Any], section: str = "") -> dict[str, An
 
 def renamed(section: str, key: str, value: Any) -> str:
     """Return the message that refuses an earlier key; "" for any other key."""
+    if advice := REMOVED_KEYS.get(f"{section}.{key}"):
+        return f"[{section}] {key} = {short(value)}: {advice}"
     name = RENAMED_KEYS.get(section, {}).get(key, "")
     shown = json.dumps(value)[:200] if isinstance(value, str | bool) else short(value)
     return name and f"[{section}] {key} is now {name}: set {name} = {shown}"

@@ -134,11 +134,6 @@ def _parameter_shapes(name: str, args: BaseModelArgs) -> dict[str, tuple[int, ..
     return _SHAPES[key]
 
 
-def recipe_workload(arguments: Sequence[str], ranks: int) -> Workload:
-    """Return the model and batch of a recipe, as `planned_recipe`."""
-    return planned_recipe(arguments, ranks)[0]
-
-
 def planned_recipe(arguments: Sequence[str], ranks: int) -> tuple[Workload, JobConfig]:
     """Return the model and batch of a recipe, and its configuration, from the trainer's command line.
 

@@ -54,7 +54,9 @@ class ReplicaMetrics(MetricsProcessor):
 
     optimizers: TitanOptimizers
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+    ) -> None:
         try:
             super().__init__(job_config, parallel_dims, tag)
         except OSError as error:
@@ -204,12 +206,6 @@ class ReplicaMetrics(MetricsProcessor):
         if (earlier := self._sent_earlier) is None:
             return None
         return {level: earlier.get(level, 0.0) + sent.get(level, 0.0) for level in LEVELS if level in earlier | sent}
-
-
-def build_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
-) -> ReplicaMetrics:
-    return ReplicaMetrics(job_config, parallel_dims, tag)
 
 
 def _sync_fields(step: int, figures: dict[str, float], sent: SentBytes, seconds: dict[str, float]) -> list[str]:

@@ -129,20 +129,7 @@ def build_optimizers(
     share = None if levels is not None else _share_of(job_config, groups.layout, replicas)
     state: dict[str, Any] = {"allocate_state": False} if entry.method.holds_optimizer_state else {}
     optimizer = ReplicaOptimizer(
-        partial(
-            _make_optimizer,
-            optimizer_config.name,
-            optimizer_config.decay_exclude,
-            lr=optimizer_config.lr,
-            betas=(optimizer_config.beta1, optimizer_config.beta2),
-            eps=optimizer_config.eps,
-            weight_decay=optimizer_config.weight_decay,
-            implementation=optimizer_config.implementation,
-            kernels=sync.kernels,
-            count=count,
-            share=share,
-            **state,
-        ),
+        partial(_make_optimizer, optimizer_config, kernels=sync.kernels, count=count, share=share, **state),
         options,
         replicas,
         model=model,
@@ -167,10 +154,16 @@ def _count(rank_group: RankGroup, ledger: ShardLedger, times: int, sizes: Sequen
     ledger.count_all_to_all_uneven(rank_group, [times * size for size in sizes], UPDATE)
 
 
-def _make_optimizer(
-    name: str, decay_exclude: str, named: Sequence[tuple[str, Tensor]], **arguments: Any
-) -> torch.optim.Optimizer:
-    return OPTIMIZERS[name].make(decay_groups(named, decay_exclude), **arguments)
+def _make_optimizer(config: Optimizer, named: Sequence[tuple[str, Tensor]], **arguments: Any) -> torch.optim.Optimizer:
+    return OPTIMIZERS[config.name].make(
+        decay_groups(named, config.decay_exclude),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        implementation=config.implementation,
+        **arguments,
+    )
 
 
 def _share_of(job_config: JobConfig, layout: Layout, replicas: Replicas) -> ReplicaShare | None:

@@ -29,10 +29,10 @@ from torchtitan_scape.titan.models import (
 from torchtitan_scape.titan.pipelining import LossFunction
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.topology.torch_version import FLEX_ON_PARTS
-from torchtitan_scape.trainer.metrics import build_metrics_processor
+from torchtitan_scape.trainer.metrics import ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import build_optimizers, build_schedulers
 from torchtitan_scape.trainer.parallelize import LossPerToken, build_pipeline, parallelize
-from torchtitan_scape.trainer.validator import build_validator
+from torchtitan_scape.trainer.validator import FixedValidator
 
 
 def _llama(builders: dict[str, Any]) -> TrainSpec:
@@ -79,8 +79,8 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
         "build_lr_schedulers_fn": build_schedulers,
         "build_dataloader_fn": partial(_build_dataloader, simulated=simulated) if with_data else None,
         "build_tokenizer_fn": build_tokenizer if with_data else None,
-        "build_validator_fn": partial(build_validator, simulated=simulated),
-        "build_metrics_processor_fn": build_metrics_processor,
+        "build_validator_fn": partial(FixedValidator, simulated=simulated),
+        "build_metrics_processor_fn": ReplicaMetrics,
     }
     spec = FAMILIES[name](builders)
     _check_pipeline(job_config, spec, args)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
+from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.checkpoint.storage import check_shared
 from torchtitan_scape.config.checks import check_folders, remarks
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
@@ -47,9 +49,8 @@ from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 from torchtitan_scape.trainer.health import Health
 from torchtitan_scape.trainer.layout import checked_layout, is_dry_run
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
-from torchtitan_scape.trainer.optimizers import TitanOptimizers
+from torchtitan_scape.trainer.optimizers import TitanOptimizers, schedule_text
 from torchtitan_scape.trainer.parallelize import LossPerToken, ReplicaParallelDims
-from torchtitan_scape.trainer.run_record import run_record
 from torchtitan_scape.trainer.specs import register
 
 logger = logging.getLogger(__name__)
@@ -83,19 +84,7 @@ class ScapeTrainer(Trainer):
             check_folders(job_config)
         register(job_config, with_data=trains, device_type=DEVICE_TYPE if trains else "")
         self._resolve_options(job_config)
-        self.forecast: Forecast | None = None
-        self.memory: MemoryReport | None = None
-        if self.simulated > 1:
-            check_memory(job_config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
-            self.forecast = Forecast.of(job_config, self.layout)
-        else:
-            self.memory = MemoryReport.of(job_config, self.layout, device_module)
-            for line in self.memory.lines():
-                logger.info(line)
-            if self.memory.warning:
-                logger.warning(self.memory.warning)
-            if job_config.comm.mode != "fake_backend":
-                self.memory.check()
+        self._check_memory(job_config)
         with (
             ExitStack() as self._dry_run,
             patches.checkpoint_manager(ReplicaCheckpointer),
@@ -114,14 +103,7 @@ class ScapeTrainer(Trainer):
         if self.forecast is not None:
             self.metrics_processor.forecast = self.forecast.line()
         if job_config.validation.enable:
-            self.validator.shared_weights = self._shared_weights
-            self.validator.validated = self._validated
-            validation = job_config.validation
-            compared = ("dataset", "dataset_path", "steps", "seq_len")
-            self.best = BestCheckpoint(
-                Path(job_config.job.dump_folder), {key: getattr(validation, key) for key in compared}
-            )
-            self.checkpointer.spared = self.best.checkpoint_step
+            self._attach_validator()
         self.health = Health(self.model_args.vocab_size)
         self.checkpointer.alarm = lambda: self.health.alarm
         self.checkpointer.total_steps = job_config.training.steps
@@ -137,6 +119,29 @@ class ScapeTrainer(Trainer):
     @property
     def replica_optimizer(self) -> ReplicaOptimizer:
         return self.optimizers.replica
+
+    def _check_memory(self, config: JobConfig) -> None:
+        """Log the predicted memory, or check that of simulated replicas, and refuse a run that does not fit."""
+        self.forecast: Forecast | None = None
+        self.memory: MemoryReport | None = None
+        if self.simulated > 1:
+            check_memory(config, self.layout, DEVICE_TYPE, int(os.environ["LOCAL_RANK"]))
+            self.forecast = Forecast.of(config, self.layout)
+        else:
+            self.memory = MemoryReport.of(config, self.layout, device_module)
+            for line in self.memory.lines():
+                logger.info(line)
+            if self.memory.warning:
+                logger.warning(self.memory.warning)
+            if config.comm.mode != "fake_backend":
+                self.memory.check()
+
+    def _attach_validator(self) -> None:
+        self.validator.shared_weights, self.validator.validated = self._shared_weights, self._validated
+        validation, compared = self.job_config.validation, ("dataset", "dataset_path", "steps", "seq_len")
+        data = {key: getattr(validation, key) for key in compared}
+        self.best = BestCheckpoint(Path(self.job_config.job.dump_folder), data)
+        self.checkpointer.spared = self.best.checkpoint_step
 
     def _resolve_options(self, config: JobConfig) -> None:
         """Replace the method's options by those that are resolved for this model."""
@@ -417,3 +422,34 @@ class ScapeTrainer(Trainer):
     def summarize(self) -> None:
         """Log and write the summary of the run. Collective."""
         summarize(self)
+
+
+def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -> RunMetadata:
+    """Return the record that the checkpoints of a run contain."""
+    simulated, levels = config.topology.simulate_replicas, config.sharding.levels
+    facts = {
+        "ranks": layout.world_size,
+        "replicate": layout.replicate,
+        "shard": layout.shard,
+        "context": layout.context,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "simulate_replicas": simulated,
+        "replicas": layout.replicate * simulated,
+        "model": config.model.title,
+        "optimizer": config.optimizer.name,
+        "lr": config.optimizer.lr,
+        "betas": [config.optimizer.beta1, config.optimizer.beta2],
+        "eps": config.optimizer.eps,
+        "weight_decay": config.optimizer.weight_decay,
+        "schedule": schedule_text(config),
+        "border": config.data.border,
+        "sharding": asdict(config.sharding),
+        # Levels over which weights, masters and states are sharded; 0 without three-level partitioning.
+        "levels_weights": levels.weights,
+        "levels_block": config.sharding.cut_block if levels.active else 0,
+        # These determine the ranks of each replica.
+        "exchange": config.topology.exchange,
+        "ranks_per_node": layout.ranks_per_node,
+    }
+    return RunMetadata(optimizer, config.checkpoint.residual, facts)

@@ -136,8 +136,3 @@ class FixedValidator(Validator):
         with self.shared_weights():
             super().validate(model_parts, step)
         self.validated(step, float(self._metrics.last_loss or 0.0))
-
-
-def build_validator(**kwargs: Any) -> FixedValidator:
-    """Build a `FixedValidator` from the keyword arguments of TorchTitan's trainer."""
-    return FixedValidator(**kwargs)
