@@ -14,6 +14,57 @@ from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.extras import install_command
 from torchtitan_scape.methods.registry import METHODS
 
+_INT32 = 2**31 - 1
+_SECONDS = 10**8  # three years; larger values overflow the timeouts of process groups
+_BELOW_1 = 1 - 1e-12
+# By the switch of a section ("" for none): key -> (minimum, maximum). A key that is None is not checked. Values outside
+# the range would fail later, or train incorrectly.
+_RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "": {
+        "training.local_batch_size": (1, _INT32),
+        "training.seq_len": (1, _INT32),
+        "training.global_batch_size": (-1, _INT32),
+        "training.steps": (0, _INT32),
+        "training.gc_freq": (1, _INT32),
+        "training.dataloader.num_workers": (0, _INT32),
+        "training.dataloader.prefetch_factor": (1, _INT32),
+        "metrics.log_freq": (1, _INT32),
+        "optimizer.lr": (0, 1e6),
+        "optimizer.beta1": (0, _BELOW_1),
+        "optimizer.beta2": (0, _BELOW_1),
+        "optimizer.eps": (0, 1),
+        "optimizer.weight_decay": (0, 1e6),
+        "lr_scheduler.warmup_steps": (0, _INT32),
+        "lr_scheduler.total_steps": (1, _INT32),
+        "lr_scheduler.decay_ratio": (0, 1),
+        "lr_scheduler.min_lr_factor": (0, 1),
+        "activation_checkpoint.memory_budget": (0, 1),
+        "comm.init_timeout_seconds": (1, _SECONDS),
+        "comm.train_timeout_seconds": (1, _SECONDS),
+        "comm.trace_buf_size": (0, _INT32),
+        "topology.simulate_replicas": (1, _INT32),
+    },
+    "validation.enable": {
+        "validation.local_batch_size": (1, _INT32),
+        "validation.seq_len": (1, _INT32),
+        "validation.freq": (1, _INT32),
+        "validation.steps": (-1, _INT32),
+        "validation.patience": (0, _INT32),
+        "validation.dataloader.num_workers": (0, _INT32),
+        "validation.dataloader.prefetch_factor": (1, _INT32),
+    },
+    "checkpoint.enable": {
+        "checkpoint.interval": (1, _INT32),
+        "checkpoint.keep_latest_k": (0, _INT32),
+        "checkpoint.load_step": (-1, _INT32),
+    },
+    "profiling.enable_memory_snapshot": {"profiling.profile_freq": (1, _INT32)},
+    "profiling.enable_profiling": {
+        "profiling.profile_freq": (1, _INT32),
+        "profiling.profiler_active": (1, _INT32),
+        "profiling.profiler_warmup": (0, _INT32),
+    },
+}
 SCHEDULES = ("1F1B", "GPipe")  # with one stage per rank
 FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
 
@@ -241,59 +292,6 @@ def _check_hugging_face(config: JobConfig) -> None:
             "[checkpoint] initial_load_in_hf = true is not supported: set it to false, run python -m "
             "torchtitan_scape.export import, and set initial_load_path to its output"
         )
-
-
-_INT32 = 2**31 - 1
-_SECONDS = 10**8  # three years; larger values overflow the timeouts of process groups
-_BELOW_1 = 1 - 1e-12
-# By the switch of a section ("" for none): key -> (minimum, maximum). A key that is None is not checked. Values outside
-# the range would fail later, or train incorrectly.
-_RANGES: dict[str, dict[str, tuple[float, float]]] = {
-    "": {
-        "training.local_batch_size": (1, _INT32),
-        "training.seq_len": (1, _INT32),
-        "training.global_batch_size": (-1, _INT32),
-        "training.steps": (0, _INT32),
-        "training.gc_freq": (1, _INT32),
-        "training.dataloader.num_workers": (0, _INT32),
-        "training.dataloader.prefetch_factor": (1, _INT32),
-        "metrics.log_freq": (1, _INT32),
-        "optimizer.lr": (0, 1e6),
-        "optimizer.beta1": (0, _BELOW_1),
-        "optimizer.beta2": (0, _BELOW_1),
-        "optimizer.eps": (0, 1),
-        "optimizer.weight_decay": (0, 1e6),
-        "lr_scheduler.warmup_steps": (0, _INT32),
-        "lr_scheduler.total_steps": (1, _INT32),
-        "lr_scheduler.decay_ratio": (0, 1),
-        "lr_scheduler.min_lr_factor": (0, 1),
-        "activation_checkpoint.memory_budget": (0, 1),
-        "comm.init_timeout_seconds": (1, _SECONDS),
-        "comm.train_timeout_seconds": (1, _SECONDS),
-        "comm.trace_buf_size": (0, _INT32),
-        "topology.simulate_replicas": (1, _INT32),
-    },
-    "validation.enable": {
-        "validation.local_batch_size": (1, _INT32),
-        "validation.seq_len": (1, _INT32),
-        "validation.freq": (1, _INT32),
-        "validation.steps": (-1, _INT32),
-        "validation.patience": (0, _INT32),
-        "validation.dataloader.num_workers": (0, _INT32),
-        "validation.dataloader.prefetch_factor": (1, _INT32),
-    },
-    "checkpoint.enable": {
-        "checkpoint.interval": (1, _INT32),
-        "checkpoint.keep_latest_k": (0, _INT32),
-        "checkpoint.load_step": (-1, _INT32),
-    },
-    "profiling.enable_memory_snapshot": {"profiling.profile_freq": (1, _INT32)},
-    "profiling.enable_profiling": {
-        "profiling.profile_freq": (1, _INT32),
-        "profiling.profiler_active": (1, _INT32),
-        "profiling.profiler_warmup": (0, _INT32),
-    },
-}
 
 
 def _check_ranges(config: JobConfig) -> None:

@@ -17,6 +17,31 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from torchtitan_scape.config.job_config import JobConfig
 
+WIDTH = 80
+_NAME_WIDTH = 24
+_USAGE = """\
+usage: {program} [--SECTION.KEY=VALUE ...]
+--help SECTION prints the keys of a section, --help all those of all sections.
+A boolean key takes no value: --checkpoint.enable or --checkpoint.no-enable.
+examples:
+  {program} --sync.method=sparta --optimizer.name=Muon
+  CONFIG_FILE=train_configs/llama_500m.toml NGPU=4 {program}
+  {program} --help sync.scape"""
+_HEAD = """\
+# Configuration
+
+This page lists all keys of a recipe with their types, defaults and meanings. A recipe is a TOML file; the key `density`
+of `[sync.scape]` is `--sync.scape.density=VALUE` on the command line. A boolean takes no value there:
+`--checkpoint.enable` or `--checkpoint.no-enable`. `./run_train.sh --help sync.scape` prints one section.
+
+Two marks describe the effect of a key on [loading a checkpoint](checkpoint_format.md#loading):
+
+- *layout*: a checkpoint with another value is loaded by the rules for another layout. In `[sharding.tagc]`, residuals
+  that were saved as `"exact"` are refused.
+- *free*: a checkpoint does not record the value, and a run may resume with any other.
+
+This page is generated: `python -m torchtitan_scape.config.reference > docs/reference/configuration.md`.
+"""
 # Sections of this project; the others are TorchTitan's.
 OWN = ("sync", "topology", "sharding", "model.sizes", "checkpoint", "data", "sample", "observe")
 _METHOD = "Method that synchronizes the replicas; its options are in the section [sync.METHOD]"
@@ -162,23 +187,6 @@ def _plural(declared: Any) -> str:
     return f"{_type_text(declared)}s"
 
 
-_HEAD = """\
-# Configuration
-
-This page lists all keys of a recipe with their types, defaults and meanings. A recipe is a TOML file; the key `density`
-of `[sync.scape]` is `--sync.scape.density=VALUE` on the command line. A boolean takes no value there:
-`--checkpoint.enable` or `--checkpoint.no-enable`. `./run_train.sh --help sync.scape` prints one section.
-
-Two marks describe the effect of a key on [loading a checkpoint](checkpoint_format.md#loading):
-
-- *layout*: a checkpoint with another value is loaded by the rules for another layout. In `[sharding.tagc]`, residuals
-  that were saved as `"exact"` are refused.
-- *free*: a checkpoint does not record the value, and a run may resume with any other.
-
-This page is generated: `python -m torchtitan_scape.config.reference > docs/reference/configuration.md`.
-"""
-
-
 def page() -> str:
     """Return docs/reference/configuration.md."""
     parts, title = [_HEAD], ""
@@ -201,18 +209,6 @@ def _entry(key: Key) -> str:
 
 if __name__ == "__main__":
     print(page(), end="")
-
-
-WIDTH = 80
-_NAME_WIDTH = 24
-_USAGE = """\
-usage: {program} [--SECTION.KEY=VALUE ...]
---help SECTION prints the keys of a section, --help all those of all sections.
-A boolean key takes no value: --checkpoint.enable or --checkpoint.no-enable.
-examples:
-  {program} --sync.method=sparta --optimizer.name=Muon
-  CONFIG_FILE=train_configs/llama_500m.toml NGPU=4 {program}
-  {program} --help sync.scape"""
 
 
 def help_text(topic: str = "") -> str:

@@ -16,6 +16,7 @@ from torchtitan_scape.titan.tokenizer import panic_text, special_tokens_in_text
 
 logger = logging.getLogger(__name__)
 
+LONG = 1 << 23  # Characters of a piece that are reported, because its tokens need gigabytes of memory.
 PIECE = 1 << 15  # Characters after which a text is split at the next possible place.
 
 # Latin letters and those of scripts with few spaces. Letters that a library might classify differently are left out.
@@ -182,9 +183,6 @@ class SpecialTokenCount:
                 f"documents that spell a special token: {self.documents:,}, the last one {found[0]!r}; it is encoded "
                 f"as {how} (data.allow_special_tokens)"
             )
-
-
-LONG = 1 << 23  # Characters of a piece that are reported, because its tokens need gigabytes of memory.
 
 
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:

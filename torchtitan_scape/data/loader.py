@@ -22,6 +22,10 @@ from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTextDataset, P
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 2
+FORMATS = (1, 2)  # Format 1 stores the rest of a document as tokens.
+Partial = list[Any]  # Unit of a document, first character of a piece, tokens of the piece to skip.
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # Inputs and labels; without a batch dimension, of a sequence.
 WHOLE = 1 << 26  # Stored bytes up to which all documents are hashed, which takes a tenth of a second.
 SAMPLED, SAMPLED_CHARACTERS = 1024, 1 << 14
 _BATCH = 4096
@@ -62,12 +66,6 @@ def _digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
-
-
-FORMAT = 2
-FORMATS = (1, 2)  # Format 1 stores the rest of a document as tokens.
-Partial = list[Any]  # Unit of a document, first character of a piece, tokens of the piece to skip.
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # Inputs and labels; without a batch dimension, of a sequence.
 
 
 class NoTextError(ValueError):

@@ -15,6 +15,10 @@ import numpy as np
 from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name, sync_folder, write_whole
 from torchtitan_scape.titan.data import BaseTokenizer
 
+MANIFEST, FORMAT = "manifest.json", 1
+TRAIN, VALIDATION = "train", "validation"
+# TorchTitan reads the first existing file; vocab.json and merges.txt belong together.
+_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 # Megatron's dtype codes that can represent token ids.
@@ -224,12 +228,6 @@ def damage(folder: Path, shard: IndexedShard, dtype: np.dtype[Any], entries: int
     if largest >= entries:
         return f"{pair.prefix} has a token {largest}; its tokenizer has {entries} entries"
     return ""
-
-
-MANIFEST, FORMAT = "manifest.json", 1
-TRAIN, VALIDATION = "train", "validation"
-# TorchTitan reads the first existing file; vocab.json and merges.txt belong together.
-_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 
 
 def tokenizer_digest(folder: Path) -> str:

@@ -14,6 +14,7 @@ from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS, GPT2Args
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 from torchtitan_scape.titan.models import BaseModelArgs, TransformerModelArgs, llama3_args
 
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # by the model's arguments
 # Keys that the flavor "custom" needs; the others have defaults.
 _NEEDED = ("dim", "n_layers", "n_heads", "vocab_size")
 
@@ -77,9 +78,6 @@ MODEL_FAMILIES = {
     "llama3": ModelFamily(Llama, {**llama3_args, **LLAMA_ARGS}),
     "gpt2": ModelFamily(GPT2, GPT2_ARGS),
 }
-
-
-_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # by the model's arguments
 
 
 def model_args(model: Model) -> BaseModelArgs:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torchtitan_scape.core.files import parse_json
 
+_Record = TypeVar("_Record")
 PORT_SECONDS = 60.0  # Time for another program to release the port.
 
 
@@ -91,9 +92,6 @@ def silence(endpoint: tuple[str, int]) -> str:
             return ""
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__
-
-
-_Record = TypeVar("_Record")
 
 
 def to_json(record: Any) -> str:

@@ -28,8 +28,19 @@ from torchtitan_scape.runtime.listening import WrongEndpointError, from_json, li
 
 logger = logging.getLogger(__name__)
 
+WRONG_INPUT, LOST, NOT_SAVED, STOPPED = 2, 3, 4, 75
+"""Exit codes: wrong input, a restart does not help; a rank was lost or failed; stopped on request without a checkpoint;
+stopped on request with a checkpoint, run the same command again."""
+
+INTERVAL_SECONDS = 1.0
+SILENT_INTERVALS = 5  # Missed heartbeats after which a rank counts as lost, once a failure is suspected.
+REACT_SECONDS = 5.0  # Time for the main thread to end by itself once the failure is known.
+START_SECONDS = 300.0  # Time for rank 0 to serve the store.
+_STARTED = "started"  # Key that rank 0 sets when it serves the store.
+_LEFT = 1 << 40  # Heartbeat count of a rank that has ended normally.
+_SEARCHERS = 3  # Number of ranks that check all heartbeats after a failure; the others wait for their result.
 _INNERMOST = 3  # Frames that decide; those of the launcher are also in torch.distributed.
-_COLLECTIVES = ("torch.distributed", "topology")
+_COLLECTIVES = ("torch.distributed", "torchtitan_scape.topology")
 
 
 @dataclass(frozen=True)
@@ -80,19 +91,6 @@ def places_in_words(places: Mapping[int, Place]) -> str:
         f"rank {', '.join(map(str, ranks[line][:4]))}{' and more' if len(ranks[line]) > 4 else ''} in {line}"
         for line in rarest[:4]
     )
-
-
-WRONG_INPUT, LOST, NOT_SAVED, STOPPED = 2, 3, 4, 75
-"""Exit codes: wrong input, a restart does not help; a rank was lost or failed; stopped on request without a checkpoint;
-stopped on request with a checkpoint, run the same command again."""
-
-INTERVAL_SECONDS = 1.0
-SILENT_INTERVALS = 5  # Missed heartbeats after which a rank counts as lost, once a failure is suspected.
-REACT_SECONDS = 5.0  # Time for the main thread to end by itself once the failure is known.
-START_SECONDS = 300.0  # Time for rank 0 to serve the store.
-_STARTED = "started"  # Key that rank 0 sets when it serves the store.
-_LEFT = 1 << 40  # Heartbeat count of a rank that has ended normally.
-_SEARCHERS = 3  # Number of ranks that check all heartbeats after a failure; the others wait for their result.
 
 
 @dataclass(frozen=True)

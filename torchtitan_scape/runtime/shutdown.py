@@ -26,10 +26,13 @@ from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_IN
 
 logger = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REQUESTED = "SCAPE_STOP_REQUESTED"  # environment variable: rank.sh received this signal before it started Python
+CLOSE_SECONDS = 3.0  # Time to write optional files, such as the last metrics, after a failure.
 # The programming errors by which TorchTitan rejects a value.
 _REJECTIONS = (AssertionError, AttributeError, IndexError, KeyError, TypeError)
 _PASSING = (BrokenPipeError, ConnectionResetError, TimeoutError)  # They may not occur again.
-_OWN = ("torchtitan_scape", "kernels", "topology", "scripts", "tests")
+_OWN = ("torchtitan_scape", "scripts", "tests")
 _COMPILER = ("torch._dynamo", "torch._inductor")
 # Environment variables of folders that are not in the recipe, by a part of their usual paths.
 _CACHES = {"huggingface": "HF_HOME", "torchinductor": "TORCHINDUCTOR_CACHE_DIR", "triton": "TRITON_CACHE_DIR"}
@@ -95,11 +98,6 @@ def _place_in_torchtitan(traceback: TracebackType | None) -> str:
             place = ""
         traceback = traceback.tb_next
     return place
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-REQUESTED = "SCAPE_STOP_REQUESTED"  # environment variable: rank.sh received this signal before it started Python
-CLOSE_SECONDS = 3.0  # Time to write optional files, such as the last metrics, after a failure.
 
 
 class StoppedEarly(SystemExit):
