@@ -85,9 +85,7 @@ class Resolved:
         return not section.startswith("sync.") or section.split(".")[1] == self.values["sync.method"]
 
     def write(self, folder: str) -> None:
-        """Write resolved.toml atomically, or raise ValueError. A file with the same values is kept: it may have more
-        origins.
-        """
+        """Write resolved.toml, or raise ValueError. A file with the same values is kept: it may have more origins."""
         path, text = Path(folder) / FILE, self.text()
         try:
             if tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):

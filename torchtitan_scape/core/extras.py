@@ -48,9 +48,7 @@ def import_advice(error: ImportError) -> str:
 
 
 def is_own_command(arguments: Sequence[str]) -> bool:
-    """Return whether Python was started, with these arguments, with a module of this package: `python -m
-    torchtitan_scape.X`.
-    """
+    """Return whether Python was started, with these arguments, as `python -m torchtitan_scape.X`."""
     module = next((after for word, after in pairwise(arguments) if word == "-m"), "")
     return f"{module}.".startswith(f"{PACKAGE.name}.")
 

@@ -115,9 +115,7 @@ def _hub(hub: HubDataset, split: str) -> DatasetConfig:
 
 
 def _embedded(corpus: Any, source: str) -> dict[str, DatasetConfig]:
-    """Return the datasets of a corpus by name suffix: documents of the default size, and of about one short
-    sequence.
-    """
+    """Return the datasets of a corpus by name suffix: of the default size, and of about one short sequence."""
     return {
         f"{size_suffix}{split_suffix}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
         for size_suffix, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))

@@ -115,9 +115,7 @@ class TextDataset(HuggingFaceTextDataset):
         return digests | {"data.allow_special_tokens": allowed}
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:
-        """Return the documents of an epoch, at its beginning. Raises NoTextError if the previous one contained no
-        token.
-        """
+        """Return the documents of an epoch, at its beginning. Raises NoTextError if the last one had no token."""
         now = self._sequences_yielded, len(self._token_buffer)
         if now == self._at_epoch_start:
             raise NoTextError(

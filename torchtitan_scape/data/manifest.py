@@ -51,9 +51,7 @@ def digest_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class IndexedShard:
-    """A pair of files as recorded in a manifest, with its split, the UTF-8 bytes of its text, and SHA-256 of both
-    files.
-    """
+    """A pair of files as recorded in a manifest, with its split, the UTF-8 bytes of its text, and its SHA-256."""
 
     name: str
     split: str

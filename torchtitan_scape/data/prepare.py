@@ -128,9 +128,7 @@ def _revision(name: str, path: str | None) -> str | None:
 
 
 def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], list[TextSource], Encoder]:
-    """Return the manifest without shards, tasks, sources and encoder; equal for the same text, tokenizer and
-    options.
-    """
+    """Return manifest without shards, tasks, sources and encoder; equal for equal text, tokenizer and options."""
     name = options.dataset or "text_files"
     config = JobConfig()
     config.model.hf_assets_path, config.data.border = str(options.tokenizer), options.border

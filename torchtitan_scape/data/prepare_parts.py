@@ -85,9 +85,7 @@ class Encoder:
 
 
 class TextSource:
-    """The documents of one split, numbered, without empty ones. `sizes` are the bytes of each text, if known in
-    advance.
-    """
+    """The documents of one split, numbered, without empty ones. `sizes` are their bytes, if known in advance."""
 
     def __init__(self, data: Dataset | IterableDataset, split: str) -> None:
         self.data, self.split = data, split

@@ -263,9 +263,7 @@ def _check_special_tokens(folder: Path, prepared: bool | None, wanted: bool) -> 
 
 
 def _allow_files(n: int) -> None:
-    """Raise the limit of open files by `n`, if permitted. Each memory map uses one, and a stream has a thousand
-    shards.
-    """
+    """Raise the limit of open files by `n`, if permitted. Each memory map uses one, in a thousand shards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if n > soft // 4:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + n, hard), hard))

@@ -175,9 +175,7 @@ def _aggregate_safely(tasks: Mapping[str, Any]) -> None:
 
 
 def _safe_stderr(metric: Callable[..., Any], bootstrap_iters: int) -> Callable[..., Any] | None:
-    """Return the harness's standard error of an aggregation, as NumPy's numbers, which do not raise in averages of
-    groups.
-    """
+    """Return the standard error of an aggregation, as NumPy's numbers, which do not raise in means of groups."""
     estimate = stderr_for_metric(getattr(metric, "__wrapped__", metric), bootstrap_iters)
 
     def estimate_safely(items: Any) -> Any:

@@ -118,9 +118,7 @@ class Block(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """The output layer. A parameter of its own would be a second name of the tied one, in FSDP2's units and in
-    checkpoints.
-    """
+    """The output layer. A parameter of its own would be a second name of the tied one, in FSDP2 and checkpoints."""
 
     def forward(self, h: Tensor, weight: Tensor) -> Tensor:
         return F.linear(h, weight)
@@ -176,9 +174,7 @@ class GPT2(ModelProtocol):
         raise TypeError("GPT-2's attention is causal and takes no masks")
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits. `positions` (of the shape of `tokens`, 0, 1, ... by default) are those of context
-        parallelism.
-        """
+        """Return the logits. Context parallelism passes `positions`, of the shape of `tokens`, by default 0, 1, ..."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         h = self.tok_embeddings(tokens) + self.pos_embeddings(positions)

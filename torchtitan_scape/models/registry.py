@@ -81,9 +81,7 @@ MODEL_FAMILIES = {
 
 
 def model_args(model: Model) -> BaseModelArgs:
-    """Return the arguments of the flavor with the sizes of [model.sizes], or raise ValueError if there is no such
-    model.
-    """
+    """Return the arguments of the flavor with the sizes of [model.sizes], or raise ValueError for no model."""
     if model.name not in MODEL_FAMILIES:
         raise ValueError(f"[model] name = {model.name!r}; known are {', '.join(map(repr, MODEL_FAMILIES))}")
     flavors = MODEL_FAMILIES[model.name].flavors

@@ -100,9 +100,7 @@ def to_json(record: Any) -> str:
 
 
 def from_json(kind: type[_Record], value: bytes) -> _Record:
-    """Return the dataclass `kind` from the JSON text of `to_json`, or raise ValueError with the beginning of another
-    value.
-    """
+    """Return the dataclass `kind` from the text of `to_json`, or raise ValueError with the beginning of another."""
     try:
         given = parse_json(value)
         expected: dict[str, Any] = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]

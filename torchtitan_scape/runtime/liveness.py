@@ -272,9 +272,7 @@ class Liveness:
             self._reported.set()  # Nothing more can be written.
 
     def _update(self, store: dist.Store) -> None:
-        """Send a heartbeat, write and read failures, and check other ranks: O(1) requests unless a failure is
-        suspected.
-        """
+        """Send a heartbeat, write and read failures, and check others: O(1) requests unless a failure is suspected."""
         if self._to_report is not None and not self._reported.is_set():
             store.compare_set("failed", "", to_json(self._to_report))
         store.add(f"beat/{self.rank}", 1)

@@ -72,9 +72,7 @@ def _kind(network: str, providers: list[str], links: set[str]) -> str:
 
 
 def advice(transport: Transport, root: Path = Path("/")) -> str:
-    """Return why the transport between nodes is slower than the node's adapters allow, and the fix; "" if nothing is
-    known.
-    """
+    """Return why the transport between nodes is slower than the adapters allow, and the fix; "" if unknown."""
     if not transport.uses_network:
         return ""
     slow = transport.kind == "sockets" or transport.kind.startswith("libfabric tcp")

@@ -209,9 +209,7 @@ class LauncherRendezvous(RendezvousHandler):
             return str(probe.getsockname()[0])
 
     def _open(self, deadline: float) -> tuple[TCPStore, int | None]:
-        """Connect to the store of the first endpoint that answers, or serve it here. Return the index of this endpoint,
-        or None.
-        """
+        """Connect to the store of the first endpoint that answers, or serve it, and return its index or None."""
         begin = reported = time.monotonic()
         while True:
             reasons = []

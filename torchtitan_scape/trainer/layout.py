@@ -37,9 +37,7 @@ def checked_layout(config: JobConfig, device_type: str) -> Layout:
 
 
 def layout_of(config: JobConfig) -> Layout:
-    """Return the layout that config and launcher select. Needs no process group. Raises ValueError if it is not
-    possible.
-    """
+    """Return the layout that config and launcher select, without a process group. Raises ValueError for none."""
     fake = config.comm.mode == "fake_backend"
     name = "NGPU" if fake else "WORLD_SIZE"
     value = os.environ.get(name, "1")
